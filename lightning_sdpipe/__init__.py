@@ -1,0 +1,1 @@
+"""Pipeline-parallel training on unequal, shared GPUs: SDPipe as a Lightning strategy."""
