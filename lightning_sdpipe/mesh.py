@@ -1,0 +1,70 @@
+"""Who is worker (j, i): the map between ranks and the M × N mesh of stages and pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_sdpipe.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of M stages × N pipelines (SDPipe §3: worker (j, i) runs stage j of pipeline i).
+
+    ``ranks[i][j]`` is the global rank of stage ``j`` of pipeline ``i``. Rank 0 must hold a last stage: Lightning
+    gives rank 0 the logger and the progress bar, and the loss exists on last stages only.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        flat = sorted(rank for row in self.ranks for rank in row)
+        if flat != list(range(len(flat))) or len({len(row) for row in self.ranks}) != 1:
+            raise ConfigurationError(
+                f"A mesh names every rank once, in rows of one length; given {self.ranks}. "
+                "Give one row per pipeline with the rank of each stage."
+            )
+        if all(row[-1] != 0 for row in self.ranks):
+            raise ConfigurationError(
+                f"Rank 0 must hold the last stage of a pipeline (it owns the logger); given {self.ranks}. "
+                "Put rank 0 at the end of one row."
+            )
+
+    @classmethod
+    def build(cls, world_size: int, num_stages: int) -> Mesh:
+        """Consecutive ranks form a pipeline, its last stage on the lowest rank."""
+        if num_stages < 1 or world_size % num_stages:
+            allowed = [m for m in range(1, world_size + 1) if world_size % m == 0]
+            raise ConfigurationError(
+                f"{world_size} workers cannot form pipelines of num_stages={num_stages} stages: num_stages must "
+                f"divide the number of workers. Use num_stages from {allowed}, or change devices × num_nodes."
+            )
+        starts = range(0, world_size, num_stages)
+        return cls(tuple(tuple(range(start + num_stages - 1, start - 1, -1)) for start in starts))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranks[0])
+
+    @property
+    def num_pipelines(self) -> int:
+        return len(self.ranks)
+
+    def locate(self, rank: int) -> tuple[int, int]:
+        """``(stage, pipeline)`` of a global rank."""
+        for pipeline, row in enumerate(self.ranks):
+            if rank in row:
+                return row.index(rank), pipeline
+        raise ValueError(f"rank {rank} is not in {self.ranks}")
+
+    def rank(self, stage: int, pipeline: int) -> int:
+        return self.ranks[pipeline][stage]
+
+    def stage_ranks(self, stage: int) -> Sequence[int]:
+        """The replicas of one stage, by pipeline."""
+        return [row[stage] for row in self.ranks]
+
+    def pipeline_ranks(self, pipeline: int) -> Sequence[int]:
+        """The workers of one pipeline, by stage."""
+        return self.ranks[pipeline]

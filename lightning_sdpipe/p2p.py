@@ -1,0 +1,102 @@
+"""Point-to-point transfers over a process group, with CUDA tensors staged through pinned memory on gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sdpipe.errors import WorkerFailedError
+
+
+@dataclass
+class Transfer:
+    """Sends or receives in flight. It keeps the tensors alive until :meth:`wait` returns them."""
+
+    peer: str
+    works: list[dist.Work] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    staged: list[Tensor] = field(default_factory=list)
+    receiving: bool = False
+
+    def wait(self) -> list[Tensor]:
+        """Blocks until the peer has taken (or delivered) everything.
+
+        Raises:
+            WorkerFailedError: the peer closed the connection or the group's timeout passed; names the peer.
+        """
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            verb = "receiving from" if self.receiving else "sending to"
+            reason = str(error).splitlines()[0]
+            raise WorkerFailedError(f"{verb} {self.peer} failed: {reason}") from error
+        self.works.clear()
+        if self.receiving:
+            for tensor, copy in zip(self.tensors, self.staged, strict=True):
+                if copy is not tensor:
+                    tensor.copy_(copy)
+        return self.tensors
+
+
+def _needs_staging(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    return tensor.device.type == "cuda" and dist.get_backend(group) == "gloo"
+
+
+def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
+    """Starts sending ``tensors`` to global rank ``to``; they must not change before the transfer is waited for."""
+    transfer = Transfer(peer)
+    for tensor in tensors:
+        payload = tensor.detach().contiguous()
+        if _needs_staging(payload, group):
+            payload = payload.cpu()
+        transfer.tensors.append(payload)
+        if payload.numel():
+            transfer.works.append(_started(dist.isend(payload, to, group=group, tag=tag)))
+    return transfer
+
+
+def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
+    """Starts receiving from global rank ``source`` into contiguous tensors, in the order they were sent."""
+    transfer = Transfer(peer, receiving=True)
+    for tensor in into:
+        staged = torch.empty_like(tensor, device="cpu", pin_memory=True) if _needs_staging(tensor, group) else tensor
+        transfer.tensors.append(tensor)
+        transfer.staged.append(staged)
+        if staged.numel():
+            transfer.works.append(_started(dist.irecv(staged, source, group=group, tag=tag)))
+    return transfer
+
+
+def send_bytes(data: bytes, to: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
+    """Sends a byte string of any length."""
+    payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return send([torch.tensor([len(data)]), payload], to, group, tag, peer)
+
+
+def receive_bytes(source: int, group: dist.ProcessGroup, tag: int, peer: str) -> bytes:
+    """Waits for what the peer sent with :func:`send_bytes`."""
+    (length,) = receive([torch.empty(1, dtype=torch.int64)], source, group, tag, peer).wait()
+    (payload,) = receive([torch.empty(int(length), dtype=torch.uint8)], source, group, tag, peer).wait()
+    return payload.numpy().tobytes()
+
+
+def broadcast_bytes(data: bytes, source: int, group: dist.ProcessGroup) -> bytes:
+    """Every member gets the bytes of global rank ``source``."""
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, source, group=group)
+    payload = torch.empty(int(length), dtype=torch.uint8)
+    if dist.get_rank() == source:
+        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(payload, source, group=group)
+    return payload.numpy().tobytes()
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this process is not a member of the group that it sends or receives in")
+    return work

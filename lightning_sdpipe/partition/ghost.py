@@ -1,0 +1,122 @@
+"""Tensors with a shape and no values: what stands in, on one stage, for the output of another stage's block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_sdpipe.errors import ConfigurationError
+
+_aten = torch.ops.aten
+# These read only the shape, dtype and device of a tensor, so what they return is real.
+_FROM_METADATA = {
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.empty_like.default,
+    _aten.full_like.default,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_empty.default,
+    _aten.new_full.default,
+    _aten.new_empty_strided.default,
+}
+
+
+class Ghost(Tensor):
+    """A tensor that has the shape, dtype and device of a value which exists on an earlier stage only.
+
+    Glue code of the user's forward may read its metadata and compute with it: operations on ghosts run on shapes
+    alone and give ghosts, at no cost in memory or arithmetic. A ghost that reaches a block of this stage, or Python as
+    a number, is a value that skips the cut, and an error.
+    """
+
+    origin: str
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, origin: str) -> Ghost:
+        ghost = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=device,
+            requires_grad=False,
+        )
+        ghost.meta = meta
+        ghost.origin = origin
+        return ghost  # type: ignore[no-any-return]
+
+    meta: Tensor
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        ghosts = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Ghost)]
+        if func in _FROM_METADATA:
+            return func(*tree_map_only(Ghost, _without_values, args), **kwargs)
+        if func is _aten._local_scalar_dense.default:
+            raise SkippedCutError(ghosts[0], "is read as a Python number")
+        if _writes_to_real(func, args, kwargs):
+            raise SkippedCutError(ghosts[0], "is written into a tensor that lives")
+        device = torch.device(kwargs.get("device") or ghosts[0].device)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "meta"}
+        metas = tree_map_only(Tensor, _meta, (args, kwargs))
+        outcome = func(*metas[0], **metas[1])
+        # in-place operations return the ghost that they changed
+        known = {id(ghost.meta): ghost for ghost in ghosts}
+
+        def as_ghost(meta: Tensor) -> Ghost:
+            return known[id(meta)] if id(meta) in known else Ghost(meta, device, ghosts[0].origin)
+
+        return tree_map_only(Tensor, as_ghost, outcome)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Ghost({tuple(self.shape)}, dtype={self.dtype}, of={self.origin!r})"
+
+
+class SkippedCutError(ConfigurationError):
+    """A value of an earlier stage's block is used past the cut without travelling through it."""
+
+    def __init__(self, ghost: Ghost, use: str) -> None:
+        super().__init__(
+            f"The output of block {ghost.origin!r}, which runs on an earlier stage, {use} on a later one. Only the last "
+            "block's output travels from stage to stage, so a value cannot skip a cut. Keep both blocks on one stage "
+            "with partition=[...], or name one larger block that holds them with blocks=[...]."
+        )
+
+
+def refuse_ghosts(value: Any, where: str) -> None:
+    """Raises :class:`SkippedCutError` if a ghost is anywhere in ``value``, which ``where`` is about to compute with."""
+
+    def refuse(ghost: Ghost) -> None:
+        raise SkippedCutError(ghost, f"is used by {where}")
+
+    tree_map_only(Ghost, refuse, value)
+
+
+def _writes_to_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if not func._schema.is_mutable:
+        return False
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    written = (given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return any(isinstance(t, Tensor) and not isinstance(t, Ghost) for t in written)
+
+
+def _without_values(ghost: Ghost) -> Tensor:
+    return torch.empty((), dtype=ghost.dtype, device=ghost.device).expand(ghost.shape)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return tensor.meta if isinstance(tensor, Ghost) else tensor.to("meta")
+
+

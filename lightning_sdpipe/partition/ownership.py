@@ -1,0 +1,73 @@
+"""Which stage holds which parameter and buffer, and how a rank lets go of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The stages that hold each parameter and buffer, by every name that it has in the module.
+
+    What lies in a block belongs to the block's stage. What lies in none (a parameter that the user's own glue code
+    uses) is held by every stage, and a tensor with names in several stages (tied weights) by all of those.
+    """
+
+    stages: Mapping[str, tuple[int, ...]]
+
+    def held_by(self, stage: int) -> list[str]:
+        return [name for name, owners in self.stages.items() if stage in owners]
+
+    def shared_parameters(self, module: nn.Module) -> list[tuple[tuple[int, ...], str]]:
+        """Parameters that live on several stages, each once, as ``(owners, name)`` in the module's order."""
+        return [(self.stages[name], name) for name, _ in module.named_parameters() if len(self.stages[name]) > 1]
+
+
+def assign_owners(module: nn.Module, chain: Sequence[str], spans: Sequence[range]) -> Ownership:
+    """Ownership of ``module``'s tensors when stage ``j`` runs the blocks ``chain[b] for b in spans[j]``."""
+    stage_of_block = {chain[block]: stage for stage, span in enumerate(spans) for block in span}
+    everywhere = set(range(len(spans)))
+    named = _named_tensors(module)
+    owners: dict[int, set[int]] = {}
+    for name, tensor in named:
+        parts = name.split(".")
+        blocks = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        stage = next((stage_of_block[path] for path in blocks if path in stage_of_block), None)
+        owners.setdefault(id(tensor), set()).update(everywhere if stage is None else {stage})
+    return Ownership({name: tuple(sorted(owners[id(tensor)])) for name, tensor in named})
+
+
+def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
+    """Moves what ``stage`` holds to ``device`` and everything else to ``meta``; ties between names are kept."""
+    moved: dict[int, Tensor] = {}
+    kept = {id(t) for name, t in _named_tensors(module) if stage in ownership.stages[name]}
+    for path, owner in module.named_modules():
+        for slots in (owner._parameters, owner._buffers):
+            for name, tensor in slots.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in moved:
+                    target = device if id(tensor) in kept else torch.device("meta")
+                    moved[id(tensor)] = _move(tensor, target)
+                slots[name] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device:
+        return tensor
+    if device.type == "meta" or not isinstance(tensor, nn.Parameter):
+        data = tensor.detach().to(device)
+        return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    tensor.data = tensor.data.to(device)  # the same object: users may hold it in lists of their own
+    return tensor
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]

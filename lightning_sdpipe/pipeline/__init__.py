@@ -1,0 +1,1 @@
+"""Running one stage of a pipeline."""

@@ -1,0 +1,52 @@
+"""Handing the gradients of a pipeline schedule to Lightning's optimization loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """Takes the accumulated gradients off the parameters, so that the schedule starts from none."""
+    gradients = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return gradients
+
+
+def loss_with_gradients(loss: Tensor, parameters: Sequence[nn.Parameter], before: Sequence[Tensor | None]) -> Tensor:
+    """The loss, as a tensor whose ``backward`` puts the schedule's gradients in place.
+
+    Lightning zeroes gradients between ``training_step`` and ``backward``. So the gradients that the schedule left on
+    ``parameters`` are taken off, ``before`` is put back, and backward adds them, times the gradient that it is given:
+    gradient accumulation, loss scaling and users' own ``backward`` hooks work as they do without a pipeline.
+    """
+    gradients = [p.grad for p in parameters]
+    for p, grad in zip(parameters, before, strict=True):
+        p.grad = grad
+    anchor = torch.zeros((), device=loss.device, requires_grad=True)
+    return _Deposit.apply(anchor, loss.detach(), list(parameters), gradients)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Deposit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, loss: Tensor, parameters: list[nn.Parameter], gradients: list[Tensor | None]
+    ) -> Tensor:
+        ctx.parameters, ctx.gradients = parameters, gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        present = [grad for grad in ctx.gradients if grad is not None]
+        # reading the factor would wait for a GPU; on a CPU it saves a pass over the gradients
+        if present and (grad_output.device.type != "cpu" or grad_output.item() != 1.0):
+            torch._foreach_mul_(present, grad_output)
+        for p, grad in zip(ctx.parameters, ctx.gradients, strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
+        ctx.gradients = ctx.parameters = ()
+        return torch.zeros_like(grad_output), None, None, None

@@ -1,0 +1,108 @@
+"""One stage of a pipeline, as the schedules of ``torch.distributed.pipelining`` drive it.
+
+The schedules decide the order of forwards and backwards. Their own ``PipelineStage`` fixes every shape in advance,
+wants a gradient for everything that it sends, and runs an extra forward to learn shapes; this stage offers the
+schedules the same methods, and does its communication itself, inside the forward and the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sdpipe.partition.cut_step import Boundary
+from lightning_sdpipe.pipeline.link import StageLink
+
+Forward = Callable[[int, Boundary | None], Boundary | Tensor]
+
+
+class CutStage:
+    """Stage ``stage_index`` of ``num_stages``.
+
+    A mini-batch begins with :meth:`begin`; then a schedule calls the other methods.
+    """
+
+    def __init__(self, module: nn.Module, stage_index: int, num_stages: int, link: StageLink) -> None:
+        self.submod = module
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = link.device
+        self.group: dist.ProcessGroup = link.group
+        self.group_size = dist.get_world_size(link.group)
+        self.group_rank = dist.get_rank(link.group)
+        self.is_first = stage_index == 0
+        self.is_last = stage_index == num_stages - 1
+        self.has_backward = True
+        self.output_chunks: list[Any] = []
+        self._link = link
+
+    def begin(self, keys: Sequence[Hashable], forward: Forward) -> None:
+        """Prepares for a mini-batch.
+
+        Args:
+            keys: for each micro-batch, what identifies the shapes of its messages.
+            forward: runs this stage's part of the step on micro-batch ``i``, given what was received; returns the
+                boundary to send, or on the last stage the loss.
+        """
+        self._keys = keys
+        self._forward = forward
+        self._next_expected = 0
+        self._received: dict[int, Sequence[Tensor]] = {}
+        self._sent: dict[int, Sequence[Tensor]] = {}
+
+    def forward_one_chunk(self, index: int, *_: Any, **__: Any) -> Tensor | None:
+        """Receives micro-batch ``index``, runs it and sends it on. Returns the loss on the last stage."""
+        received = None
+        if not self.is_first:
+            received = self._link.receive_activations(self._keys[index])
+            if index + 1 < len(self._keys):
+                self._link.expect_activations(self._keys[index + 1])
+            self._received[index] = [t for t in received.tensors if t.requires_grad]
+        outcome = self._forward(index, received)
+        if isinstance(outcome, Boundary):
+            self._link.send_activations(outcome, self._keys[index])
+            self._sent[index] = [t for t in outcome.tensors if t.requires_grad]
+            return None
+        return outcome
+
+    def backward_one_chunk(self, index: int, loss: Tensor | None = None, **_: Any) -> None:
+        """Receives the gradients of micro-batch ``index`` (on the last stage: starts from its loss), computes those of
+        the parameters and of what was received, and sends the latter back."""
+        if self.is_last:
+            assert loss is not None
+            torch.autograd.backward(loss)
+        else:
+            outputs = self._sent.pop(index)
+            torch.autograd.backward(outputs, self._link.receive_gradients(outputs))
+        if not self.is_first:
+            inputs = self._received.pop(index)
+            self._link.send_gradients([torch.zeros_like(t) if t.grad is None else t.grad for t in inputs])
+
+    # What follows is there because the schedules call it: communication happens above.
+
+    def get_fwd_recv_ops(self, index: int) -> list[dist.P2POp]:
+        return []
+
+    get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def _prepare_forward_infra(self, *_: Any, **__: Any) -> tuple[Any, ...]:
+        return ()
+
+    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def clear_runtime_states(self) -> None:
+        pass
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        pass
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        pass

@@ -1,0 +1,65 @@
+"""``self.log`` inside a cut step: the values of the micro-batches of one mini-batch become one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+Log = Callable[..., None]
+
+
+class StepLog:
+    """Collects what each micro-batch logs and logs it once: means weighted by samples, or the sum, minimum or maximum
+    that ``reduce_fx`` asks for. A torchmetrics object accumulates by itself and is logged as it is."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[tuple[Any, int]]] = {}
+        self._options: dict[str, dict[str, Any]] = {}
+
+    def record(self, size: int) -> Log:
+        """A replacement for ``LightningModule.log`` while a micro-batch of ``size`` samples runs."""
+
+        def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
+            if args:  # prog_bar, logger, on_step and on_epoch may be given by position
+                options |= dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
+            if isinstance(value, Tensor):
+                value = value.detach()
+            self._values.setdefault(name, []).append((value, batch_size or size))
+            self._options[name] = options
+
+        return log
+
+    def replay(self, log: Log) -> None:
+        """Calls ``log`` once per name. Values are reduced over the pipelines when the epoch ends, never in a step."""
+        for name, entries in self._values.items():
+            options = {**self._options[name], "sync_dist": True}
+            value = _combine(entries, options.get("reduce_fx", "mean"))
+            log(name, value, batch_size=sum(size for _, size in entries), **options)
+
+
+def _combine(entries: list[tuple[Any, int]], reduce_fx: Any) -> Any:
+    value = entries[-1][0]
+    if isinstance(value, Metric) or not isinstance(value, (Tensor, float, int)) or len(entries) == 1:
+        return value
+    name = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
+    values = torch.stack([torch.as_tensor(v, dtype=torch.get_default_dtype()) for v, _ in entries])
+    if name in ("sum", "min", "max"):
+        return getattr(torch, name)(values)
+    sizes = torch.tensor([size for _, size in entries], dtype=values.dtype, device=values.device)
+    return (values * sizes).sum() / sizes.sum()
+
+
+@contextmanager
+def logging_through(module: LightningModule, log: Log) -> Iterator[None]:
+    """``module.log`` (and ``log_dict``, which calls it) is ``log`` within the context."""
+    module.__dict__["log"] = log
+    try:
+        yield
+    finally:
+        del module.__dict__["log"]
