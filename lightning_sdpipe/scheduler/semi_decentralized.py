@@ -1,0 +1,240 @@
+"""SDPipe's semi-decentralised policy: small groups when workers drift apart, large ones when they do not.
+
+Per stage (SDPipe §3.2, §3.4, Algorithm 2):
+
+1. The first ready worker opens a window of its own length T (see ``window.py``). A worker that is ready when
+   the window has lasted exactly T is too late; hence T = 0 gives groups of one.
+2. The window ends early when every active worker has come: EVERYBODY_CAME. Such a group connects all.
+3. When it ends, the candidate is validated: do the groups of the last P rounds (``sync_graph.py``) connect
+   all active workers once the candidate is added? If so, it goes out: WINDOW_CLOSED.
+4. If not, the stage *enforces*: it takes the token and waits, without a limit of time, until the workers that
+   came make the graph connected: ENFORCED. There is one token for all stages.
+5. A stage that would enforce while another holds the token lets its candidate go: TOKEN_BUSY.
+6. Enforcement waits only for workers that can come. When one leaves, what is left is validated again:
+   WORKER_LOST. The token is free as soon as its stage's group goes out or nobody there waits any more.
+
+Promise: after a group with any reason but TOKEN_BUSY (after all groups of one decision, where a candidate was
+split), the last P rounds connect the stage's active workers.
+
+Why nothing deadlocks: a ready worker waits without a limit of time only in the stage that holds the token
+(T finite). The workers missing there compute, or wait in other stages, where windows end by themselves; so
+they arrive, and when all active ones have, the graph is connected. With T = ∞ every group is EVERYBODY_CAME,
+nothing is ever enforced, and all stages wait for the same iteration: all-reduce.
+
+T = 0 is local SGD: every group has one member, except that connectivity is still enforced over P rounds. With
+``connectivity=None`` nothing is enforced and T = 0 is local SGD exactly.
+
+Large groups cost bandwidth, so with many pipelines a candidate that was not enforced is split into groups of
+at most ``max_group``. The members are paired by a tournament table that turns every round, since equal speeds
+would otherwise pair the same workers for ever. If only the whole candidate connects the stage, it goes out
+whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from lightning_sdpipe.scheduler.policy import Group, Reason, RefusedEvent, Worker
+from lightning_sdpipe.scheduler.roster import Roster
+from lightning_sdpipe.scheduler.sync_graph import SyncGraph
+from lightning_sdpipe.scheduler.window import AdaptiveWindow
+
+PIPELINES_IN_ONE_GROUP = 8
+"""With more pipelines than this, candidates are split into pairs unless ``max_group`` says otherwise."""
+
+
+class _Stage:
+    """What one stage remembers besides the roster."""
+
+    def __init__(self, num_pipelines: int, window: float | Literal["auto"], connectivity: int | None) -> None:
+        self.window = AdaptiveWindow(window, num_pipelines)
+        self.graph = None if connectivity is None else SyncGraph(num_pipelines, connectivity)
+        self.opener: int | None = None
+        self.deadline = math.inf
+        self.enforcing = False
+        self.bridged: set[int] = set()
+        """While enforcing: the components that the waiting workers would join."""
+        self.releases = 0
+
+
+class SemiDecentralizedPolicy:
+    """See the module's text for the rules."""
+
+    def __init__(
+        self,
+        num_stages: int,
+        num_pipelines: int,
+        *,
+        window: float | Literal["auto"] = "auto",
+        connectivity: int | None = 10,
+        min_group: int = 2,
+        max_group: int | None = None,
+    ) -> None:
+        self.roster = Roster(num_stages, num_pipelines)
+        self.token_holder: int | None = None
+        self._stages = [_Stage(num_pipelines, window, connectivity) for _ in range(num_stages)]
+        self._min_group = min_group
+        if max_group is None and num_pipelines > PIPELINES_IN_ONE_GROUP and window != math.inf:
+            max_group = 2
+        self._max_group = max_group
+
+    def ready(self, worker: Worker, iteration: int, now: float) -> list[Group]:
+        """See :class:`~lightning_sdpipe.scheduler.policy.GroupPolicy`, as for all methods here."""
+        self.roster.check_ready(worker, iteration)
+        groups = self.tick(now)
+        self.roster.arrive(worker, iteration)
+        stage, pipeline = self._stages[worker.stage], worker.pipeline
+        stage.window.arrived(pipeline, now)
+        if stage.enforcing:
+            assert stage.graph is not None
+            stage.bridged.add(stage.graph.component(pipeline))
+            if len(stage.bridged) == stage.graph.components:
+                groups += self._release(worker.stage, Reason.ENFORCED, now)
+            return groups
+        if stage.opener is None:
+            stage.opener = pipeline
+            stage.deadline = now + stage.window.length(pipeline)
+        if self.roster.everybody_waits(worker.stage):
+            groups += self._release(worker.stage, Reason.EVERYBODY_CAME, now)
+        elif stage.deadline <= now:
+            groups += self._close(worker.stage, now)
+        return groups
+
+    def leave(self, worker: Worker, now: float) -> list[Group]:
+        self.roster.check_leave(worker)
+        groups = self.tick(now)
+        stage = self._stages[worker.stage]
+        self.roster.leave(worker)
+        stage.window.paused(worker.pipeline)
+        if stage.graph is not None:
+            stage.graph.leave(worker.pipeline)
+        waiting = self.roster.waiting[worker.stage]
+        if not waiting:
+            self._reset(worker.stage)
+        elif self._needs_nobody(worker.stage):
+            groups += self._release(worker.stage, Reason.WORKER_LOST, now)
+        return groups
+
+    def join(self, worker: Worker, now: float) -> list[Group]:
+        self.roster.check_join(worker)
+        groups = self.tick(now)
+        stage = self._stages[worker.stage]
+        self.roster.join(worker)
+        if stage.graph is not None:
+            stage.graph.join(worker.pipeline)
+            if stage.enforcing and self._connects(stage, self.roster.waiting[worker.stage]):
+                groups += self._release(worker.stage, Reason.ENFORCED, now)
+        return groups
+
+    def tick(self, now: float) -> list[Group]:
+        groups: list[Group] = []
+        for number, stage in enumerate(self._stages):
+            if stage.deadline <= now:
+                groups += self._close(number, now)
+        return groups
+
+    def deadline(self) -> float | None:
+        earliest = min(stage.deadline for stage in self._stages)
+        return None if earliest == math.inf else earliest
+
+    def _close(self, number: int, now: float) -> list[Group]:
+        """The window of stage ``number`` ended: let the candidate go or enforce."""
+        stage, waiting = self._stages[number], self.roster.waiting[number]
+        if stage.graph is None or self._connects(stage, waiting):
+            return self._release(number, Reason.WINDOW_CLOSED, now)
+        if self.token_holder is not None:
+            return self._release(number, Reason.TOKEN_BUSY, now)
+        self.token_holder = number
+        stage.enforcing = True
+        stage.deadline = math.inf
+        self._adapt(stage, len(waiting))
+        return []
+
+    def _release(self, number: int, reason: Reason, now: float) -> list[Group]:
+        """All waiting workers of stage ``number`` go out."""
+        stage, waiting = self._stages[number], list(self.roster.waiting[number])
+        if not stage.enforcing:
+            self._adapt(stage, len(waiting))
+        parts = [waiting]
+        if not stage.enforcing and self._max_group is not None and len(waiting) > self._max_group:
+            split = pair_up(waiting, self._max_group, stage.releases)
+            if reason is Reason.TOKEN_BUSY or self._split_connects(stage, split):
+                parts = split
+        groups = [self.roster.answer(number, part, reason) for part in parts]
+        if stage.graph is not None:
+            stage.graph.record(parts)
+        for pipeline in waiting:
+            stage.window.answered(pipeline, now)
+        stage.releases += 1
+        self._reset(number)
+        return groups
+
+    def _needs_nobody(self, number: int) -> bool:
+        """After a worker left: may those that wait in stage ``number`` go without waiting longer?"""
+        stage = self._stages[number]
+        if self.roster.everybody_waits(number):
+            return True
+        return stage.enforcing and self._connects(stage, self.roster.waiting[number])
+
+    def _adapt(self, stage: _Stage, size: int) -> None:
+        if stage.opener is not None:
+            stage.window.adapt(stage.opener, size < self._min_group)
+            stage.opener = None
+
+    def _reset(self, number: int) -> None:
+        """Nobody waits in stage ``number``: no window, no enforcement, no token."""
+        stage = self._stages[number]
+        stage.opener = None
+        stage.deadline = math.inf
+        stage.enforcing = False
+        stage.bridged = set()
+        if self.token_holder == number:
+            self.token_holder = None
+
+    @staticmethod
+    def _connects(stage: _Stage, waiting: dict[int, int]) -> bool:
+        """Would one group of all that wait connect the stage? Remembers which components they join."""
+        assert stage.graph is not None
+        stage.bridged = {stage.graph.component(pipeline) for pipeline in waiting}
+        return len(stage.bridged) == stage.graph.components
+
+    @staticmethod
+    def _split_connects(stage: _Stage, parts: Sequence[Sequence[int]]) -> bool:
+        """Would these groups, all together, connect the stage?"""
+        if stage.graph is None:
+            return True
+        joined: dict[int, int] = {}
+
+        def root(component: int) -> int:
+            while component in joined:
+                component = joined[component]
+            return component
+
+        for part in parts:
+            first, *others = (stage.graph.component(pipeline) for pipeline in part)
+            for other in others:
+                a, b = root(first), root(other)
+                if a != b:
+                    joined[b] = a
+        return stage.graph.components - len(joined) == 1
+
+
+def pair_up(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
+    """Cut ``workers`` into groups of at most ``size``, differently every ``turn``.
+
+    For pairs this is the circle method of tournaments: one worker stays, the others move round a table, and
+    those who sit opposite each other meet, so that in turns of the same workers everybody meets everybody.
+    """
+    table: list[int] = sorted(workers)
+    if len(table) > 2:
+        shift = turn % (len(table) - 1)
+        table = [table[0], *table[1 + shift :], *table[1 : 1 + shift]]
+    half = (len(table) + 1) // 2
+    front, back = table[:half], table[half:][::-1]
+    seated = [worker for pair in zip(front, back, strict=False) for worker in pair] + front[len(back) :]
+    return [seated[start : start + size] for start in range(0, len(seated), size)]
+
+
+__all__ = ["RefusedEvent", "SemiDecentralizedPolicy", "pair_up"]

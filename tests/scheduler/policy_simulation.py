@@ -1,0 +1,124 @@
+"""Helpers of the policy tests: short ways to script events, and pipelines under a virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+
+from lightning_sdpipe.scheduler.policy import Group, GroupPolicy, Reason, Worker
+
+Summary = tuple[int, tuple[int, ...], Reason]
+
+
+def brief(groups: list[Group]) -> list[Summary]:
+    """Stage, pipelines and reason of each group."""
+    return [(g.stage, tuple(w.pipeline for w in g.members), g.reason) for g in groups]
+
+
+def join_all(policy: GroupPolicy, num_stages: int, num_pipelines: int, now: float = 0.0) -> None:
+    for stage in range(num_stages):
+        for pipeline in range(num_pipelines):
+            assert policy.join(Worker(stage, pipeline), now) == []
+
+
+class Pipelines:
+    """``num_pipelines`` × ``num_stages`` workers that compute, report and wait as real ones do.
+
+    Worker (j, i) starts iteration k once it has the group of its k - 1 and, ``lead`` iterations ago, every
+    stage of its pipeline had its group too: ``lead`` 1 is a pipeline with flush, M is PipeDream. It reports k
+    after its own compute time, and not before the next stage of its pipeline has reported k: the backward
+    pass comes from there. It leaves after its last iteration.
+    """
+
+    def __init__(
+        self,
+        policy: GroupPolicy,
+        num_stages: int,
+        num_pipelines: int,
+        iterations: int,
+        duration: Callable[[Worker, int], float],
+        lead: int = 1,
+    ) -> None:
+        self.policy = policy
+        self.workers = [Worker(j, i) for j in range(num_stages) for i in range(num_pipelines)]
+        self.num_stages, self.iterations, self.duration, self.lead = num_stages, iterations, duration, lead
+        self.answered = dict.fromkeys(self.workers, 0)
+        self.reported = dict.fromkeys(self.workers, 0)
+        self.computed = dict.fromkeys(self.workers, 0)
+        self.groups: list[tuple[float, Group]] = []
+        self.check: Callable[[Group], None] = lambda group: None
+        self._started = dict.fromkeys(self.workers, 0)
+        self._queue: list[tuple[float, int, Worker]] = []
+        self._pushed = 0
+        self.now = 0.0
+        join_all(policy, num_stages, num_pipelines)
+
+    def run(self) -> None:
+        """Until nothing can happen any more; whoever is not done then is stuck for ever."""
+        for worker in self.workers:
+            self._start(worker)
+        while True:
+            due = self.policy.deadline()
+            if self._queue and (due is None or self._queue[0][0] < due):
+                self.now, _, worker = heapq.heappop(self._queue)
+                self.computed[worker] += 1
+                self._report(worker)
+            elif due is not None:
+                self.now = max(self.now, due)
+                self._deliver(self.policy.tick(self.now))
+            else:
+                return
+
+    def _start(self, worker: Worker) -> None:
+        k = self._started[worker]
+        if k == self.iterations or k != self.answered[worker]:
+            return
+        stages = [self.answered[Worker(j, worker.pipeline)] for j in range(self.num_stages)]
+        if min(stages) + self.lead <= k:
+            return
+        self._started[worker] += 1
+        self._pushed += 1
+        heapq.heappush(self._queue, (self.now + self.duration(worker, k), self._pushed, worker))
+
+    def _report(self, worker: Worker) -> None:
+        later = Worker(worker.stage + 1, worker.pipeline)
+        k = self.reported[worker] + 1
+        if self.computed[worker] < k or (later in self.reported and self.reported[later] < k):
+            return
+        self.reported[worker] = k
+        groups = self.policy.ready(worker, k, self.now)
+        earlier = Worker(worker.stage - 1, worker.pipeline)
+        if earlier in self.reported:
+            self._report(earlier)
+        self._deliver(groups)
+
+    def _deliver(self, groups: list[Group]) -> None:
+        for group in groups:
+            self.check(group)
+            self.groups.append((self.now, group))
+            for worker in group.members:
+                self.answered[worker] += 1
+                assert self.answered[worker] == self.reported[worker]
+        for group in groups:
+            for worker in group.members:
+                if self.answered[worker] == self.iterations:
+                    self._deliver(self.policy.leave(worker, self.now))
+                for j in range(self.num_stages):
+                    self._start(Worker(j, worker.pipeline))
+
+    @property
+    def stuck(self) -> list[Worker]:
+        return [worker for worker in self.workers if self.answered[worker] < self.iterations]
+
+
+def random_durations(
+    seed: int, delay: float = 3.0, probability: float = 0.1
+) -> Callable[[Worker, int], float]:
+    """About 1 s per iteration, with the paper's kind of stragglers."""
+    rng = random.Random(seed)
+
+    def duration(worker: Worker, iteration: int) -> float:
+        return rng.uniform(0.9, 1.1) + (delay if rng.random() < probability else 0.0)
+
+    return duration

@@ -1,0 +1,309 @@
+"""SDPipe's rules, one scripted story each: events and times in, whole lists of decisions out."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_simulation import Pipelines, brief, join_all, random_durations
+
+from lightning_sdpipe.scheduler.all_reduce import AllReducePolicy
+from lightning_sdpipe.scheduler.policy import Reason, RefusedEvent, Worker
+from lightning_sdpipe.scheduler.semi_decentralized import SemiDecentralizedPolicy, pair_up
+
+W = Worker
+CLOSED, EVERYBODY, ENFORCED = Reason.WINDOW_CLOSED, Reason.EVERYBODY_CAME, Reason.ENFORCED
+BUSY, LOST = Reason.TOKEN_BUSY, Reason.WORKER_LOST
+
+
+def make(stages: int, pipelines: int, **options: object) -> SemiDecentralizedPolicy:
+    policy = SemiDecentralizedPolicy(stages, pipelines, **options)  # type: ignore[arg-type]
+    join_all(policy, stages, pipelines)
+    return policy
+
+
+def test_a_window_gathers_those_that_come_in_time() -> None:
+    policy = make(1, 3, window=1.0)
+    assert policy.deadline() is None
+    assert policy.ready(W(0, 2), 1, 10.0) == []
+    assert policy.deadline() == 11.0
+    assert policy.ready(W(0, 0), 1, 10.5) == []
+    groups = policy.tick(11.0)
+    assert brief(groups) == [(0, (0, 2), CLOSED)]
+    assert groups[0].weights == (0.5, 0.5)
+    assert policy.deadline() is None
+
+
+def test_a_worker_that_comes_when_the_window_has_ended_is_too_late() -> None:
+    policy = make(1, 3, window=1.0)
+    policy.ready(W(0, 0), 1, 0.0)
+    assert brief(policy.ready(W(0, 1), 1, 1.0)) == [(0, (0,), CLOSED)]
+    assert policy.deadline() == 2.0
+
+
+def test_it_goes_out_at_once_when_everybody_came() -> None:
+    policy = make(2, 2, window=1.0)
+    policy.ready(W(0, 0), 1, 0.0)
+    policy.ready(W(1, 0), 1, 0.0)
+    assert brief(policy.ready(W(0, 1), 1, 0.1)) == [(0, (0, 1), EVERYBODY)]
+    assert policy.deadline() == 1.0
+
+
+def test_sequence_numbers_are_unique_and_increasing() -> None:
+    policy = make(2, 1, window=0.0)
+    groups = [policy.ready(W(j, 0), k, k)[0] for k in range(3) for j in range(2)]
+    assert [group.sequence for group in groups] == list(range(6))
+
+
+def test_an_unconnected_candidate_waits_until_it_connects_the_stage() -> None:
+    policy = make(1, 4, window=1.0, connectivity=1)
+    policy.ready(W(0, 0), 1, 0.0)
+    policy.ready(W(0, 1), 1, 0.5)
+    assert policy.tick(1.0) == []
+    assert policy.token_holder == 0
+    assert policy.deadline() is None
+    assert policy.ready(W(0, 2), 1, 50.0) == []
+    assert brief(policy.ready(W(0, 3), 1, 60.0)) == [(0, (0, 1, 2, 3), ENFORCED)]
+    assert policy.token_holder is None
+
+
+def test_enforcement_ends_as_soon_as_the_graph_is_connected() -> None:
+    """Rounds of 4: {0,1} {2,3} met in round 1, so a bridge between the two is enough in round 2."""
+    policy = make(1, 4, window=1.0, connectivity=2)
+    for first, second, now in ((0, 1, 0.0), (2, 3, 2.0)):
+        policy.ready(W(0, first), 1, now)
+        policy.ready(W(0, second), 1, now)
+        assert brief(policy.tick(now + 1)) == [(0, (first, second), CLOSED)]
+    policy.ready(W(0, 0), 2, 4.0)
+    policy.ready(W(0, 1), 2, 4.0)
+    assert policy.tick(5.0) == []
+    assert brief(policy.ready(W(0, 3), 2, 9.0)) == [(0, (0, 1, 3), ENFORCED)]
+
+
+def test_only_one_stage_enforces_at_a_time() -> None:
+    """The example of SDPipe's figure 3: without the token both stages would wait for ever."""
+    policy = make(2, 2, window=1.0, connectivity=1)
+    policy.ready(W(0, 1), 1, 0.0)
+    policy.ready(W(1, 0), 1, 0.5)
+    assert policy.tick(1.0) == []
+    assert policy.token_holder == 0
+    assert brief(policy.tick(1.5)) == [(1, (0,), BUSY)]
+    assert brief(policy.ready(W(0, 0), 1, 2.0)) == [(0, (0, 1), ENFORCED)]
+    assert policy.token_holder is None
+
+
+def test_when_the_missing_worker_leaves_nobody_waits_for_it() -> None:
+    policy = make(1, 3, window=1.0, connectivity=1)
+    policy.ready(W(0, 0), 1, 0.0)
+    policy.ready(W(0, 1), 1, 0.0)
+    assert policy.tick(1.0) == []
+    assert brief(policy.leave(W(0, 2), 5.0)) == [(0, (0, 1), LOST)]
+    assert policy.token_holder is None
+
+
+def test_when_the_last_missing_worker_leaves_an_open_window_ends() -> None:
+    policy = make(1, 2, window=1.0)
+    policy.ready(W(0, 0), 1, 0.0)
+    assert brief(policy.leave(W(0, 1), 0.5)) == [(0, (0,), LOST)]
+    assert policy.deadline() is None
+
+
+def test_the_token_is_free_when_its_stage_can_no_longer_wait() -> None:
+    policy = make(1, 3, window=1.0, connectivity=1)
+    policy.ready(W(0, 0), 1, 0.0)
+    assert policy.tick(1.0) == []
+    assert policy.leave(W(0, 0), 2.0) == []
+    assert policy.token_holder is None
+    assert policy.ready(W(0, 1), 1, 3.0) == []
+    assert policy.deadline() == 4.0
+
+
+def test_a_worker_that_left_may_come_back() -> None:
+    policy = make(1, 2, window=1.0)
+    policy.leave(W(0, 1), 0.0)
+    assert brief(policy.ready(W(0, 0), 1, 1.0)) == [(0, (0,), EVERYBODY)]
+    policy.join(W(0, 1), 2.0)
+    assert policy.ready(W(0, 0), 2, 3.0) == []
+    assert brief(policy.ready(W(0, 1), 1, 3.5)) == [(0, (0, 1), EVERYBODY)]
+
+
+@pytest.mark.parametrize(
+    ("worker", "iteration", "message"),
+    [
+        (W(0, 0), 1, "waits for an answer"),
+        (W(0, 0), 2, "waits for an answer"),
+        (W(0, 1), 0, "after 0"),
+        (W(0, 2), 1, "without having joined"),
+        (W(1, 0), 1, "does not exist"),
+        (W(0, 4), 1, "does not exist"),
+        (W(0, 3), -1, "reported iteration -1"),
+    ],
+)
+def test_a_refused_ready_changes_nothing(worker: Worker, iteration: int, message: str) -> None:
+    policy = make(1, 4, window=1.0)
+    policy.leave(W(0, 2), 0.0)
+    policy.ready(W(0, 1), 0, 0.0)
+    policy.tick(1.0)
+    policy.ready(W(0, 0), 1, 2.0)
+    with pytest.raises(RefusedEvent, match=message):
+        policy.ready(worker, iteration, 100.0)
+    assert policy.deadline() == 3.0, "not even the time was taken notice of"
+    assert brief(policy.tick(3.0)) == [(0, (0,), CLOSED)]
+
+
+def test_joining_twice_and_leaving_twice_is_refused() -> None:
+    policy = make(1, 2)
+    with pytest.raises(RefusedEvent, match="joined twice"):
+        policy.join(W(0, 0), 0.0)
+    policy.leave(W(0, 0), 0.0)
+    with pytest.raises(RefusedEvent, match="without having joined"):
+        policy.leave(W(0, 0), 0.0)
+
+
+def test_the_window_doubles_after_small_groups_and_shrinks_after_large_ones() -> None:
+    policy = make(1, 3, window=1.0)
+    lengths = []
+    for k in range(3):  # two of three come, at once: shrinks
+        policy.ready(W(0, 0), k, 10.0 * k)
+        policy.ready(W(0, 1), k, 10.0 * k)
+        lengths.append(policy.deadline() - 10.0 * k)  # type: ignore[operator]
+        policy.tick(10.0 * k + 5)
+    for k in range(3, 6):  # alone: doubles, up to the maximum
+        policy.ready(W(0, 0), k, 10.0 * k)
+        lengths.append(policy.deadline() - 10.0 * k)  # type: ignore[operator]
+        policy.tick(10.0 * k + 5)
+    assert lengths == pytest.approx([1.0, 0.9, 0.81, 0.729, 1.0, 1.0])
+    policy.ready(W(0, 2), 6, 100.0)
+    assert policy.deadline() == 101.0, "the window belongs to the worker that opens it"
+
+
+def test_an_automatic_window_is_the_nth_part_of_an_iteration() -> None:
+    policy = make(1, 4, window="auto")
+    for i in range(4):
+        policy.ready(W(0, i), 0, 0.0)
+    policy.ready(W(0, 3), 1, 2.0)  # 2 s after its group, whatever it waited before
+    assert policy.deadline() == pytest.approx(2.0 + 2.0 / 4)
+
+
+def test_time_away_is_no_iteration() -> None:
+    policy = make(1, 4, window="auto")
+    for i in range(4):
+        policy.ready(W(0, i), 0, 0.0)
+    policy.leave(W(0, 3), 1.0)
+    policy.join(W(0, 3), 1000.0)
+    policy.ready(W(0, 3), 1, 1001.0)
+    assert policy.deadline() == pytest.approx(1001.05)
+
+
+def test_many_pipelines_are_split_into_pairs() -> None:
+    policy = make(1, 10, window=1.0)
+    groups = [group for i in range(10) for group in policy.ready(W(0, i), 0, 0.0)]
+    assert [len(group.members) for group in groups] == [2] * 5
+    assert {group.reason for group in groups} == {EVERYBODY}
+    assert sorted(w.pipeline for g in groups for w in g.members) == list(range(10))
+
+
+def test_a_split_that_would_not_connect_the_stage_goes_out_whole() -> None:
+    policy = make(1, 4, window=1.0, connectivity=1, max_group=2)
+    groups = [group for i in range(4) for group in policy.ready(W(0, i), 0, 0.0)]
+    assert brief(groups) == [(0, (0, 1, 2, 3), EVERYBODY)]
+
+
+@given(n=st.integers(1, 20), size=st.integers(2, 5), turn=st.integers(0, 100))
+def test_splitting_loses_nobody(n: int, size: int, turn: int) -> None:
+    parts = pair_up(list(range(n)), size, turn)
+    assert sorted(worker for part in parts for worker in part) == list(range(n))
+    assert [len(part) for part in parts] == [size] * (n // size) + ([n % size] if n % size else [])
+
+
+@pytest.mark.parametrize("n", [4, 6, 10, 16])
+def test_in_n_minus_1_turns_everybody_meets_everybody(n: int) -> None:
+    met = {tuple(sorted(pair)) for turn in range(n - 1) for pair in pair_up(list(range(n)), 2, turn)}
+    assert len(met) == n * (n - 1) // 2
+
+
+def test_without_connectivity_t_0_is_local_sgd() -> None:
+    pipelines = Pipelines(
+        SemiDecentralizedPolicy(2, 5, window=0.0, connectivity=None), 2, 5, 30, random_durations(0)
+    )
+    pipelines.run()
+    assert pipelines.stuck == []
+    assert all(len(group.members) == 1 for _, group in pipelines.groups)
+
+
+def test_with_connectivity_t_0_groups_only_what_is_enforced() -> None:
+    pipelines = Pipelines(
+        SemiDecentralizedPolicy(2, 5, window=0.0, connectivity=4), 2, 5, 60, random_durations(0)
+    )
+    pipelines.run()
+    assert pipelines.stuck == []
+    sizes = {g.reason: set() for _, g in pipelines.groups}  # type: dict[Reason, set[int]]
+    for _, group in pipelines.groups:
+        sizes[group.reason].add(len(group.members))
+    assert sizes[CLOSED] == {1}
+    assert max(sizes[ENFORCED]) > 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stages=st.integers(1, 4),
+    pipelines=st.integers(1, 9),
+    seed=st.integers(0, 1 << 30),
+    asynchronous=st.booleans(),
+    connectivity=st.sampled_from([1, 2, 10, None]),
+)
+def test_t_infinity_is_all_reduce(
+    stages: int, pipelines: int, seed: int, asynchronous: bool, connectivity: int | None
+) -> None:
+    lead = stages if asynchronous else 1
+    policies = (
+        SemiDecentralizedPolicy(stages, pipelines, window=math.inf, connectivity=connectivity),
+        AllReducePolicy(stages, pipelines),
+    )
+    runs = [Pipelines(p, stages, pipelines, 12, random_durations(seed), lead) for p in policies]
+    for run in runs:
+        run.run()
+        assert run.stuck == []
+    assert runs[0].groups == runs[1].groups
+    assert all(len(group.members) == pipelines for _, group in runs[0].groups)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    stages=st.integers(1, 8),
+    pipelines=st.integers(2, 64),
+    connectivity=st.integers(1, 10),
+    window=st.sampled_from([0.0, 0.01, 0.1, 1.0, "auto"]),
+    max_group=st.sampled_from([None, 2, 3]),
+    asynchronous=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_no_deadlock_and_everybody_is_answered(
+    stages: int,
+    pipelines: int,
+    connectivity: int,
+    window: float,
+    max_group: int | None,
+    asynchronous: bool,
+    seed: int,
+) -> None:
+    policy = SemiDecentralizedPolicy(
+        stages, pipelines, window=window, connectivity=connectivity, max_group=max_group
+    )
+    iterations = max(3, min(20, 2000 // (stages * pipelines)))
+    rng = random.Random(seed)
+    run = Pipelines(
+        policy,
+        stages,
+        pipelines,
+        iterations,
+        random_durations(seed, delay=rng.uniform(0, 5), probability=rng.random() / 2),
+        lead=stages if asynchronous else 1,
+    )
+    run.run()
+    assert run.stuck == []
+    assert policy.token_holder is None
+    assert policy.deadline() is None

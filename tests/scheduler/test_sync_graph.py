@@ -1,0 +1,143 @@
+"""The sync-graph against a naive one that asks networkx about the whole window."""
+
+from __future__ import annotations
+
+import networkx as nx
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lightning_sdpipe.scheduler.sync_graph import RecencyForest, SyncGraph
+
+N = 7
+
+
+class NaiveSyncGraph:
+    """The promise of sync_graph.py, written down as it reads."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds, self.round, self.signals = rounds, 0, 0
+        self.active: set[int] = set()
+        self.groups: list[tuple[int, list[int]]] = []
+
+    def record(self, groups: list[list[int]]) -> None:
+        for group in groups:
+            self.groups.append((self.round, group))
+            self.signals += len(group)
+        while self.signals >= len(self.active):
+            self.signals -= len(self.active)
+            self.round += 1
+
+    def components(self) -> set[frozenset[int]]:
+        graph = nx.Graph()
+        graph.add_nodes_from(self.active)
+        for made, group in self.groups:
+            if made > self.round - self.rounds:
+                present = [w for w in group if w in self.active]
+                graph.add_edges_from((u, v) for u in present for v in present)
+        return {frozenset(c) for c in nx.connected_components(graph)}
+
+
+class SyncGraphAgainstNaive(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.real: SyncGraph | None = None
+
+    @precondition(lambda self: self.real is None)
+    @rule(rounds=st.integers(1, 5), members=st.sets(st.integers(0, N - 1), min_size=1))
+    def start(self, rounds: int, members: set[int]) -> None:
+        self.real, self.naive = SyncGraph(N, rounds), NaiveSyncGraph(rounds)
+        for worker in members:
+            self.real.join(worker)
+        self.naive.active = set(members)
+        self.naive.groups.append((-1, sorted(members)))
+        self.known = set(members)
+        self.founding: list[int] | None = self.naive.groups[0][1]
+
+    @precondition(lambda self: self.real is not None)
+    @rule(data=st.data())
+    def record(self, data: st.DataObject) -> None:
+        assert self.real is not None
+        if not self.naive.active:
+            return
+        order = data.draw(st.permutations(sorted(self.naive.active)))
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(order)), min_size=1, max_size=3)))
+        parts = [list(order[a:b]) for a, b in zip([0, *cuts], cuts, strict=False)]
+        self.real.record(parts)
+        self.naive.record(parts)
+        self.founding = None
+
+    @precondition(lambda self: self.real is not None)
+    @rule(worker=st.integers(0, N - 1))
+    def join_or_leave(self, worker: int) -> None:
+        assert self.real is not None
+        active = self.naive.active
+        if worker in active:
+            self.real.leave(worker)
+            active.remove(worker)
+            self.naive.signals = min(self.naive.signals, max(0, len(active) - 1))
+            return
+        self.real.join(worker)
+        if worker not in self.known:
+            self.known.add(worker)
+            if self.founding is None or not active:
+                self.founding = [min(active)] if active else []
+                self.naive.groups.append((self.naive.round - 1, self.founding))
+            self.founding.append(worker)
+        active.add(worker)
+
+    @invariant()
+    def same_components(self) -> None:
+        if self.real is None:
+            return
+        real: dict[int, set[int]] = {}
+        for worker in self.naive.active:
+            real.setdefault(self.real.component(worker), set()).add(worker)
+        assert {frozenset(c) for c in real.values()} == self.naive.components()
+        assert self.real.components == len(real)
+        assert self.real.round == self.naive.round
+
+
+TestSyncGraph = SyncGraphAgainstNaive.TestCase
+TestSyncGraph.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_window_is_p_rounds_and_the_first_one_starts_at_the_beginning() -> None:
+    graph = SyncGraph(2, rounds=3)
+    graph.join(0)
+    graph.join(1)
+    seen = []
+    for _ in range(5):  # nobody ever meets
+        seen.append((graph.round, graph.components))
+        graph.record([[0], [1]])
+    assert seen == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2)]
+
+
+def test_a_chain_through_a_worker_that_left_is_broken_and_heals_when_it_returns() -> None:
+    graph = SyncGraph(3, rounds=2)
+    for worker in range(3):
+        graph.join(worker)
+    graph.record([[0, 1], [2]])
+    graph.record([[1, 2], [0]])
+    assert (graph.round, graph.components) == (2, 2), "only {1, 2} of the current window met"
+    graph.record([[0, 1]])
+    assert graph.components == 1
+    graph.leave(1)
+    assert graph.components == 2
+    graph.join(1)
+    assert graph.components == 1
+
+
+def test_links_stay_shallow() -> None:
+    forest = RecencyForest(4096)
+    for round_ in range(20):
+        for i in range(0, 4096):
+            forest.link(i, (i * 5 + round_) % 4096, round_)
+
+    def depth(node: int) -> int:
+        steps = 0
+        while forest._parent[node] != node:
+            node, steps = forest._parent[node], steps + 1
+        return steps
+
+    assert max(map(depth, range(4096))) < 64
