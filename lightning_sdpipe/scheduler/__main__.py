@@ -1,0 +1,65 @@
+"""``python -m lightning_sdpipe.scheduler``: the child process of :mod:`lightning_sdpipe.scheduler.process`.
+
+Reads its configuration as one line of JSON from standard input and ends when that does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.scheduler.server import Server
+from lightning_sdpipe.scheduler.specification import build, from_builtins
+
+
+def main() -> int:
+    """Serve until standard input ends."""
+    # Ctrl-C in a terminal reaches every process; the parent still needs the scheduler while it shuts down.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    read_end, write_end = os.pipe()
+    signal.signal(signal.SIGTERM, lambda number, frame: os.write(write_end, b"x") and None)
+    logging.basicConfig(level=logging.WARNING, format="scheduler: %(message)s", stream=sys.stderr)
+    try:
+        configuration = json.loads(_first_line())
+        policy = build(
+            from_builtins(configuration["policy"]),
+            configuration["num_stages"],
+            configuration["num_pipelines"],
+        )
+        server = Server(policy, configuration["bind"])
+        address = server.open()
+    except (ConfigurationError, SchedulerError) as error:
+        _say({"error": str(error)})
+        return 2
+    _say({"address": address})
+    try:
+        server.run(stop=[sys.stdin.fileno(), read_end])
+    finally:
+        server.close()
+    return 0
+
+
+def _first_line() -> bytes:
+    # Byte by byte, since a buffered reader could swallow what tells that the parent is gone.
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(sys.stdin.fileno(), 1)
+        if not byte:
+            raise ConfigurationError(
+                "the scheduler process got no configuration; it is started by the training, not by hand: "
+                "use `sdpipe scheduler`"
+            )
+        line += byte
+    return line
+
+
+def _say(answer: dict[str, str]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The scheduler as a child process, so that it takes no time from the training of the rank that starts it.
+
+Its configuration goes to the child's standard input as one line of JSON, never on the command line; the
+address it listens at comes back as one line. The child ends when its standard input does, so it never
+outlives the process that started it, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import subprocess
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.scheduler.specification import PolicySpec, build, to_builtins
+
+START_TIMEOUT = 30.0
+STOP_TIMEOUT = 5.0
+
+
+class EmbeddedScheduler:
+    """A running scheduler; made by :meth:`start`, ended by :meth:`close`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
+        self.address = address
+        self._process = process
+
+    @classmethod
+    def start(
+        cls,
+        spec: PolicySpec,
+        num_stages: int,
+        num_pipelines: int,
+        bind: str = "tcp://127.0.0.1:*",
+        *,
+        timeout: float = START_TIMEOUT,
+    ) -> EmbeddedScheduler:
+        """Start the child and wait until it listens."""
+        build(spec, num_stages, num_pipelines)  # refuse here what the child would refuse
+        configuration = {
+            "policy": to_builtins(spec),
+            "num_stages": num_stages,
+            "num_pipelines": num_pipelines,
+            "bind": bind,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_sdpipe.scheduler"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(configuration).encode() + b"\n")
+            process.stdin.flush()
+            answer = _read_line(process, timeout)
+        except BaseException as error:
+            _end(process)
+            if isinstance(error, OSError):
+                raise SchedulerError(f"the scheduler process ended before it listened at {bind}") from error
+            raise
+        if "address" not in answer:
+            _end(process)
+            raise SchedulerError(answer.get("error", f"the scheduler process said {answer!r}"))
+        return cls(process, answer["address"])
+
+    @property
+    def running(self) -> bool:
+        """False once the child ended."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the child and wait for it; safe to call twice."""
+        _end(self._process)
+
+    def __enter__(self) -> EmbeddedScheduler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _read_line(process: subprocess.Popen[bytes], timeout: float) -> dict[str, Any]:
+    assert process.stdout is not None
+    until = time.monotonic() + timeout
+    line = b""
+    while not line.endswith(b"\n"):
+        readable, _, _ = select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))
+        if not readable:
+            raise SchedulerError(
+                f"the scheduler process (pid {process.pid}) did not start within {timeout:g} s; "
+                "the machine may be overloaded: try again or raise the timeout"
+            )
+        byte = process.stdout.read(1)
+        if not byte:
+            raise SchedulerError(
+                f"the scheduler process (pid {process.pid}) ended before it listened; its message is above"
+            )
+        line += byte
+    answer = json.loads(line)
+    if not isinstance(answer, dict):
+        raise SchedulerError(f"the scheduler process said {answer!r} instead of its address")
+    return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None and not process.stdin.closed:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+    try:
+        process.wait(STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
