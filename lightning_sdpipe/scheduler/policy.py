@@ -45,19 +45,25 @@ class Reason(Enum):
     """The sync-graph is not connected, but another stage holds the token: waiting could deadlock."""
     WORKER_LOST = "worker lost"
     """The workers it waited for left or fell silent, and the remaining ones need wait no longer."""
+    MATCHED = "matched"
+    """The workers were drawn to average with each other (AD-PSGD)."""
+    LOCAL_STEP = "local step"
+    """The policy has the worker go on alone this time."""
 
 
-class Group(msgspec.Struct, frozen=True):
+class Group(msgspec.Struct, frozen=True, array_like=True):
     """Workers of one stage that average their models now.
 
     ``members`` is sorted; ``weights`` belong to the members in that order and add up to 1; ``sequence`` is
-    unique in the run and increasing.
+    unique in the run and increasing. ``passive`` members were not ready: they average while they compute.
+    Only asynchronous AD-PSGD makes such groups.
     """
 
     members: tuple[Worker, ...]
     weights: tuple[float, ...]
     sequence: int
     reason: Reason
+    passive: tuple[Worker, ...] = ()
 
     @property
     def stage(self) -> int:

@@ -65,17 +65,26 @@ class Roster:
         self.check_ready(worker, iteration)
         self.waiting[worker.stage][worker.pipeline] = iteration
 
+    def last_reported(self, stage: int, pipeline: int) -> int | None:
+        """The last iteration the worker reported since it joined, answered or not."""
+        waiting = self.waiting[stage].get(pipeline)
+        return self._answered[stage].get(pipeline) if waiting is None else waiting
+
     def everybody_waits(self, stage: int) -> bool:
         """True when every active worker of ``stage`` waits (and at least one does)."""
         return len(self.waiting[stage]) == len(self.active[stage]) > 0
 
-    def answer(self, stage: int, pipelines: list[int], reason: Reason) -> Group:
-        """Make a group of equal weights from waiting workers, which then wait no longer."""
+    def answer(
+        self, stage: int, pipelines: list[int], reason: Reason, passive: list[int] | None = None
+    ) -> Group:
+        """Make a group of equal weights from waiting workers, which then wait no longer, and ``passive``."""
         waiting, answered, workers = self.waiting[stage], self._answered[stage], self._workers[stage]
         for pipeline in pipelines:
             answered[pipeline] = waiting.pop(pipeline)
-        members = tuple(workers[pipeline] for pipeline in sorted(pipelines))
-        group = Group(members, (1.0 / len(members),) * len(members), self._next_sequence, reason)
+        bystanders = tuple(workers[pipeline] for pipeline in passive or ())
+        members = tuple(workers[pipeline] for pipeline in sorted([*pipelines, *(passive or ())]))
+        weights = (1.0 / len(members),) * len(members)
+        group = Group(members, weights, self._next_sequence, reason, bystanders)
         self._next_sequence += 1
         return group
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from typing import Any, TypeAlias
 
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.scheduler.ad_psgd import ADPSGDPolicy, AsynchronousADPSGDPolicy
 from lightning_sdpipe.scheduler.all_reduce import AllReducePolicy
+from lightning_sdpipe.scheduler.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.scheduler.policy import GroupPolicy
 from lightning_sdpipe.scheduler.semi_decentralized import SemiDecentralizedPolicy
 
@@ -51,7 +54,30 @@ class AllReduceSpec(msgspec.Struct, frozen=True, tag="all_reduce", forbid_unknow
     """Everybody averages with everybody in every iteration."""
 
 
-PolicySpec: TypeAlias = SemiDecentralizedSpec | AllReduceSpec
+class LocalSGDSpec(msgspec.Struct, frozen=True, tag="local_sgd", forbid_unknown_fields=True):
+    """Everybody averages with everybody in each iteration that ``every`` divides."""
+
+    every: int
+
+    def __post_init__(self) -> None:
+        _check_integer("every", self.every, 1, "iterations", optional=False)
+
+
+class NoSyncSpec(msgspec.Struct, frozen=True, tag="no_sync", forbid_unknown_fields=True):
+    """Nobody ever averages: the bound on speed."""
+
+
+class ADPSGDSpec(msgspec.Struct, frozen=True, tag="ad_psgd", forbid_unknown_fields=True):
+    """Averaging with one random partner; ``asynchronous`` does not wait for it to be ready."""
+
+    seed: int = 0
+    asynchronous: bool = False
+
+    def __post_init__(self) -> None:
+        _check_integer("seed", self.seed, 0, "any", optional=False)
+
+
+PolicySpec: TypeAlias = SemiDecentralizedSpec | AllReduceSpec | LocalSGDSpec | NoSyncSpec | ADPSGDSpec
 
 
 def build(spec: PolicySpec, num_stages: int, num_pipelines: int) -> GroupPolicy:
@@ -59,16 +85,26 @@ def build(spec: PolicySpec, num_stages: int, num_pipelines: int) -> GroupPolicy:
     for name, value in (("num_stages", num_stages), ("num_pipelines", num_pipelines)):
         if value < 1:
             raise _refusal(name, value, "an integer from 1")
-    if isinstance(spec, SemiDecentralizedSpec):
-        return SemiDecentralizedPolicy(
-            num_stages,
-            num_pipelines,
-            window="auto" if isinstance(spec.window, str) else spec.window,
-            connectivity=spec.connectivity,
-            min_group=spec.min_group,
-            max_group=spec.max_group,
-        )
-    return AllReducePolicy(num_stages, num_pipelines)
+    match spec:
+        case SemiDecentralizedSpec():
+            return SemiDecentralizedPolicy(
+                num_stages,
+                num_pipelines,
+                window="auto" if isinstance(spec.window, str) else spec.window,
+                connectivity=spec.connectivity,
+                min_group=spec.min_group,
+                max_group=spec.max_group,
+            )
+        case AllReduceSpec():
+            return AllReducePolicy(num_stages, num_pipelines)
+        case LocalSGDSpec():
+            return LocalSGDPolicy(num_stages, num_pipelines, every=spec.every)
+        case NoSyncSpec():
+            return LocalSGDPolicy(num_stages, num_pipelines, every=None)
+        case ADPSGDSpec(asynchronous=True):
+            return AsynchronousADPSGDPolicy(num_stages, num_pipelines, rng=random.Random(spec.seed))
+        case ADPSGDSpec():
+            return ADPSGDPolicy(num_stages, num_pipelines, seed=spec.seed)
 
 
 def to_builtins(spec: PolicySpec) -> dict[str, Any]:

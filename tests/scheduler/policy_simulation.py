@@ -6,6 +6,8 @@ import heapq
 import random
 from collections.abc import Callable
 
+import networkx as nx
+
 from lightning_sdpipe.scheduler.policy import Group, GroupPolicy, Reason, Worker
 
 Summary = tuple[int, tuple[int, ...], Reason]
@@ -97,11 +99,13 @@ class Pipelines:
         for group in groups:
             self.check(group)
             self.groups.append((self.now, group))
-            for worker in group.members:
+            for worker in set(group.members) - set(group.passive):
                 self.answered[worker] += 1
                 assert self.answered[worker] == self.reported[worker]
         for group in groups:
             for worker in group.members:
+                if worker in group.passive:
+                    continue
                 if self.answered[worker] == self.iterations:
                     self._deliver(self.policy.leave(worker, self.now))
                 for j in range(self.num_stages):
@@ -122,3 +126,46 @@ def random_durations(
         return rng.uniform(0.9, 1.1) + (delay if rng.random() < probability else 0.0)
 
     return duration
+
+
+class NaiveSyncGraph:
+    """The promise of sync_graph.py, written down as it reads: no forest, networkx on the whole window."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds, self.round, self.signals = rounds, 0, 0
+        self.active: set[int] = set()
+        self.known: set[int] = set()
+        self.groups: list[tuple[int, list[int]]] = []
+        self.entrants: list[int] | None = None
+
+    def join(self, worker: int) -> None:
+        if worker not in self.known:
+            self.known.add(worker)
+            if self.entrants is None or not self.active:
+                self.entrants = [min(self.active)] if self.active else []
+                self.groups.append((self.round - 1, self.entrants))
+            self.entrants.append(worker)
+        self.active.add(worker)
+
+    def leave(self, worker: int) -> None:
+        self.active.remove(worker)
+        self.signals = min(self.signals, max(0, len(self.active) - 1))
+
+    def record(self, groups: list[list[int]]) -> None:
+        """Groups that went out together."""
+        self.entrants = None
+        self.groups += [(self.round, group) for group in groups]
+        self.signals += sum(map(len, groups))
+        while self.signals >= len(self.active):
+            self.signals -= len(self.active)
+            self.round += 1
+
+    def components(self, candidate: list[list[int]] | None = None) -> set[frozenset[int]]:
+        """Of the last rounds, the current one and ``candidate`` included."""
+        graph = nx.Graph()
+        graph.add_nodes_from(self.active)
+        recent = [group for made, group in self.groups if made > self.round - self.rounds]
+        for group in recent + (candidate or []):
+            present = [worker for worker in group if worker in self.active]
+            graph.add_edges_from((u, v) for u in present for v in present)
+        return {frozenset(component) for component in nx.connected_components(graph)}

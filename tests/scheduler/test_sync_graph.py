@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-import networkx as nx
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from policy_simulation import NaiveSyncGraph
 
 from lightning_sdpipe.scheduler.sync_graph import RecencyForest, SyncGraph
 
 N = 7
-
-
-class NaiveSyncGraph:
-    """The promise of sync_graph.py, written down as it reads."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds, self.round, self.signals = rounds, 0, 0
-        self.active: set[int] = set()
-        self.groups: list[tuple[int, list[int]]] = []
-
-    def record(self, groups: list[list[int]]) -> None:
-        for group in groups:
-            self.groups.append((self.round, group))
-            self.signals += len(group)
-        while self.signals >= len(self.active):
-            self.signals -= len(self.active)
-            self.round += 1
-
-    def components(self) -> set[frozenset[int]]:
-        graph = nx.Graph()
-        graph.add_nodes_from(self.active)
-        for made, group in self.groups:
-            if made > self.round - self.rounds:
-                present = [w for w in group if w in self.active]
-                graph.add_edges_from((u, v) for u in present for v in present)
-        return {frozenset(c) for c in nx.connected_components(graph)}
 
 
 class SyncGraphAgainstNaive(RuleBasedStateMachine):
@@ -47,12 +21,9 @@ class SyncGraphAgainstNaive(RuleBasedStateMachine):
     @rule(rounds=st.integers(1, 5), members=st.sets(st.integers(0, N - 1), min_size=1))
     def start(self, rounds: int, members: set[int]) -> None:
         self.real, self.naive = SyncGraph(N, rounds), NaiveSyncGraph(rounds)
-        for worker in members:
+        for worker in sorted(members):
             self.real.join(worker)
-        self.naive.active = set(members)
-        self.naive.groups.append((-1, sorted(members)))
-        self.known = set(members)
-        self.founding: list[int] | None = self.naive.groups[0][1]
+            self.naive.join(worker)
 
     @precondition(lambda self: self.real is not None)
     @rule(data=st.data())
@@ -65,26 +36,17 @@ class SyncGraphAgainstNaive(RuleBasedStateMachine):
         parts = [list(order[a:b]) for a, b in zip([0, *cuts], cuts, strict=False)]
         self.real.record(parts)
         self.naive.record(parts)
-        self.founding = None
 
     @precondition(lambda self: self.real is not None)
     @rule(worker=st.integers(0, N - 1))
     def join_or_leave(self, worker: int) -> None:
         assert self.real is not None
-        active = self.naive.active
-        if worker in active:
+        if worker in self.naive.active:
             self.real.leave(worker)
-            active.remove(worker)
-            self.naive.signals = min(self.naive.signals, max(0, len(active) - 1))
-            return
-        self.real.join(worker)
-        if worker not in self.known:
-            self.known.add(worker)
-            if self.founding is None or not active:
-                self.founding = [min(active)] if active else []
-                self.naive.groups.append((self.naive.round - 1, self.founding))
-            self.founding.append(worker)
-        active.add(worker)
+            self.naive.leave(worker)
+        else:
+            self.real.join(worker)
+            self.naive.join(worker)
 
     @invariant()
     def same_components(self) -> None:
