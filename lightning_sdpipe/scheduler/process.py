@@ -52,6 +52,7 @@ class EmbeddedScheduler:
             [sys.executable, "-m", "lightning_sdpipe.scheduler"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,  # select() must see what is left unread
         )
         try:
             assert process.stdin is not None
