@@ -1,1 +1,56 @@
-"""Pipeline-parallel training on unequal, shared GPUs: SDPipe as a Lightning strategy."""
+"""Pipeline and data parallel training on unequal, shared GPUs: SDPipe as a Lightning strategy.
+
+Importing this package imports neither torch nor lightning, so that the scheduler starts quickly and on machines
+without them; the names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_sdpipe.strategy import SDPipeStrategy as SDPipeStrategy
+    from lightning_sdpipe.sync import AllReduce as AllReduce
+    from lightning_sdpipe.sync import SemiDecentralized as SemiDecentralized
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "SDPipeStrategy": "lightning_sdpipe.strategy",
+    "AllReduce": "lightning_sdpipe.sync",
+    "SemiDecentralized": "lightning_sdpipe.sync",
+}
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def _register() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    def build(**options: Any) -> Any:
+        return import_module("lightning_sdpipe.strategy").SDPipeStrategy(**options)
+
+    StrategyRegistry.register("sdpipe", build, "SDPipe: pipeline and data parallel training on unequal workers")
+
+
+class _RegisterWithLightning(MetaPathFinder):
+    """Registers the strategy's name just before Lightning loads the module that looks names up."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname == "lightning.pytorch.trainer.connectors.accelerator_connector":
+            sys.meta_path.remove(self)
+            _register()
+
+
+if "lightning.pytorch" in sys.modules:
+    _register()
+else:
+    sys.meta_path.insert(0, _RegisterWithLightning())

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.heterogeneity.delays import DelayInjector
 from lightning_sdpipe.partition.cut_step import Boundary, CutModel
 from lightning_sdpipe.pipeline.gradients import loss_with_gradients, set_aside
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split, whole
-from lightning_sdpipe.pipeline.shared_parameters import SharedGradients
+from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
 from lightning_sdpipe.pipeline.step_log import StepLog, logging_through
 
@@ -46,6 +47,7 @@ class FlushPipeline:
         span: the blocks of this stage.
         link: this stage's connections to its neighbours.
         shared: the parameters that other stages hold too.
+        delays: makes this worker sleep before its forward and backward, if it was asked to.
         num_micro_batches: how many micro-batches a mini-batch is split into.
     """
 
@@ -55,7 +57,8 @@ class FlushPipeline:
         cut_model: CutModel,
         span: range,
         link: StageLink,
-        shared: SharedGradients,
+        shared: SharedParameters,
+        delays: DelayInjector,
         num_micro_batches: int,
     ) -> None:
         self._module = module
@@ -63,12 +66,13 @@ class FlushPipeline:
         self._span = span
         self._link = link
         self._shared = shared
+        self._delays = delays
         self._stage = CutStage(module, link.stage, len(link.ranks), link)
         self._schedule = _schedule(self._stage, num_micro_batches)
         self._num_micro_batches = num_micro_batches
         self._parameters = [p for p in module.parameters() if p.requires_grad and p.device.type != "meta"]
 
-    def train(self, batch: Any, step: Step) -> Tensor:
+    def train(self, batch: Any, step: Step, iteration: int) -> Tensor:
         """Runs forward and backward of a mini-batch.
 
         Returns:
@@ -84,12 +88,14 @@ class FlushPipeline:
             return outcome if isinstance(outcome, Boundary) else _loss(outcome) * micro_batch.weight
 
         before = set_aside(self._parameters)
-        self._stage.begin([_key(m, step) for m in micro_batches], forward)
+        self._delays.before_forward(iteration)
+        keys = [_key(m, step) for m in micro_batches]
+        self._stage.begin(keys, forward, lambda: self._delays.before_backward(iteration))
         losses: list[Tensor] = []
         indices = torch.arange(self._num_micro_batches)  # the schedules want a target to call the loss function
         self._schedule.step(target=indices, losses=losses, return_outputs=False)
         self._link.settle()
-        self._shared.reduce()
+        self._shared.sum_gradients()
         log.replay(self._module.log)
         loss = torch.stack([part.detach() for part in losses]).sum() if losses else self._no_loss()
         return loss_with_gradients(loss, self._parameters, before)

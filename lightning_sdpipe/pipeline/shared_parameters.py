@@ -3,40 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.ownership import Ownership
 
 
-class SharedGradients:
-    """Sums the gradient of every shared parameter over the stages that hold it, so that all copies take one step.
+class SharedParameters:
+    """Keeps all copies of a shared parameter in step: they start equal, and get the sum of their gradients.
 
     Every rank must construct it, since it opens process groups for the pipelines in turn.
     """
 
-    def __init__(self, module: nn.Module, ownership: Ownership, mesh: Mesh, rank: int, timeout: object) -> None:
+    def __init__(
+        self, module: nn.Module, ownership: Ownership, groups: ProcessGroups, timeout: timedelta | None
+    ) -> None:
+        mesh = groups.mesh
         shared = ownership.shared_parameters(module)
-        stage, pipeline = mesh.locate(rank)
-        named = dict(module.named_parameters())
-        self._buckets: list[tuple[dist.ProcessGroup, Sequence[nn.Parameter]]] = []
+        stage, pipeline = mesh.locate(groups.rank)
+        self._module = module
+        self._copies: list[tuple[dist.ProcessGroup, int, Sequence[str]]] = []
         for owners in sorted({owners for owners, _ in shared}):
             for row in range(mesh.num_pipelines):
-                group = dist.new_group([mesh.rank(j, row) for j in owners], timeout=timeout)
+                ranks = [mesh.rank(j, row) for j in owners]
+                group = dist.new_group(sorted(ranks), timeout=timeout)
                 if row == pipeline and stage in owners:
-                    trained = [named[name] for these, name in shared if these == owners and named[name].requires_grad]
-                    self._buckets.append((group, trained))
+                    names = [name for these, name in shared if these == owners]
+                    self._copies.append((group, ranks[0], names))
 
-    def reduce(self) -> None:
-        for group, parameters in self._buckets:
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    def make_equal(self) -> None:
+        """Gives every copy the value of the first stage that holds it."""
+        for group, first, names in self._copies:
+            for name in names:
+                dist.broadcast(self._module.get_parameter(name).data, first, group=group)
+
+    def sum_gradients(self) -> None:
+        for group, _, names in self._copies:
+            trained = [p for p in map(self._module.get_parameter, names) if p.requires_grad]
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
             if not gradients:
                 continue
             flat = _flatten_dense_tensors(gradients)
             dist.all_reduce(flat, group=group)
-            for p, total in zip(parameters, _unflatten_dense_tensors(flat, gradients), strict=True):
-                p.grad = total
+            for parameter, total in zip(trained, _unflatten_dense_tensors(flat, gradients), strict=True):
+                parameter.grad = total

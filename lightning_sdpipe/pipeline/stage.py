@@ -40,14 +40,16 @@ class CutStage:
         self.output_chunks: list[Any] = []
         self._link = link
 
-    def begin(self, keys: Sequence[Hashable], forward: Forward) -> None:
+    def begin(self, keys: Sequence[Hashable], forward: Forward, before_backward: Callable[[], None]) -> None:
         """Prepares for a mini-batch.
 
         Args:
             keys: for each micro-batch, what identifies the shapes of its messages.
             forward: runs this stage's part of the step on micro-batch ``i``, given what was received; returns the
                 boundary to send, or on the last stage the loss.
+            before_backward: called once, before the first backward.
         """
+        self._before_backward: Callable[[], None] | None = before_backward
         self._keys = keys
         self._forward = forward
         self._next_expected = 0
@@ -72,6 +74,9 @@ class CutStage:
     def backward_one_chunk(self, index: int, loss: Tensor | None = None, **_: Any) -> None:
         """Receives the gradients of micro-batch ``index`` (on the last stage: starts from its loss), computes those of
         the parameters and of what was received, and sends the latter back."""
+        if self._before_backward is not None:
+            self._before_backward()
+            self._before_backward = None
         if self.is_last:
             assert loss is not None
             torch.autograd.backward(loss)

@@ -1,0 +1,156 @@
+"""Whole checkpoints from parts: each stage holds its own parameters, a ``.ckpt`` file holds them all.
+
+The file is an ordinary Lightning checkpoint. Rank 0 writes it, so the stages of rank 0's pipeline send it what they
+hold; on loading, every rank takes its own part of the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.partition.ownership import Ownership
+
+_TAG = 2**31 - 1  # apart from the tags of the stages' messages
+
+
+def gather_module_state(module: nn.Module, ownership: Ownership, groups: ProcessGroups) -> dict[str, Any]:
+    """The whole module's ``state_dict`` on rank 0; what this rank happens to have on the others.
+
+    Every rank of rank 0's pipeline must call it.
+    """
+    state = module.state_dict()
+    stage_of_zero, pipeline_of_zero = groups.mesh.locate(0)
+    stage, pipeline = groups.mesh.locate(groups.rank)
+    if pipeline != pipeline_of_zero:
+        return state
+    transfers = []
+    for name, value in state.items():
+        owners = ownership.stages.get(name)
+        if owners is None or stage_of_zero in owners:  # extra state, or already there
+            continue
+        source = groups.mesh.rank(owners[0], pipeline)
+        if groups.rank == source:
+            transfers.append(p2p.send([value], 0, groups.pipeline, _TAG, "rank 0"))
+        elif groups.rank == 0:
+            whole = torch.empty_like(value, device="cpu")
+            transfers.append(p2p.receive([whole], source, groups.pipeline, _TAG, f"rank {source}"))
+            state[name] = whole
+    for transfer in transfers:
+        transfer.wait()
+    return state
+
+
+def load_module_state(
+    module: nn.Module, ownership: Ownership, stage: int, state: Mapping[str, Any], strict: bool
+) -> None:
+    """Loads this stage's part of a whole ``state_dict``.
+
+    Raises:
+        ConfigurationError: ``strict``, and the names are not the module's.
+    """
+    expected = module.state_dict().keys()
+    missing, unexpected = expected - state.keys(), state.keys() - expected
+    if strict and (missing or unexpected):
+        raise ConfigurationError(
+            f"The checkpoint does not fit {type(module).__name__}: it lacks {sorted(missing)} and has "
+            f"{sorted(unexpected)} that the module has not. Load it with the module that wrote it, or strict=False."
+        )
+    held = {name for name in expected if stage in ownership.stages.get(name, (stage,))}
+    module.load_state_dict({name: value for name, value in state.items() if name in held}, strict=False)
+
+
+class OptimizerParts:
+    """The optimizer of one stage as a part of the optimizer that ``configure_optimizers`` returned.
+
+    Made before the parameters of other stages are dropped from the optimizer's groups, by :meth:`drop_foreign`; it
+    remembers their places, by which a whole ``state_dict`` numbers them.
+    """
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module, ownership: Ownership, stage: int) -> None:
+        names = {id(p): name for name, p in module.named_parameters()}
+        self._places: list[list[int]] = []  # of every parameter, by group
+        self._local: dict[int, nn.Parameter] = {}  # place → parameter
+        self._owners: dict[int, tuple[int, ...]] = {}
+        place = 0
+        for group in optimizer.param_groups:
+            self._places.append(list(range(place, place + len(group["params"]))))
+            for parameter in group["params"]:
+                owners = ownership.stages.get(names.get(id(parameter), ""), (stage,))
+                self._owners[place] = owners
+                if stage in owners:
+                    self._local[place] = parameter
+                place += 1
+
+    def drop_foreign(self, optimizer: Optimizer) -> None:
+        """Takes the parameters of other stages out of the optimizer's groups."""
+        for group, places in zip(optimizer.param_groups, self._places, strict=True):
+            group["params"] = [self._local[place] for place in places if place in self._local]
+
+    def gather(self, optimizer: Optimizer, groups: ProcessGroups) -> dict[str, Any]:
+        """The whole optimizer's ``state_dict`` on rank 0; empty on the others."""
+        stage_of_zero, pipeline_of_zero = groups.mesh.locate(0)
+        stage, pipeline = groups.mesh.locate(groups.rank)
+        if pipeline != pipeline_of_zero:
+            return {}
+        local = {place: optimizer.state[p] for place, p in self._local.items() if p in optimizer.state}
+        if groups.rank != 0:
+            mine = {i: s for i, s in local.items() if self._owners[i][0] == stage and stage_of_zero not in self._owners[i]}
+            _send_states(mine, groups)
+            return {}
+        for source in groups.mesh.pipeline_ranks(pipeline):
+            if source != 0:
+                local |= _receive_states(source, groups)
+        packed = [
+            {key: value for key, value in group.items() if key != "params"} | {"params": places}
+            for group, places in zip(optimizer.param_groups, self._places, strict=True)
+        ]
+        return {"state": dict(sorted(local.items())), "param_groups": packed}
+
+    def load(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
+        """Loads this stage's part of a whole ``state_dict``."""
+        numbers = {place: number for number, place in enumerate(p for g in self._places for p in g if p in self._local)}
+        state = {numbers[place]: value for place, value in whole["state"].items() if place in numbers}
+        packed = [
+            {**group, "params": [numbers[place] for place in group["params"] if place in numbers]}
+            for group in whole["param_groups"]
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+
+def _send_states(states: Mapping[int, Mapping[str, Any]], groups: ProcessGroups) -> None:
+    header: list[tuple[int, str, Any]] = []
+    tensors: list[Tensor] = []
+    for place, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                header.append((place, key, [list(value.shape), str(value.dtype).removeprefix("torch.")]))
+            else:
+                header.append((place, key, value))
+    p2p.send_bytes(json.dumps(header).encode(), 0, groups.pipeline, _TAG, "rank 0").wait()
+    p2p.send(tensors, 0, groups.pipeline, _TAG, "rank 0").wait()
+
+
+def _receive_states(source: int, groups: ProcessGroups) -> dict[int, dict[str, Any]]:
+    peer = f"rank {source}"
+    states: dict[int, dict[str, Any]] = {}
+    tensors: list[Tensor] = []
+    for place, key, value in json.loads(p2p.receive_bytes(source, groups.pipeline, _TAG, peer)):
+        if isinstance(value, list):
+            shape, dtype = value
+            value = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensors.append(value)
+        states.setdefault(place, {})[key] = value
+    p2p.receive(tensors, source, groups.pipeline, _TAG, peer).wait()
+    return states
+
+

@@ -1,0 +1,35 @@
+"""Lightning's subprocess launcher, with a check before it starts anything and an end for what it started."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+
+class CheckingLauncher(_SubprocessScriptLauncher):
+    """Calls ``check`` in the process that the user started, before any other process exists."""
+
+    def __init__(
+        self, environment: ClusterEnvironment, num_processes: int, num_nodes: int, check: Callable[[], None]
+    ) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._check = check
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super().launch(function, *args, **kwargs)
+
+    def end_children(self, grace: float) -> None:
+        """Waits ``grace`` seconds for the started processes to end by themselves, then ends them."""
+        deadline = time.monotonic() + grace
+        for process in self.procs:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

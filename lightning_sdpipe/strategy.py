@@ -1,0 +1,388 @@
+"""The Lightning strategy: its hooks, in the order of a run's life, each a few calls into the packages beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sdpipe import checkpoint, lockstep, p2p
+from lightning_sdpipe.averaging.buckets import flatten
+from lightning_sdpipe.epoch_callback import EpochCallback
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.heterogeneity.delays import DelayInjector, Delays
+from lightning_sdpipe.launcher import CheckingLauncher
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.partition.chain import find_chain
+from lightning_sdpipe.partition.cut import Partition, cut
+from lightning_sdpipe.partition.cut_step import CutModel
+from lightning_sdpipe.partition.ownership import assign_owners, keep_only
+from lightning_sdpipe.pipeline.flush import FlushPipeline, Step
+from lightning_sdpipe.pipeline.link import StageLink
+from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
+from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.policy import Worker
+from lightning_sdpipe.scheduler.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.specification import PolicySpec
+from lightning_sdpipe.sync import SemiDecentralized
+from lightning_sdpipe.sync.model_averaging import ModelAveraging, SyncStatistics
+
+_GRACE = 5.0  # seconds that other processes get to end by themselves after a failure
+
+
+class SDPipeStrategy(DDPStrategy):
+    """Pipeline and data parallel training on unequal workers (SDPipe, VLDB 2023).
+
+    ``devices × num_nodes`` workers form N pipelines of ``num_stages`` stages. Each stage runs its part of the user's
+    own steps; the replicas of a stage average their parameters after every step, in groups that ``sync`` chooses.
+
+    Args:
+        num_stages: M, the stages of a pipeline; must divide the number of workers.
+        sync: the synchronisation rule, from :mod:`lightning_sdpipe.sync`; SDPipe's by default.
+        num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; ``num_stages`` by default.
+        partition: ``"uniform"``, or the number of blocks of each stage.
+        blocks: paths of the modules that form the chain, in the order in which they run, if the automatic choice does
+            not fit; ``*`` stands for one part of a path.
+        delays: seconds that workers sleep at random, to study stragglers.
+        dynamic_shapes: a block's output shape may differ between batches of equal shapes.
+        timeout: how long any transfer or answer may take before the run ends with an error.
+        **kwargs: as for :class:`~lightning.pytorch.strategies.DDPStrategy`, for example ``start_method`` or
+            ``process_group_backend``.
+
+    Raises:
+        ConfigurationError: at the first moment at which something is known not to work.
+    """
+
+    def __init__(
+        self,
+        num_stages: int = 1,
+        sync: PolicySpec | None = None,
+        num_micro_batches: int | None = None,
+        partition: Partition = "uniform",
+        blocks: Sequence[str] | None = None,
+        delays: Delays | None = None,
+        dynamic_shapes: bool = False,
+        timeout: timedelta = timedelta(minutes=30),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(timeout=timeout, **kwargs)
+        if num_micro_batches is not None and num_micro_batches < 1:
+            raise ConfigurationError(f"num_micro_batches={num_micro_batches} is not allowed; use 1 or more.")
+        self.num_stages = num_stages
+        self.sync = sync if sync is not None else SemiDecentralized()
+        self.num_micro_batches = num_micro_batches or num_stages
+        self.partition = partition
+        self.blocks = blocks
+        self.delays = delays or Delays()
+        self.dynamic_shapes = dynamic_shapes
+        self._run_timeout = timeout
+        self._groups: ProcessGroups | None = None
+        self._scheduler: EmbeddedScheduler | None = None
+        self._client: SchedulerClient | None = None
+        self._cut_model: CutModel | None = None
+        self._optimizer_parts: checkpoint.OptimizerParts | None = None
+        self._in_step = False
+        self._optimizer_follows = False
+
+    # ------------------------------------------------------------------ launch
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh.build(self.num_nodes * self.num_processes, self.num_stages)
+
+    def _configure_launcher(self) -> None:
+        mesh = self.mesh  # refuses a number of workers that does not fit
+        super()._configure_launcher()
+        if self._start_method == "popen":
+            assert self.cluster_environment is not None
+            self._launcher = CheckingLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes, lambda: self._check_module(mesh)
+            )
+
+    def _check_module(self, mesh: Mesh) -> None:
+        module = self.lightning_module
+        if module is not None and any(True for _ in module.parameters()):  # else it is built in configure_model
+            cut(len(find_chain(module, self.blocks)), mesh.num_stages, self.partition)
+
+    def setup_environment(self) -> None:
+        try:
+            super().setup_environment()
+        except RuntimeError as error:
+            if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+                raise ConfigurationError(
+                    f"MASTER_PORT={self.cluster_environment and self.cluster_environment.main_port} is in use by "
+                    "another program. Choose another one, or unset MASTER_PORT to let the system choose."
+                ) from error
+            raise
+        if self._groups is None:
+            self._groups = ProcessGroups.open(self.mesh, self._run_timeout)
+        self._client = self._connect_to_scheduler()
+
+    def _connect_to_scheduler(self) -> SchedulerClient:
+        """Starts the scheduler on rank 0, tells everybody its address and connects this worker."""
+        mesh = self.mesh
+        where = ""
+        if self.is_global_zero:
+            self._scheduler = EmbeddedScheduler.start(self.sync, mesh.num_stages, mesh.num_pipelines, self._bind())
+            where = self._scheduler.address
+        everybody = dist.group.WORLD
+        assert everybody is not None
+        address = p2p.broadcast_bytes(where.encode(), 0, everybody).decode()
+        stage, pipeline = mesh.locate(self.global_rank)
+        return SchedulerClient(address, Worker(stage, pipeline), timeout=self._run_timeout.total_seconds())
+
+    def _bind(self) -> str:
+        assert self.cluster_environment is not None
+        host = "127.0.0.1" if self.num_nodes == 1 else self.cluster_environment.main_address
+        return f"tcp://{host}:*"
+
+    # ------------------------------------------------------------------- setup
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self._refuse_unsupported(trainer)
+        lockstep.release(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._cut()
+        trainer.callbacks.insert(0, EpochCallback(self.groups, self._sync.pause))
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _refuse_unsupported(self, trainer: Trainer) -> None:
+        module = self.module
+        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(module).__name__} uses manual optimization. A pipeline runs forward and backward of several "
+                "micro-batches in an order of its own, so the optimization must be automatic."
+            )
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value" and self.num_stages > 1:
+            raise ConfigurationError(
+                "gradient_clip_val clips by the norm of all parameters, and no worker holds them all. "
+                'Use Trainer(gradient_clip_algorithm="value") for now.'
+            )
+
+    def _cut(self) -> None:
+        """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
+        module, groups = self.module, self.groups
+        stage, _ = groups.mesh.locate(groups.rank)
+        chain = find_chain(module, self.blocks)
+        spans = cut(len(chain), self.num_stages, self.partition)
+        self._ownership = assign_owners(module, chain, spans)
+        shared = SharedParameters(module, self._ownership, groups, self._run_timeout)
+        keep_only(module, self._ownership, stage, self.root_device)
+        self._cut_model = CutModel(module, chain, [spans[stage]], self.root_device)
+        here = [p for p in module.parameters() if p.device.type != "meta"]
+        buffers = [b for b in module.buffers() if b.device.type != "meta"]
+        buckets = flatten(here)
+        shared.make_equal()
+        for tensor in (*(bucket.buffer for bucket in buckets), *buffers):
+            dist.broadcast(tensor, min(groups.mesh.stage_ranks(stage)), group=groups.stage)
+        self._sync = ModelAveraging(self.client, groups.stage, groups.mesh.stage_ranks(stage), buckets, buffers)
+        link = StageLink(groups.pipeline, groups.mesh.pipeline_ranks(self._worker.pipeline), stage, self.root_device)
+        link.dynamic_shapes = self.dynamic_shapes
+        injector = DelayInjector(self.delays, stage, self._worker.pipeline)
+        self._pipeline = FlushPipeline(
+            module, self._cut_model, spans[stage], link, shared, injector, self.num_micro_batches
+        )
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ConfigurationError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers; a pipeline steps exactly one. "
+                "Use one optimizer with several parameter groups."
+            )
+        (optimizer,) = self.optimizers
+        self._optimizer_parts = checkpoint.OptimizerParts(optimizer, self.module, self._ownership, self._worker.stage)
+        self._optimizer_parts.drop_foreign(optimizer)
+
+    def model_to_device(self) -> None:
+        """Nothing: :func:`keep_only` has moved this stage's part, and the rest stays on ``meta``."""
+
+    # -------------------------------------------------------------------- data
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every stage of a pipeline sees the same batches."""
+        _, pipeline = self.mesh.locate(self.global_rank)
+        return {"num_replicas": self.mesh.num_pipelines, "rank": pipeline}
+
+    # ------------------------------------------------------------------- steps
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._sync.resume()
+
+    def training_step(self, batch: Any, *arguments: Any) -> Tensor:
+        with self._step():
+            step = Step("training_step", arguments, self.precision_plugin.train_step_context)
+            loss = self._pipeline.train(batch, step, self._iteration)
+        if self._optimizer_follows:
+            self._sync.announce(self._iteration)
+        return loss
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self._optimizer_follows = True
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._optimizer_follows = False
+        self._iteration += 1
+        with self._first_failure():
+            self._sync.synchronise()
+        return output
+
+    def on_train_start(self) -> None:
+        self._iteration = 0
+
+    def validation_step(self, batch: Any, *arguments: Any) -> Any:
+        return self._evaluate("validation_step", batch, arguments, self.precision_plugin.val_step_context)
+
+    def test_step(self, batch: Any, *arguments: Any) -> Any:
+        return self._evaluate("test_step", batch, arguments, self.precision_plugin.test_step_context)
+
+    def predict_step(self, batch: Any, *arguments: Any) -> Any:
+        return self._evaluate("predict_step", batch, arguments, self.precision_plugin.predict_step_context)
+
+    def on_validation_end(self) -> None:
+        self._pipeline.settle()
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def _evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
+        with self._step():
+            return self._pipeline.evaluate(batch, Step(name, arguments, context))
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            with self._first_failure():
+                yield
+        finally:
+            self._in_step = False
+
+    # -------------------------------------------------------------- collectives
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduces over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
+        there, and logged values are reduced at the end of the epoch."""
+        if self._in_step:
+            return tensor
+        return super().reduce(tensor, group or self.groups.stage, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == self.world_size if all else bool(votes)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers from the replicas of this stage."""
+        return super().all_gather(tensor, group or self.groups.stage, sync_grads)
+
+    # -------------------------------------------------------------- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._sync.pause()
+        return checkpoint.gather_module_state(self.module, self._ownership, self.groups)
+
+    def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:
+        state = checkpoint_["state_dict"]
+        checkpoint.load_module_state(self.module, self._ownership, self._worker.stage, state, strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self._optimizer_parts is not None
+        return self._optimizer_parts.gather(getattr(optimizer, "_optimizer", optimizer), self.groups)
+
+    def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
+        assert self._optimizer_parts is not None
+        self._optimizer_parts.load(self.optimizers[0], checkpoint_["optimizer_states"][0])
+
+    # ---------------------------------------------------------------- the end
+
+    @property
+    def statistics(self) -> SyncStatistics:
+        """How this worker's synchronisation went: group sizes and seconds spent."""
+        return self._sync.statistics
+
+    @contextmanager
+    def _first_failure(self) -> Iterator[None]:
+        """A worker that fails takes others down with it; those say who was first and why."""
+        try:
+            yield
+        except (WorkerFailedError, SchedulerError) as error:
+            failure = self.client.first_failure(timeout=2.0)
+            if failure is None or failure.worker == self._worker:
+                raise
+            rank = self.groups.mesh.rank(failure.worker.stage, failure.worker.pipeline)
+            raise WorkerFailedError(
+                f"Stage {failure.worker.stage} of pipeline {failure.worker.pipeline} (rank {rank}) failed first and "
+                f"ended the run: {failure.reason}"
+            ) from error
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._client is not None and not isinstance(exception, WorkerFailedError):
+            self._client.failed(f"{type(exception).__name__}: {exception}")
+        if isinstance(self._launcher, CheckingLauncher):
+            self._launcher.end_children(_GRACE)
+
+    def teardown(self) -> None:
+        if self._cut_model is not None:
+            self._cut_model.restore()
+            keep_only(self.module, self._ownership, self._worker.stage, torch.device("cpu"))
+            self._cut_model = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._scheduler = None
+        module, self._lightning_module = self._lightning_module, None
+        super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
+        self._lightning_module = module
+
+    # ----------------------------------------------------------------- narrowing
+
+    @property
+    def module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def groups(self) -> ProcessGroups:
+        assert self._groups is not None, "setup_environment opens the groups"
+        return self._groups
+
+    @property
+    def client(self) -> SchedulerClient:
+        assert self._client is not None, "setup_environment connects to the scheduler"
+        return self._client
+
+    @property
+    def _worker(self) -> Worker:
+        return Worker(*self.groups.mesh.locate(self.groups.rank))
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: the package registers ``"sdpipe"`` when it is imported, not this class's parents' names."""
