@@ -1,0 +1,191 @@
+"""Injected delays: every worker, independently, sleeps now and then (SDPipe, evaluation; conditions A and B).
+
+A draw depends on nothing but the seed, the worker, the iteration and the pass. So every synchronisation
+method meets the same delays at the same iterations, and what they cost at least can be computed beforehand.
+"""
+
+import hashlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_sdpipe.errors import ConfigurationError
+
+Draws = Literal["iteration", "pass"]
+Pass = Literal["forward", "backward"]
+Condition = Literal["A", "B"]
+Model = Literal["resnet", "bert"]
+
+_CONDITIONS: dict[tuple[str, str], float] = {
+    ("A", "resnet"): 0.1,
+    ("A", "bert"): 0.2,
+    ("B", "resnet"): 0.3,
+    ("B", "bert"): 0.6,
+}
+
+
+@dataclass(frozen=True)
+class Delays:
+    """How often and how long a worker sleeps. Without arguments: never.
+
+    Args:
+        probability: chance of a delay at each draw, between 0 and 1.
+        seconds: length of one delay.
+        draws: "iteration" for one draw per iteration, before its forward (the paper); "pass" for one before
+            each forward and each backward of a mini-batch (its published artefact).
+        scale: multiplies `seconds`, to shrink the paper's delays along with a smaller model.
+        seed: of all draws.
+
+    Raises:
+        ConfigurationError: a value outside of its range.
+    """
+
+    probability: float = 0.0
+    seconds: float = 0.0
+    draws: Draws = "iteration"
+    scale: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.probability <= 1.0:
+            raise ConfigurationError(f"probability={self.probability!r} must lie between 0 and 1.")
+        for name, value in (("seconds", self.seconds), ("scale", self.scale)):
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ConfigurationError(f"{name}={value!r} must be a finite number of at least 0.")
+        if self.draws not in get_args(Draws):
+            raise ConfigurationError(f"draws={self.draws!r} must be one of {', '.join(get_args(Draws))}.")
+
+
+def condition(name: Condition, model: Model, *, scale: float = 1.0, seed: int = 0) -> Delays:
+    """The paper's conditions: each worker delayed in 10 % of its iterations.
+
+    A: 0.1 s (ResNet) or 0.2 s (BERT); B: 0.3 s or 0.6 s.
+
+    Raises:
+        ConfigurationError: no such condition or model.
+    """
+    if (name, model) not in _CONDITIONS:
+        known = "; ".join(f"{condition} with {model}" for condition, model in _CONDITIONS)
+        raise ConfigurationError(f"There is no condition {name!r} with model {model!r}; there are: {known}.")
+    return Delays(probability=0.1, seconds=_CONDITIONS[name, model], scale=scale, seed=seed)
+
+
+def drawn_delay(delays: Delays, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
+    """Seconds that worker (stage, pipeline) sleeps before this pass of this iteration; a pure function."""
+    if delays.draws == "iteration" and during == "backward":
+        return 0.0
+    if _uniform(delays.seed, stage, pipeline, iteration, during) >= delays.probability:
+        return 0.0
+    return delays.seconds * delays.scale
+
+
+def _uniform(seed: int, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
+    """A number in [0, 1), evenly spread over its arguments: a hash in the place of a generator's state."""
+    key = f"{seed} {stage} {pipeline} {iteration} {during}".encode()
+    return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 11) / (1 << 53)
+
+
+class DelayInjector:
+    """Lets one worker sleep as drawn.
+
+    Args:
+        delays: what to inject.
+        stage: the worker's stage.
+        pipeline: the worker's pipeline.
+        sleep: called with the seconds of each delay, never with 0.
+    """
+
+    def __init__(
+        self, delays: Delays, stage: int, pipeline: int, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.delays = delays
+        self.stage = stage
+        self.pipeline = pipeline
+        self._sleep = sleep
+        self._by_iteration: defaultdict[int, float] = defaultdict(float)
+
+    def before_forward(self, iteration: int) -> None:
+        """To be called before the forward of each mini-batch."""
+        self._inject(iteration, "forward")
+
+    def before_backward(self, iteration: int) -> None:
+        """To be called before the backward of each mini-batch."""
+        self._inject(iteration, "backward")
+
+    @property
+    def injected_seconds(self) -> float:
+        """Sum of all delays so far."""
+        return math.fsum(self._by_iteration.values())
+
+    @property
+    def injected_by_iteration(self) -> dict[int, float]:
+        """Seconds of delay in each iteration that had any."""
+        return dict(self._by_iteration)
+
+    def _inject(self, iteration: int, during: Pass) -> None:
+        seconds = drawn_delay(self.delays, self.stage, self.pipeline, iteration, during)
+        if seconds > 0.0:
+            self._by_iteration[iteration] += seconds
+            self._sleep(seconds)
+
+
+@dataclass(frozen=True)
+class ThroughputBound:
+    """What drawn delays leave possible, in iterations per second of one pipeline (mean over pipelines)."""
+
+    undisturbed: float
+    no_synchronization: float
+    """N pipelines that never wait for each other: nobody can be faster."""
+    all_reduce: float
+    """Everyone waits for the slowest worker in every iteration."""
+
+    @property
+    def headroom(self) -> float:
+        """Largest possible speed-up over all-reduce."""
+        return self.no_synchronization / self.all_reduce
+
+
+def bound(
+    delays: Delays, num_stages: int, num_pipelines: int, iterations: int, iteration_seconds: float
+) -> ThroughputBound:
+    """Bounds of the delays that will be drawn, for pipelines that flush at the end of each iteration.
+
+    In an iteration a pipeline loses the delay of its slowest stage (with draws per pass: of its slowest
+    forward, and of its slowest backward), and all-reduce loses what the slowest pipeline does. Communication
+    is taken as free.
+
+    Args:
+        delays: what is injected.
+        num_stages: M.
+        num_pipelines: N.
+        iterations: how many, from 0 on.
+        iteration_seconds: length of an iteration without delay.
+
+    Raises:
+        ConfigurationError: a number that is not positive.
+    """
+    sizes = {"num_stages": num_stages, "num_pipelines": num_pipelines, "iterations": iterations}
+    for name, value in {**sizes, "iteration_seconds": iteration_seconds}.items():
+        if not value > 0:
+            raise ConfigurationError(f"{name}={value!r} must be positive.")
+
+    pipelines, slowest = [0.0] * num_pipelines, 0.0
+    for iteration in range(iterations):
+        lost = [
+            sum(
+                max(drawn_delay(delays, stage, pipeline, iteration, during) for stage in range(num_stages))
+                for during in get_args(Pass)
+            )
+            for pipeline in range(num_pipelines)
+        ]
+        pipelines = [total + delay for total, delay in zip(pipelines, lost, strict=True)]
+        slowest += max(lost)
+    compute = iterations * iteration_seconds
+    return ThroughputBound(
+        undisturbed=1.0 / iteration_seconds,
+        no_synchronization=sum(iterations / (compute + lost) for lost in pipelines) / num_pipelines,
+        all_reduce=iterations / (compute + slowest),
+    )

@@ -1,0 +1,118 @@
+"""Emulated compute: blocks that take a given time without using the processor.
+
+Sixteen workers cannot compute at once on two cores, but they can sleep at once. Synchronisation,
+communication and the optimizer stay real. What is measured with these blocks must be labelled *emulated*.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.errors import ConfigurationError
+
+# How much of a late awakening the next sleep may make up for. Linux timers wake 0.1 to 0.3 ms late; what is
+# later than this is contention, which an emulated device would not catch up with either.
+_MAX_CARRY_SECONDS = 1e-3
+
+
+class Pacer:
+    """Sleeps up to deadlines; what one awakening is late is taken off the next sleep, up to 1 ms.
+
+    Args:
+        clock: monotonic seconds.
+        sleep: waits for the given seconds, or a little longer.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.clock = clock
+        self._sleep = sleep
+        self._late = 0.0
+
+    def sleep_until(self, deadline: float) -> None:
+        """Returns at `deadline` (on this clock), or at once if it has passed."""
+        target = deadline - self._late
+        remaining = target - self.clock()
+        if remaining > 0.0:
+            self._sleep(remaining)
+        self._late = min(max(self.clock() - target, 0.0), _MAX_CARRY_SECONDS)
+
+
+class EmulatedBlock(nn.Module):
+    """A block whose forward and backward take a given time, asleep.
+
+    Its output depends on its input and on its parameter, and both receive gradients, so that pipelines,
+    optimizers and averaging do their real work. On the meta device nothing sleeps.
+
+    Args:
+        forward_seconds: length of one forward, of whatever batch size.
+        backward_seconds: length of one backward.
+        out_shape: shape of one sample's output, without the batch dimension; None for the input's own shape.
+        num_parameters: elements of the parameter `weight`, at least 1.
+
+    Raises:
+        ConfigurationError: a negative or infinite time, or a shape or parameter that is empty.
+    """
+
+    def __init__(
+        self,
+        forward_seconds: float,
+        backward_seconds: float,
+        *,
+        out_shape: tuple[int, ...] | None = None,
+        num_parameters: int = 1024,
+    ) -> None:
+        super().__init__()
+        times = {"forward_seconds": forward_seconds, "backward_seconds": backward_seconds}
+        for name, value in times.items():
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ConfigurationError(f"{name}={value!r} must be a finite number of at least 0.")
+        if num_parameters < 1 or (out_shape is not None and min(out_shape, default=1) < 1):
+            raise ConfigurationError(f"{out_shape=} and {num_parameters=} must be positive throughout.")
+        self.forward_seconds = forward_seconds
+        self.backward_seconds = backward_seconds
+        self.out_shape = None if out_shape is None else tuple(out_shape)
+        self.weight = nn.Parameter(torch.zeros(num_parameters))
+        self.pacer = Pacer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (batch, …) of any type to (batch, *out_shape) of the weight's type."""
+        start = self.pacer.clock()
+        values = x.to(self.weight.dtype)
+        if self.out_shape is not None:
+            per_sample = values.flatten(1).mean(1) if values.dim() > 1 else values
+            values = per_sample.view(-1, *[1] * len(self.out_shape)).expand(-1, *self.out_shape)
+        # In backward the sleep comes first, then the gradients, which nobody can have earlier than this.
+        output: Tensor = _Sleep.apply(values + self.weight.mean(), self, start)  # type: ignore[no-untyped-call]
+        return output
+
+    def extra_repr(self) -> str:
+        """The times and shape, for `print(model)`."""
+        return (
+            f"forward_seconds={self.forward_seconds}, backward_seconds={self.backward_seconds}, "
+            f"out_shape={self.out_shape}, num_parameters={self.weight.numel()}"
+        )
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity, late by the block's times in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, block: EmulatedBlock, start: float) -> Tensor:
+        ctx.block = block
+        if values.device.type != "meta":
+            block.pacer.sleep_until(start + block.forward_seconds)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        block: EmulatedBlock = ctx.block
+        if grad.device.type != "meta":
+            block.pacer.sleep_until(block.pacer.clock() + block.backward_seconds)
+        return grad, None, None
