@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -31,7 +30,7 @@ def split(batch: Any, num_micro_batches: int) -> list[MicroBatch]:
     Raises:
         ConfigurationError: fewer samples than micro-batches.
     """
-    size = extract_batch_size(batch)
+    size = batch_size(batch)
     if size < num_micro_batches:
         raise ConfigurationError(
             f"A batch of {size} samples cannot be split into num_micro_batches={num_micro_batches}. Use a larger batch "
@@ -49,8 +48,24 @@ def split(batch: Any, num_micro_batches: int) -> list[MicroBatch]:
 
 def whole(batch: Any) -> MicroBatch:
     """The mini-batch as one micro-batch."""
-    size = extract_batch_size(batch)
+    size = batch_size(batch)
     return MicroBatch(batch, size, 1.0, signature(batch))
+
+
+def batch_size(batch: Any) -> int:
+    """The first dimension of the first tensor that has one, as Lightning counts samples.
+
+    Raises:
+        ConfigurationError: there is no such tensor.
+    """
+    sizes: list[int] = []
+    apply_to_collection(batch, Tensor, lambda t: sizes.extend(t.shape[:1]))
+    if not sizes:
+        raise ConfigurationError(
+            f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it cannot be split "
+            "into micro-batches. Let the collate function make tensors."
+        )
+    return sizes[0]
 
 
 def signature(batch: Any) -> tuple[Any, ...]:

@@ -1,0 +1,1 @@
+"""Ready-made trainings and benchmarks on top of lightning_sdpipe."""

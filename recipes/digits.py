@@ -1,0 +1,83 @@
+"""The small demonstration: handwritten digits and a residual network, with nothing of ours in them."""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 × 3 convolutions beside a shortcut."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.body(x))
+
+
+class DigitsResNet(L.LightningModule):
+    """A small residual network for 8 × 8 grey images in ten classes."""
+
+    def __init__(self, channels: int = 32, depth: int = 4, lr: float = 0.05, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(
+            nn.Sequential(nn.Conv2d(1, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()),
+            *[ResidualBlock(channels) for _ in range(depth)],
+            nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels, 10)),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        scores = self(images)
+        self.log("val_loss", F.cross_entropy(scores, labels))
+        self.log("val_accuracy", (scores.argmax(-1) == labels).float().mean(), prog_bar=True)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"], momentum=self.hparams["momentum"])
+
+
+class Digits(L.LightningDataModule):
+    """scikit-learn's 1797 handwritten digits, 8 × 8 pixels: 1437 to train on, 360 to validate."""
+
+    def __init__(self, batch_size: int = 64, num_workers: int = 0) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+
+    def setup(self, stage: str) -> None:
+        digits = load_digits()
+        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16 - 0.5
+        labels = torch.tensor(digits.target)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        train, val = order[:1437], order[1437:]
+        self.train = TensorDataset(images[train], labels[train])
+        self.val = TensorDataset(images[val], labels[val])
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.val, self.batch_size, num_workers=self.num_workers)

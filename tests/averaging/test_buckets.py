@@ -1,0 +1,24 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_sdpipe.averaging.buckets import flatten
+
+
+def test_parameters_become_views_of_one_buffer_per_dtype() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).double())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    single, double = flatten(model.parameters())
+    assert (single.buffer.numel(), double.buffer.numel()) == (9, 4)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    single.buffer.zero_()
+    assert not any(p.any() for p in model[0].parameters())
+    single.check()
+
+
+def test_a_parameter_that_moved_away_is_noticed() -> None:
+    model = nn.Linear(2, 3)
+    (bucket,) = flatten(model.parameters())
+    model.weight.data = model.weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"shape \(3, 2\) was given other memory"):
+        bucket.check()

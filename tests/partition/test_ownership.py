@@ -1,0 +1,45 @@
+import torch
+from torch import nn
+
+from lightning_sdpipe.partition.ownership import assign_owners, keep_only
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.decoder = nn.Linear(3, 5)
+        self.decoder.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+CHAIN = ["embedding", "body.0", "body.1", "decoder"]
+SPANS = [range(0, 2), range(2, 3), range(3, 4)]
+
+
+def test_each_tensor_belongs_to_the_stages_that_use_it() -> None:
+    owners = assign_owners(Tied(), CHAIN, SPANS)
+    assert owners.stages["embedding.weight"] == owners.stages["decoder.weight"] == (0, 2)
+    assert owners.stages["body.0.weight"] == (0,)
+    assert owners.stages["body.1.running_mean"] == (1,)
+    assert owners.stages["decoder.bias"] == (2,)
+    assert owners.stages["scale"] == (0, 1, 2)
+
+
+def test_shared_parameters_are_named_once() -> None:
+    module = Tied()
+    shared = assign_owners(module, CHAIN, SPANS).shared_parameters(module)
+    assert shared == [((0, 1, 2), "scale"), ((0, 2), "embedding.weight")]
+
+
+def test_a_rank_keeps_its_own_and_ties_survive() -> None:
+    module = Tied()
+    weight = module.embedding.weight
+    keep_only(module, assign_owners(module, CHAIN, SPANS), 2, torch.device("cpu"))
+    assert module.decoder.weight is module.embedding.weight is weight
+    meta = {name for name, t in module.state_dict(keep_vars=True).items() if t.device.type == "meta"}
+    assert meta == {
+        *("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"),
+        *("body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"),
+    }

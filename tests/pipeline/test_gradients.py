@@ -1,0 +1,21 @@
+import torch
+from torch import nn
+
+from lightning_sdpipe.pipeline.gradients import loss_with_gradients, set_aside
+
+
+def test_backward_adds_the_gradients_of_the_schedule_scaled() -> None:
+    a, b, unused = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    parameters = [a, b, unused]
+    a.grad = torch.tensor([1.0, 2.0])
+    before = set_aside(parameters)
+    assert a.grad is None
+    a.grad, b.grad = torch.tensor([10.0, 10.0]), torch.tensor([4.0, 6.0])  # what a schedule would leave
+    loss = loss_with_gradients(torch.tensor(3.0), parameters, before)
+    assert torch.equal(a.grad, torch.tensor([1.0, 2.0]))
+    assert b.grad is None
+    (loss / 2).backward()
+    assert loss.item() == 3.0
+    assert torch.equal(a.grad, torch.tensor([6.0, 7.0]))
+    assert torch.equal(b.grad, torch.tensor([2.0, 3.0]))
+    assert unused.grad is None
