@@ -11,9 +11,12 @@ import os
 import signal
 import sys
 
+import msgspec
+
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.scheduler.credentials import SchedulerKeys
 from lightning_sdpipe.scheduler.server import Server
-from lightning_sdpipe.scheduler.specification import build, from_builtins
+from lightning_sdpipe.scheduler.specification import from_builtins
 
 
 def main() -> int:
@@ -25,12 +28,14 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="scheduler: %(message)s", stream=sys.stderr)
     try:
         configuration = json.loads(_first_line())
-        policy = build(
+        server = Server(
             from_builtins(configuration["policy"]),
             configuration["num_stages"],
             configuration["num_pipelines"],
+            configuration["bind"],
+            keys=msgspec.convert(configuration["keys"], SchedulerKeys | None),
+            worker_timeout=configuration["worker_timeout"],
         )
-        server = Server(policy, configuration["bind"])
         address = server.open()
     except (ConfigurationError, SchedulerError) as error:
         _say({"error": str(error)})

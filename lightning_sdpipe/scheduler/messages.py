@@ -1,9 +1,10 @@
 """What travels between a worker and the scheduler: typed, versioned, bounded in size.
 
 A frame is one byte of protocol version followed by one msgpack-encoded struct; the struct's tag says which.
-Workers speak in :data:`Request`, the scheduler in :data:`Reply`. Every request names its worker, the client's
-``session`` (chosen at random when the client was made) and a ``number`` that grows with every request of the
-session, so that a repeated or replayed frame can be told from a new one.
+Workers speak in :data:`Request`, the scheduler in :data:`Reply`. A worker has two sockets: the one that its
+training uses, and one for the heartbeats of a thread. Every request names its worker, the client's
+``session`` (drawn at random when the client is made) and a ``number`` that grows with every request of the
+session over both sockets, so that a repeated or replayed frame can be told from a new one.
 """
 
 from __future__ import annotations
@@ -13,16 +14,38 @@ from typing import TypeAlias
 import msgspec
 
 from lightning_sdpipe.scheduler.policy import Group, Worker
+from lightning_sdpipe.scheduler.status import Status
 
 VERSION = 1
-MAX_REQUEST_BYTES = 4096
-"""A request is tens of bytes; a failure's reason is cut to :data:`MAX_REASON_CHARACTERS`."""
-MAX_REPLY_BYTES = 1 << 20
+MAX_REQUEST_BYTES = 1 << 18
+"""Requests are tens of bytes, but one that resumes a run carries its last group, up to 4096 members."""
+MAX_REPLY_BYTES = 1 << 22
 MAX_REASON_CHARACTERS = 800
 
 
 class MalformedFrame(ValueError):
     """Not a message of this protocol: wrong version, too long, or not what the types allow."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """The first failure of a run."""
+
+    worker: Worker
+    reason: str
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """A group and, in the order of its members, the iterations whose ready it answers (passive: -1)."""
+
+    group: Group
+    iterations: tuple[int, ...]
+
+    def iteration_of(self, worker: Worker) -> int | None:
+        """Which ready of ``worker`` this answers."""
+        for member, iteration in zip(self.group.members, self.iterations, strict=False):
+            if member == worker:
+                return iteration
+        return None
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -32,7 +55,10 @@ class _Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Join(_Request, frozen=True, tag="join"):
-    """The worker takes part from now on."""
+    """The worker takes part from now on; ``resumed`` when it already did, for all it knows."""
+
+    resumed: bool = False
+    last: Answer | None = None
 
 
 class Ready(_Request, frozen=True, tag="ready"):
@@ -59,24 +85,22 @@ class AskMissing(_Request, frozen=True, tag="ask_missing"):
     """Whom does my stage wait for?"""
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """The first failure of a run."""
+class Heartbeat(_Request, frozen=True, tag="heartbeat"):
+    """The worker lives; ``joined`` says whether it believes that it takes part."""
 
-    worker: Worker
-    reason: str
+    joined: bool
+    averaging: bool
+
+
+class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag="ask_status"):
+    """How is the run? Anybody who may connect may ask."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True, array_like=True, tag="acknowledged"):
-    """The request ``number`` was carried out."""
+    """The request ``number`` was carried out; so far the worker was invited ``invitations`` times."""
 
     number: int
-
-
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """The group for the worker's ready of ``iteration``."""
-
-    iteration: int
-    group: Group
+    invitations: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -84,6 +108,12 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
     number: int
     reason: str
+
+
+class Unknown(msgspec.Struct, frozen=True, array_like=True, tag="unknown"):
+    """The scheduler does not count the worker among the active (it may have been restarted): join again."""
+
+    number: int
 
 
 class Missing(msgspec.Struct, frozen=True, array_like=True, tag="missing"):
@@ -106,26 +136,63 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     failure: Failure
 
 
-Request: TypeAlias = Join | Ready | Leave | Failed | AskFailure | AskMissing
-Reply: TypeAlias = Acknowledged | Answer | Refused | Missing | FirstFailure | Abort
+class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
+    """The scheduler lives too."""
+
+    failure: Failure | None
+
+
+class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+    """``worker`` was silent for so many seconds that the others go on without it."""
+
+    worker: Worker
+    silent: float
+
+
+class Invitation(msgspec.Struct, frozen=True, array_like=True, tag="invitation"):
+    """Take part in ``group`` as a passive member, while computing."""
+
+    group: Group
+
+
+class StatusReply(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+    """How the run is."""
+
+    status: Status
+
+
+Request: TypeAlias = Join | Ready | Leave | Failed | AskFailure | AskMissing | Heartbeat
+Reply: TypeAlias = (
+    Acknowledged
+    | Answer
+    | Refused
+    | Unknown
+    | Missing
+    | FirstFailure
+    | Abort
+    | Pulse
+    | Lost
+    | Invitation
+    | StatusReply
+)
 
 _PREFIX = bytes([VERSION])
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_request_decoder: msgspec.msgpack.Decoder[Request | AskStatus] = msgspec.msgpack.Decoder(Request | AskStatus)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: Request | AskStatus | Reply) -> bytes:
     """One frame."""
     return _PREFIX + _encoder.encode(message)
 
 
-def decode_request(frame: bytes) -> Request:
+def decode_request(frame: bytes) -> Request | AskStatus:
     """The inverse of :func:`encode`, for the scheduler."""
     _check(frame, MAX_REQUEST_BYTES)
     try:
         return _request_decoder.decode(memoryview(frame)[1:])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedFrame(str(error)) from error
 
 
@@ -134,7 +201,7 @@ def decode_reply(frame: bytes) -> Reply:
     _check(frame, MAX_REPLY_BYTES)
     try:
         return _reply_decoder.decode(memoryview(frame)[1:])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedFrame(str(error)) from error
 
 
@@ -147,5 +214,10 @@ def _check(frame: bytes, limit: int) -> None:
 
 
 def routing_id(worker: Worker) -> bytes:
-    """The ZeroMQ identity of the worker's one socket."""
+    """The ZeroMQ identity of the socket that the worker's training uses."""
     return b"%d.%d" % (worker.stage, worker.pipeline)
+
+
+def heartbeat_id(worker: Worker) -> bytes:
+    """The ZeroMQ identity of the socket that the worker's heartbeats use."""
+    return b"%d.%d.heartbeat" % (worker.stage, worker.pipeline)

@@ -1,6 +1,7 @@
 """The scheduler as a child process, so that it takes no time from the training of the rank that starts it.
 
-Its configuration goes to the child's standard input as one line of JSON, never on the command line; the
+Its configuration, keys included, goes to the child's standard input as one line of JSON, never on the command
+line; the
 address it listens at comes back as one line. The child ends when its standard input does, so it never
 outlives the process that started it, however that ends.
 """
@@ -16,7 +17,10 @@ import time
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback, make_keys
 from lightning_sdpipe.scheduler.specification import PolicySpec, build, to_builtins
 
 START_TIMEOUT = 30.0
@@ -26,8 +30,12 @@ STOP_TIMEOUT = 5.0
 class EmbeddedScheduler:
     """A running scheduler; made by :meth:`start`, ended by :meth:`close`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], address: str, credentials: WorkerKeys | None
+    ) -> None:
         self.address = address
+        self.credentials = credentials
+        """What clients need besides the address; None on loopback."""
         self._process = process
 
     @classmethod
@@ -38,15 +46,19 @@ class EmbeddedScheduler:
         num_pipelines: int,
         bind: str = "tcp://127.0.0.1:*",
         *,
+        worker_timeout: float = 30.0,
         timeout: float = START_TIMEOUT,
     ) -> EmbeddedScheduler:
-        """Start the child and wait until it listens."""
+        """Start the child and wait until it listens; with fresh keys if other machines can reach it."""
         build(spec, num_stages, num_pipelines)  # refuse here what the child would refuse
+        keys, credentials = (None, None) if is_loopback(bind) else make_keys()
         configuration = {
             "policy": to_builtins(spec),
             "num_stages": num_stages,
             "num_pipelines": num_pipelines,
             "bind": bind,
+            "keys": msgspec.to_builtins(keys),
+            "worker_timeout": worker_timeout,
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "lightning_sdpipe.scheduler"],
@@ -67,7 +79,7 @@ class EmbeddedScheduler:
         if "address" not in answer:
             _end(process)
             raise SchedulerError(answer.get("error", f"the scheduler process said {answer!r}"))
-        return cls(process, answer["address"])
+        return cls(process, answer["address"], credentials)
 
     @property
     def running(self) -> bool:

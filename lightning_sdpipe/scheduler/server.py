@@ -8,43 +8,72 @@ from types import TracebackType
 
 import zmq
 
-from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.policy import GroupPolicy
+from lightning_sdpipe.scheduler import specification
+from lightning_sdpipe.scheduler.authentication import Gatekeeper
+from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.service import Frame, SchedulerService
+from lightning_sdpipe.scheduler.specification import PolicySpec
+
+BATCH = 256
+"""Frames handled before the loop looks at the clock and the other sockets again."""
 
 
 class Server:
-    """Serves one policy. ``open`` binds, ``run`` serves until told to stop, ``close`` frees the port."""
+    """Serves one run. ``open`` binds, ``run`` serves until told to stop, ``close`` frees the port."""
 
     def __init__(
         self,
-        policy: GroupPolicy,
+        spec: PolicySpec,
+        num_stages: int,
+        num_pipelines: int,
         bind: str = "tcp://127.0.0.1:*",
         *,
+        keys: SchedulerKeys | None = None,
+        worker_timeout: float = 30.0,
+        recovery_grace: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.service = SchedulerService(policy)
+        for name, value in (("worker_timeout", worker_timeout), ("recovery_grace", recovery_grace)):
+            if not value > 0:
+                raise ConfigurationError(f"{name}={value!r} is not allowed; give seconds above 0")
+        if keys is None and not is_loopback(bind):
+            raise ConfigurationError(
+                f"the scheduler would listen at {bind}, which other machines can reach, without keys; "
+                "make some with `sdpipe keygen` and give them, or bind to tcp://127.0.0.1:*"
+            )
         self.address = ""
+        self.service = SchedulerService(
+            specification.build(spec, num_stages, num_pipelines),
+            num_stages * num_pipelines,
+            description=specification.to_json(spec),
+            worker_timeout=worker_timeout,
+            recovery_grace=recovery_grace,
+            now=clock(),
+        )
         self._bind = bind
+        self._keys = keys
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
+        self._gatekeeper: Gatekeeper | None = None
 
     def open(self) -> str:
         """Bind and return the address that clients connect to."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = context.socket(zmq.ROUTER)
+        self._context = context = zmq.Context()
+        self._socket = socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 1000)  # an abort just sent must still leave
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.IPV6, 1 if "[" in self._bind else 0)
         try:
+            if self._keys is not None:
+                self._gatekeeper = Gatekeeper(context, socket, self._keys)
             socket.bind(self._bind)
         except zmq.ZMQError as error:
-            socket.close(0)
-            context.term()
+            self.close()
             advice = (
                 "another program listens there: end it or choose another port, or tcp://127.0.0.1:* for any"
                 if error.errno == zmq.EADDRINUSE
@@ -53,39 +82,51 @@ class Server:
             raise SchedulerError(
                 f"the scheduler cannot listen at {self._bind} ({error.strerror}); {advice}"
             ) from error
-        self._context, self._socket = context, socket
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return self.address
 
     def run(self, stop: Sequence[int]) -> None:
         """Serve until one of the file descriptors ``stop`` is readable (or at its end)."""
-        socket, service = self._socket, self.service
+        socket, gatekeeper, service = self._socket, self._gatekeeper, self.service
         if socket is None:
             raise SchedulerError("the scheduler's server was run before it was opened")
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         for descriptor in stop:
             poller.register(descriptor, zmq.POLLIN)
+        if gatekeeper is not None:
+            poller.register(gatekeeper.questions, zmq.POLLIN)
+            poller.register(gatekeeper.news, zmq.POLLIN)
         while True:
-            deadline = service.deadline()
-            patience = None if deadline is None else max(0.0, deadline - self._clock()) * 1000
+            patience = max(0.0, service.deadline() - self._clock()) * 1000
             # Rounded up, since waking before the deadline would spin until it has come.
-            events = dict(poller.poll(None if patience is None else int(patience) + 1))
+            events = dict(poller.poll(int(patience) + 1 if patience else 0))
             if any(descriptor in events for descriptor in stop):
                 return
             if socket in events:
-                self._receive_all(socket)
-            self._send(socket, service.tick(self._clock()))
+                self._serve(socket)
+            if gatekeeper is not None and gatekeeper.questions in events:
+                gatekeeper.answer()
+            if gatekeeper is not None and gatekeeper.news in events:
+                gatekeeper.hear()
+            now = self._clock()
+            if now >= service.deadline() or socket in events:
+                self._send(socket, service.tick(now))
 
     def close(self) -> None:
         """Free the port; safe to call twice."""
-        if self._socket is not None and self._context is not None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+            self._gatekeeper = None
+        if self._socket is not None:
             self._socket.close()
+            self._socket = None
+        if self._context is not None:
             self._context.term()
-            self._socket = self._context = None
+            self._context = None
 
-    def _receive_all(self, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(1000):  # then look at the clock again
+    def _serve(self, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(BATCH):
             try:
                 identity, *parts = socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:

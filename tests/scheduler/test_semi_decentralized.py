@@ -271,6 +271,19 @@ def test_t_infinity_is_all_reduce(
     assert all(len(group.members) == pipelines for _, group in runs[0].groups)
 
 
+def test_the_simulation_finds_the_deadlock_that_the_token_prevents() -> None:
+    class WithoutToken(SemiDecentralizedPolicy):
+        token_holder = property(lambda self: None, lambda self, holder: None)  # type: ignore[assignment]
+
+    stuck = 0
+    for seed in range(30):
+        policy = WithoutToken(3, 6, window=0.1, connectivity=3)
+        run = Pipelines(policy, 3, 6, 30, random_durations(seed, delay=3.0, probability=0.3))
+        run.run()
+        stuck += bool(run.stuck)
+    assert stuck > 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     stages=st.integers(1, 8),

@@ -1,0 +1,108 @@
+"""CURVE keys of a run: who may talk to the scheduler, and how a worker knows the right one.
+
+A run has one pair for the scheduler and one for its workers. Keys live in memory or in files that only their
+owner may read; they never appear in logs, in ``repr``, or on a command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from lightning_sdpipe.errors import ConfigurationError
+
+SCHEDULER_KEY_FILE = "scheduler.key"
+WORKER_KEY_FILE = "worker.key"
+
+
+class SchedulerKeys(msgspec.Struct, frozen=True, tag="sdpipe scheduler keys"):
+    """What the scheduler holds: its own pair, and the public key of the workers it lets in."""
+
+    public: str
+    secret: str
+    worker_public: str
+
+    def __repr__(self) -> str:
+        return "SchedulerKeys(…)"
+
+
+class WorkerKeys(msgspec.Struct, frozen=True, tag="sdpipe worker keys"):
+    """What a worker (and ``sdpipe status``) holds: its own pair, and the public key of the scheduler."""
+
+    public: str
+    secret: str
+    scheduler_public: str
+
+    def __repr__(self) -> str:
+        return "WorkerKeys(…)"
+
+
+def make_keys() -> tuple[SchedulerKeys, WorkerKeys]:
+    """Fresh keys for one run."""
+    if not zmq.has("curve"):
+        raise ConfigurationError(
+            "this build of libzmq has no CURVE, which connections beyond this machine need; "
+            "install pyzmq from its wheels: pip install --force-reinstall pyzmq"
+        )
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    worker_public, worker_secret = (key.decode() for key in zmq.curve_keypair())
+    return SchedulerKeys(public, secret, worker_public), WorkerKeys(worker_public, worker_secret, public)
+
+
+def write_keys(directory: Path) -> tuple[Path, Path]:
+    """Make keys and write them to two new files in ``directory``, readable by their owner only."""
+    paths = directory / SCHEDULER_KEY_FILE, directory / WORKER_KEY_FILE
+    for path in paths:
+        if path.exists():
+            raise ConfigurationError(f"{path} exists already; remove it or choose another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    for path, keys in zip(paths, make_keys(), strict=True):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(keys)) + b"\n")
+    return paths
+
+
+def read_scheduler_keys(path: Path) -> SchedulerKeys:
+    """The scheduler's keys from the file that :func:`write_keys` made."""
+    keys = _read(path)
+    if not isinstance(keys, SchedulerKeys):
+        raise ConfigurationError(f"{path} holds a worker's keys; the scheduler needs {SCHEDULER_KEY_FILE}")
+    return keys
+
+
+def read_worker_keys(path: Path) -> WorkerKeys:
+    """A worker's keys from the file that :func:`write_keys` made."""
+    keys = _read(path)
+    if not isinstance(keys, WorkerKeys):
+        raise ConfigurationError(f"{path} holds the scheduler's keys; a worker needs {WORKER_KEY_FILE}")
+    return keys
+
+
+def is_loopback(address: str) -> bool:
+    """Does this ZeroMQ address stay on this machine?"""
+    if address.startswith(("ipc://", "inproc://")):
+        return True
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _read(path: Path) -> SchedulerKeys | WorkerKeys:
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigurationError(f"others may read or change the keys in {path}; run: chmod 600 {path}")
+        keys: SchedulerKeys | WorkerKeys = msgspec.json.decode(
+            path.read_bytes(), type=SchedulerKeys | WorkerKeys
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot read keys from {path} ({error.strerror}); make some: sdpipe keygen"
+        ) from error
+    except (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError):
+        # without the cause, which could quote the secret
+        raise ConfigurationError(f"{path} is no key file; make one: sdpipe keygen") from None
+    return keys

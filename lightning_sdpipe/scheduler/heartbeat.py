@@ -1,0 +1,101 @@
+"""A thread that keeps telling the scheduler that its worker lives, however long a computation takes.
+
+It owns a second socket, since ZeroMQ sockets belong to one thread each. What it hears it hands on: a failure
+of the run, an invitation to a group, or that the scheduler does not know the worker, in which case it joins
+again on the worker's behalf.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from lightning_sdpipe.scheduler import messages as m
+from lightning_sdpipe.scheduler.policy import Group
+
+log = logging.getLogger(__name__)
+
+
+class Pulse(Protocol):
+    """What the thread says and hears."""
+
+    def heartbeat(self) -> m.Request:
+        """The next sign of life."""
+
+    def rejoin(self) -> m.Request | None:
+        """How to join again; None when the worker does not take part now."""
+
+    def hear_failure(self, failure: m.Failure) -> None:
+        """The run is over."""
+
+    def hear_invitation(self, group: Group) -> None:
+        """The worker is a passive member of ``group``."""
+
+
+class HeartbeatThread:
+    """Started by :meth:`start`, ended by :meth:`close`."""
+
+    def __init__(self, connect: Callable[[], zmq.Socket[bytes]], pulse: Pulse, interval: float) -> None:
+        self._connect = connect
+        self._pulse = pulse
+        self._interval = interval
+        self._stop, self._tell = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="scheduler heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and wait for it."""
+        os.close(self._tell)
+        self._thread.join()
+        os.close(self._stop)
+
+    def _run(self) -> None:
+        socket = self._connect()
+        try:
+            poller = zmq.Poller()
+            poller.register(socket, zmq.POLLIN)
+            poller.register(self._stop, zmq.POLLIN)
+            self._send(socket, self._pulse.heartbeat())
+            while True:
+                events = dict(poller.poll(int(self._interval * 1000)))
+                if self._stop in events:
+                    return
+                if socket in events:
+                    self._hear(socket)
+                else:
+                    self._send(socket, self._pulse.heartbeat())
+        finally:
+            socket.close(0)
+
+    def _hear(self, socket: zmq.Socket[bytes]) -> None:
+        try:
+            reply = m.decode_reply(socket.recv())
+        except m.MalformedFrame as error:
+            log.error("the scheduler's answer to a heartbeat makes no sense: %s", error)
+            return
+        match reply:
+            case m.Unknown():
+                request = self._pulse.rejoin()
+                if request is not None:
+                    self._send(socket, request)
+            case m.Abort(failure=failure):
+                self._pulse.hear_failure(failure)
+            case m.Pulse(failure=m.Failure() as failure):
+                self._pulse.hear_failure(failure)
+            case m.Invitation(group=group):
+                self._pulse.hear_invitation(group)
+
+    @staticmethod
+    def _send(socket: zmq.Socket[bytes], request: m.Request) -> None:
+        try:
+            socket.send(m.encode(request), zmq.DONTWAIT)
+        except zmq.Again:  # nobody has listened for a thousand beats: say it again later
+            return

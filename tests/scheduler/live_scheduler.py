@@ -1,0 +1,43 @@
+"""A server in a thread of the test, and clients that are closed again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.policy import Worker
+from lightning_sdpipe.scheduler.server import Server
+from lightning_sdpipe.scheduler.specification import PolicySpec
+
+
+@contextmanager
+def serving(spec: PolicySpec, num_stages: int, num_pipelines: int, **options: Any) -> Iterator[Server]:
+    """A server in a thread of this process."""
+    stop, tell = os.pipe()
+    with Server(spec, num_stages, num_pipelines, **options) as server:
+        thread = threading.Thread(target=server.run, args=([stop],))
+        thread.start()
+        try:
+            yield server
+        finally:
+            os.close(tell)
+            thread.join(10)
+            os.close(stop)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def clients(
+    address: str, *workers: Worker, timeout: float = 20.0, **options: Any
+) -> Iterator[list[SchedulerClient]]:
+    with ExitStack() as stack:
+        made = []
+        for worker in workers:
+            client = SchedulerClient(address, worker, timeout=timeout, **options)
+            stack.callback(client.close)
+            made.append(client)
+        yield made
