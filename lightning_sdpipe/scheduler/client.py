@@ -110,8 +110,8 @@ class SchedulerClient:
             if not self._invitations.wait_for(lambda: self._invited >= reply.invitations, self._timeout):
                 missing = reply.invitations - self._invited
                 raise SchedulerError(
-                    f"worker {self.worker} waited {self._timeout:g} s for {missing} invitations to groups that "
-                    f"the scheduler at {self.address} says it has sent"
+                    f"worker {self.worker} waited {self._timeout:g} s for {missing} invitations that the "
+                    f"scheduler at {self.address} says it has sent"
                 )
 
     def ready(self, iteration: int) -> None:
@@ -319,8 +319,8 @@ def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: 
             socket.send(m.encode(m.AskStatus()))
             if not socket.poll(int(timeout * 1000)):
                 raise SchedulerError(
-                    f"the scheduler at {address} did not answer within {timeout:g} s; check the address, that "
-                    "it runs, and that you gave its worker.key if it has one"
+                    f"the scheduler at {address} did not answer within {timeout:g} s; check the address, "
+                    "that it runs, and that you gave its worker.key if it has one"
                 )
             reply = m.decode_reply(socket.recv())
         except m.MalformedFrame as error:

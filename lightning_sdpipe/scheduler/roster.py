@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from lightning_sdpipe.scheduler.policy import Group, Reason, RefusedEvent, Worker
 
 
@@ -81,10 +83,13 @@ class Roster:
         waiting, answered, workers = self.waiting[stage], self._answered[stage], self._workers[stage]
         for pipeline in pipelines:
             answered[pipeline] = waiting.pop(pipeline)
-        bystanders = tuple(workers[pipeline] for pipeline in passive or ())
-        members = tuple(workers[pipeline] for pipeline in sorted([*pipelines, *(passive or ())]))
+        together = sorted(pipelines if passive is None else [*pipelines, *passive])
+        members = tuple([workers[pipeline] for pipeline in together])
         weights = (1.0 / len(members),) * len(members)
-        group = Group(members, weights, self._next_sequence, reason, bystanders)
+        group = Group(members, weights, self._next_sequence, reason)
+        if passive is not None:
+            bystanders = tuple(workers[pipeline] for pipeline in passive)
+            group = msgspec.structs.replace(group, passive=bystanders)
         self._next_sequence += 1
         return group
 

@@ -84,8 +84,8 @@ class SemiDecentralizedPolicy:
         """See :class:`~lightning_sdpipe.scheduler.policy.GroupPolicy`, as for all methods here."""
         self.roster.check_ready(worker, iteration)
         groups = self.tick(now)
-        self.roster.arrive(worker, iteration)
         stage, pipeline = self._stages[worker.stage], worker.pipeline
+        self.roster.waiting[worker.stage][pipeline] = iteration
         stage.window.arrived(pipeline, now)
         if stage.enforcing:
             assert stage.graph is not None

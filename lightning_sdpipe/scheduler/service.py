@@ -29,24 +29,48 @@ LOGGED_PER_KIND = 20
 """Ignored frames of one kind that are logged; the rest are only counted."""
 
 
+TRAINING, HEARTBEATS = 0, 1
+"""The two sockets of a worker."""
+
+
 class _Client:
     """What the service knows of one worker's client: one session."""
 
-    def __init__(self, session: int) -> None:
+    __slots__ = (
+        "active",
+        "answer_frame",
+        "answered",
+        "averaging",
+        "beats",
+        "heard",
+        "identity",
+        "invitations",
+        "last_group",
+        "left_at",
+        "lost",
+        "numbers",
+        "reported",
+        "session",
+        "waiting",
+    )
+
+    def __init__(self, session: int, identity: bytes) -> None:
         self.session = session
+        self.identity = identity
         self.active = False
         self.lost = False
         self.averaging = False
         self.heard = 0.0
         self.beats = False
         """Only a client that ever sent a heartbeat can be missed."""
-        self.numbers = {False: -1, True: -1}
+        self.numbers = [-1, -1]
         """The last number on the training's socket and on the heartbeats'."""
         self.left_at = -1
         self.waiting: int | None = None
         self.reported: int | None = None
-        self.answer: m.Answer | None = None
+        self.answered: int | None = None
         self.answer_frame = b""
+        self.last_group: Group | None = None
         self.invitations = 0
 
 
@@ -73,7 +97,8 @@ class SchedulerService:
         self._started = now
         self._clients: dict[Worker, _Client] = {}
         self._ended_sessions: dict[Worker, list[int]] = {}
-        self._names: dict[bytes, tuple[Worker, bool]] = {}
+        self._names: dict[bytes, tuple[Worker, int]] = {}
+        """Whose socket an identity is, and which of the two."""
         self._statistics = Statistics()
         self._recovery: Recovery | None = None
         self._first_sequence = 0
@@ -104,15 +129,15 @@ class SchedulerService:
         if isinstance(request, m.AskStatus):
             return [(identity, m.encode(m.StatusReply(self.status(now))))]
         worker = request.worker
-        owner, on_heartbeat_socket = self._names.get(identity) or _owner(identity, worker)
+        owner, socket = self._names.get(identity) or _owner(identity, worker)
         if owner != worker:
             return self._ignore("impersonating", identity, f"it speaks for worker {worker}")
         client = self._clients.get(worker)
         if client is None or client.session != request.session:
             return self._from_a_stranger(request, identity, now)
-        if request.number <= client.numbers[on_heartbeat_socket]:
+        if request.number <= client.numbers[socket]:
             return self._ignore("replayed", identity, f"number {request.number} was seen before")
-        client.numbers[on_heartbeat_socket] = request.number
+        client.numbers[socket] = request.number
         client.heard = now
         return self._carry_out(client, request, identity, now)
 
@@ -130,7 +155,7 @@ class SchedulerService:
             signals=self._statistics.signals,
             signals_per_second=self._statistics.rate(now, uptime),
             groups_by_size=dict(sorted(self._statistics.sizes.items())),
-            groups_by_reason=dict(self._statistics.reasons),
+            groups_by_reason={reason.value: count for reason, count in self._statistics.reasons.items()},
             refused=dict(self.refused),
             failure=None if failure is None else f"worker {failure.worker}: {failure.reason}",
             workers=[
@@ -139,7 +164,7 @@ class SchedulerService:
                     state=_state(client),
                     iteration=client.reported,
                     staleness=None if client.reported is None else furthest[worker.stage] - client.reported,
-                    last_group=self._statistics.last_group.get(worker),
+                    last_group=client.last_group,
                     silent=now - client.heard,
                 )
                 for worker, client in sorted(self._clients.items())
@@ -198,7 +223,7 @@ class SchedulerService:
             return [(identity, m.encode(m.Unknown(request.number)))]
         if client.waiting == iteration:
             return []  # asked again; the answer is on its way to be decided
-        if client.answer is not None and client.answer.iteration_of(worker) == iteration:
+        if client.answered == iteration:
             return [(identity, client.answer_frame)]
         if client.waiting is not None:
             return self._refuse(request, identity, f"iteration {client.waiting} waits for an answer")
@@ -226,16 +251,16 @@ class SchedulerService:
             ended = self._ended_sessions.setdefault(worker, [])
             ended.append(before.session)
             del ended[:-REMEMBERED_SESSIONS]
-        client = _Client(request.session)
-        client.numbers[identity == m.heartbeat_id(worker)] = request.number
+        client = _Client(request.session, m.routing_id(worker))
+        client.numbers[HEARTBEATS if identity == m.heartbeat_id(worker) else TRAINING] = request.number
         client.heard = now
         try:
             frames += self._join(client, request, identity, now)
         except RefusedEvent as error:  # no such worker
             return frames + self._refuse(request, identity, str(error))
         self._clients[worker] = client
-        self._names[m.routing_id(worker)] = (worker, False)
-        self._names[m.heartbeat_id(worker)] = (worker, True)
+        self._names[m.routing_id(worker)] = (worker, TRAINING)
+        self._names[m.heartbeat_id(worker)] = (worker, HEARTBEATS)
         return frames
 
     def _join(self, client: _Client, request: m.Join, identity: bytes, now: float) -> list[Frame]:
@@ -248,7 +273,7 @@ class SchedulerService:
         if not client.active:
             frames = self._send(self._policy.join(worker, now))
             client.active, client.lost = True, False
-            client.waiting = client.reported = client.answer = None
+            client.waiting = client.reported = client.answered = None
             if request.resumed:
                 self._resume(client, request, now)
         return [*frames, (identity, m.encode(m.Acknowledged(request.number, client.invitations)))]
@@ -276,9 +301,9 @@ class SchedulerService:
             client = self._clients[worker]
             answer = recovery.answer_heard_by_others(worker, iteration)
             if answer is not None:
-                client.waiting = None
-                client.answer, client.answer_frame = answer, m.encode(answer)
-                frames.append((m.routing_id(worker), client.answer_frame))
+                client.waiting, client.answered = None, iteration
+                client.answer_frame, client.last_group = m.encode(answer), answer.group
+                frames.append((client.identity, client.answer_frame))
                 continue
             self._statistics.signal(now)
             frames += self._send(self._policy.ready(worker, iteration, now))
@@ -289,7 +314,7 @@ class SchedulerService:
         # A window of this very moment may still have answered the worker: send first.
         frames = self._send(groups)
         client.active = False
-        client.waiting = client.answer = None
+        client.waiting = client.answered = None
         if self._recovery is not None:
             self._recovery.held.pop(worker, None)
         return frames
@@ -329,27 +354,30 @@ class SchedulerService:
 
     def _send(self, groups: list[Group]) -> list[Frame]:
         frames: list[Frame] = []
+        if not groups:
+            return frames
+        verbose = log.isEnabledFor(logging.DEBUG)
         for group in groups:
             if self._first_sequence:
                 group = msgspec.structs.replace(group, sequence=group.sequence + self._first_sequence)
             self._statistics.group(group)
-            log.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason.value)
+            if verbose:
+                log.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason.value)
             clients = [self._clients[member] for member in group.members]
-            passive = group.passive
-            iterations = tuple(
-                -1 if client.waiting is None or member in passive else client.waiting
-                for member, client in zip(group.members, clients, strict=True)
-            )
-            answer = m.Answer(group, iterations)
-            frame = m.encode(answer)
-            for member, client in zip(group.members, clients, strict=True):
-                if member in passive:
-                    client.invitations += 1
-                    frames.append((m.heartbeat_id(member), m.encode(m.Invitation(group))))
-                    continue
-                client.waiting = None
-                client.answer, client.answer_frame = answer, frame
-                frames.append((m.routing_id(member), frame))
+            passive = [self._clients[member] for member in group.passive]
+            iterations = [
+                -1 if client.waiting is None or client in passive else client.waiting for client in clients
+            ]
+            frame = m.encode(m.Answer(group, tuple(iterations)))
+            for client, iteration in zip(clients, iterations, strict=True):
+                if client not in passive:
+                    client.waiting, client.answered = None, iteration
+                    client.answer_frame = frame
+                    frames.append((client.identity, frame))
+                client.last_group = group
+            for member, client in zip(group.passive, passive, strict=True):
+                client.invitations += 1
+                frames.append((m.heartbeat_id(member), m.encode(m.Invitation(group))))
         return frames
 
     def _refuse(self, request: m.Request, identity: bytes, reason: str) -> list[Frame]:
@@ -364,13 +392,13 @@ class SchedulerService:
         return []
 
 
-def _owner(identity: bytes, claimed: Worker) -> tuple[Worker | None, bool]:
-    """Is ``identity`` a socket of the claimed worker, and is it the heartbeats'?"""
+def _owner(identity: bytes, claimed: Worker) -> tuple[Worker | None, int]:
+    """Whose socket ``identity`` is, if it is one of the claimed worker's, and which of the two."""
     if identity == m.routing_id(claimed):
-        return claimed, False
+        return claimed, TRAINING
     if identity == m.heartbeat_id(claimed):
-        return claimed, True
-    return None, False
+        return claimed, HEARTBEATS
+    return None, TRAINING
 
 
 def _state(client: _Client) -> str:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 
 import msgspec
 
-from lightning_sdpipe.scheduler.policy import Group, Worker
+from lightning_sdpipe.scheduler.policy import Group, Reason, Worker
 
 RATE_SECONDS = 10
 """Signals per second are counted over this many whole seconds."""
@@ -46,8 +46,7 @@ class Statistics:
     def __init__(self) -> None:
         self.signals = 0
         self.sizes: Counter[int] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self.last_group: dict[Worker, Group] = {}
+        self.reasons: Counter[Reason] = Counter()
         self._per_second: deque[list[int]] = deque(maxlen=RATE_SECONDS + 1)
 
     def signal(self, now: float) -> None:
@@ -62,9 +61,7 @@ class Statistics:
     def group(self, group: Group) -> None:
         """A group went out."""
         self.sizes[len(group.members)] += 1
-        self.reasons[group.reason.value] += 1
-        for member in group.members:
-            self.last_group[member] = group
+        self.reasons[group.reason] += 1
 
     def rate(self, now: float, uptime: float) -> float:
         """Signals per second lately."""
