@@ -1,0 +1,240 @@
+"""``sdpipe``: the operator's commands. Starts without torch.
+
+``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, and
+``sdpipe status ADDRESS`` shows how it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.scheduler import specification
+from lightning_sdpipe.scheduler.client import ask_status
+from lightning_sdpipe.scheduler.credentials import (
+    WorkerKeys,
+    read_scheduler_keys,
+    read_worker_keys,
+    write_keys,
+)
+from lightning_sdpipe.scheduler.policy import Worker
+from lightning_sdpipe.scheduler.server import Server
+from lightning_sdpipe.scheduler.status import Status, WorkerStatus
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 2 when it cannot be carried out."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except (ConfigurationError, SchedulerError) as error:
+        print(f"sdpipe: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sdpipe", description="The scheduler of lightning_sdpipe: keys, service, status."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    keygen = commands.add_parser("keygen", help="make the keys of a run, readable by you only")
+    keygen.add_argument("directory", type=Path, help="where scheduler.key and worker.key are written")
+    keygen.set_defaults(run=_keygen)
+
+    scheduler = commands.add_parser("scheduler", help="serve a run until interrupted")
+    scheduler.add_argument("--bind", default="tcp://127.0.0.1:5555", help="address (default: %(default)s)")
+    scheduler.add_argument("--key-file", type=Path, help="scheduler.key; required beyond loopback")
+    scheduler.add_argument("--num-stages", type=int, required=True, help="M, the stages of a pipeline")
+    scheduler.add_argument("--num-pipelines", type=int, required=True, help="N, the pipelines")
+    scheduler.add_argument(
+        "--policy",
+        default="semi_decentralized",
+        help="semi_decentralized, all_reduce, local_sgd, ad_psgd or no_sync (default: %(default)s)",
+    )
+    scheduler.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a value of the policy, as in --set window=0.05 --set connectivity=5; may be repeated",
+    )
+    scheduler.add_argument(
+        "--worker-timeout", type=float, default=30.0, help="seconds of silence until a worker counts as left"
+    )
+    scheduler.add_argument("--verbose", action="store_true", help="log every group and its reason")
+    scheduler.set_defaults(run=_scheduler)
+
+    status = commands.add_parser("status", help="show stages × pipelines and what they do")
+    status.add_argument("address", help="as in tcp://127.0.0.1:5555")
+    status.add_argument("--key-file", type=Path, help="worker.key, if the scheduler has keys")
+    form = status.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object, for machines")
+    form.add_argument(
+        "--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="refresh (needs rich)"
+    )
+    status.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for an answer")
+    status.set_defaults(run=_status)
+    return parser
+
+
+def _keygen(options: argparse.Namespace) -> int:
+    scheduler, worker = write_keys(options.directory)
+    print(f"{scheduler}: for `sdpipe scheduler --key-file`, on its machine only")
+    print(f"{worker}: for every worker and for `sdpipe status --key-file`")
+    return 0
+
+
+def _scheduler(options: argparse.Namespace) -> int:
+    logging.basicConfig(
+        level=logging.DEBUG if options.verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    server = Server(
+        _policy(options.policy, options.set),
+        options.num_stages,
+        options.num_pipelines,
+        options.bind,
+        keys=None if options.key_file is None else read_scheduler_keys(options.key_file),
+        worker_timeout=options.worker_timeout,
+    )
+    stop, tell = os.pipe()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: os.write(tell, b"x") and None)
+    try:
+        print(f"scheduler listens at {server.open()}", flush=True)
+        server.run([stop])
+    finally:
+        server.close()
+    return 0
+
+
+def _policy(name: str, settings: Sequence[str]) -> specification.PolicySpec:
+    """``--policy`` and ``--set`` as a policy; values are JSON, or else text."""
+    plain: dict[str, object] = {"type": name}
+    for setting in settings:
+        key, separator, value = setting.partition("=")
+        if not separator:
+            raise ConfigurationError(f"--set {setting} is not NAME=VALUE, as in --set window=0.05")
+        try:
+            plain[key] = json.loads(value)
+        except ValueError:
+            plain[key] = value
+    return specification.from_builtins(plain)
+
+
+def _status(options: argparse.Namespace) -> int:
+    keys: WorkerKeys | None = None if options.key_file is None else read_worker_keys(options.key_file)
+
+    def ask() -> Status:
+        return ask_status(options.address, credentials=keys, timeout=options.timeout)
+
+    if options.json:
+        print(json.dumps(to_plain(ask()), allow_nan=False))
+    elif options.watch is None:
+        print(render(ask()))
+    else:
+        _watch(ask, options.watch)
+    return 0
+
+
+def _watch(ask: Callable[[], Status], seconds: float) -> None:
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError as error:
+        raise ConfigurationError(
+            "--watch needs rich; install it: pip install 'lightning-sdpipe[status]'"
+        ) from error
+    with Live(Text(render(ask())), auto_refresh=False) as live:
+        while True:
+            time.sleep(seconds)
+            live.update(Text(render(ask())), refresh=True)
+
+
+def to_plain(status: Status) -> dict[str, object]:
+    """The status as plain values, for JSON; reasons by their text, workers as objects."""
+    plain: dict[str, object] = msgspec.to_builtins(status, str_keys=True)
+    plain["policy"] = json.loads(status.policy) if status.policy else None
+    plain["workers"] = [
+        {
+            "stage": worker.worker.stage,
+            "pipeline": worker.worker.pipeline,
+            "state": worker.state,
+            "iteration": worker.iteration,
+            "staleness": worker.staleness,
+            "last_group": None
+            if (group := worker.last_group) is None
+            else {
+                "sequence": group.sequence,
+                "pipelines": [member.pipeline for member in group.members],
+                "reason": group.reason.value,
+            },
+            "silent": worker.silent,
+        }
+        for worker in status.workers
+    ]
+    return plain
+
+
+def render(status: Status) -> str:
+    """The status as a page of text: one row per pipeline, one column per stage."""
+    stages = sorted({worker.worker.stage for worker in status.workers})
+    pipelines = sorted({worker.worker.pipeline for worker in status.workers})
+    cells = {worker.worker: _cell(worker) for worker in status.workers}
+    table = [["pipeline", *(f"stage {stage}" for stage in stages)]] + [
+        [str(pipeline), *(cells.get(Worker(stage, pipeline), "") for stage in stages)]
+        for pipeline in pipelines
+    ]
+    widths = [max(len(row[column]) for row in table) for column in range(len(stages) + 1)]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+    if not status.workers:
+        lines = ["no worker has joined yet"]
+    lines += [
+        "",
+        f"policy          {status.policy}",
+        f"signals         {status.signals} ({status.signals_per_second:.1f}/s), up for {status.uptime:.0f} s",
+        f"groups by size  {_counts(status.groups_by_size)}",
+        f"by reason       {_counts(status.groups_by_reason)}",
+        f"ignored frames  {_counts(status.refused)}",
+    ]
+    if status.failure is not None:
+        lines.append(f"FAILED          {status.failure}")
+    return "\n".join(lines)
+
+
+def _cell(worker: WorkerStatus) -> str:
+    text = worker.state
+    if worker.iteration is not None:
+        text += f" {worker.iteration}"
+    if worker.staleness:
+        text += f" (-{worker.staleness})"
+    if worker.last_group is not None:
+        text += f" {{{','.join(str(member.pipeline) for member in worker.last_group.members[:8])}"
+        text += ",…}" if len(worker.last_group.members) > 8 else "}"
+    return text
+
+
+def _counts(counts: dict[int, int] | dict[str, int]) -> str:
+    return ", ".join(f"{name}: {count}" for name, count in counts.items()) or "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

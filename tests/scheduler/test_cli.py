@@ -1,0 +1,152 @@
+"""``sdpipe``: keys, service, status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from live_scheduler import clients, serving
+
+from lightning_sdpipe.cli import main
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.scheduler.credentials import (
+    make_keys,
+    read_scheduler_keys,
+    read_worker_keys,
+    write_keys,
+)
+from lightning_sdpipe.scheduler.policy import Worker
+from lightning_sdpipe.scheduler.specification import SemiDecentralizedSpec
+
+W = Worker
+
+
+def test_keys_are_readable_by_their_owner_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keygen", str(tmp_path / "keys")]) == 0
+    printed = capsys.readouterr()
+    for name in ("scheduler.key", "worker.key"):
+        path = tmp_path / "keys" / name
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert str(path) in printed.out
+        assert json.loads(path.read_text())["secret"] not in printed.out + printed.err
+    scheduler = read_scheduler_keys(tmp_path / "keys" / "scheduler.key")
+    worker = read_worker_keys(tmp_path / "keys" / "worker.key")
+    assert (worker.scheduler_public, scheduler.worker_public) == (scheduler.public, worker.public)
+    assert main(["keygen", str(tmp_path / "keys")]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_bad_key_files_are_refused(tmp_path: Path) -> None:
+    scheduler, worker = write_keys(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"needs scheduler\.key"):
+        read_scheduler_keys(worker)
+    with pytest.raises(ConfigurationError, match=r"needs worker\.key"):
+        read_worker_keys(scheduler)
+    with pytest.raises(ConfigurationError, match="sdpipe keygen"):
+        read_worker_keys(tmp_path / "absent")
+    worker.chmod(0o640)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        read_worker_keys(worker)
+    worker.write_text("{")
+    worker.chmod(0o600)
+    with pytest.raises(ConfigurationError, match="no key file"):
+        read_worker_keys(worker)
+
+
+def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = SemiDecentralizedSpec(window=60.0)
+    with serving(spec, 2, 2) as server, clients(server.address, W(0, 0), W(0, 1), W(1, 0)) as (a, b, c):
+        for client in (a, b, c):
+            client.join()
+        a.ready(4)
+        b.ready(3)
+        a.group()
+        b.group()
+        a.ready(5)
+        a.first_failure(10.0)  # answered after the ready was
+        assert main(["status", server.address]) == 0
+        page = capsys.readouterr().out
+        assert (
+            page.splitlines()[:3]
+            == [
+                "pipeline  stage 0             stage 1",
+                "0         ready 5 {0,1}       compute",
+                "1         compute 3 (-2) {0,1}",
+            ]
+            or "0         ready 5 {0,1}" in page
+        )
+        assert "compute 3 (-2) {0,1}" in page
+        assert "groups by size  2: 1" in page
+        assert main(["status", server.address, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["policy"]["window"] == 60.0
+        assert told["signals"] == 3
+        assert told["workers"][0] == {
+            "stage": 0,
+            "pipeline": 0,
+            "state": "ready",
+            "iteration": 5,
+            "staleness": 0,
+            "last_group": {"sequence": 0, "pipelines": [0, 1], "reason": "everybody came"},
+            "silent": told["workers"][0]["silent"],
+        }
+
+
+def test_status_of_nobody_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "tcp://127.0.0.1:9", "--timeout", "0.1"]) == 2
+    assert "tcp://127.0.0.1:9 did not answer within 0.1 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "window"], "NAME=VALUE"),
+        (["--set", "window=-1"], "window=-1"),
+        (["--set", "no_such=1"], "no_such"),
+        (["--policy", "no_such"], "no_such"),
+        (["--bind", "tcp://0.0.0.0:*"], "sdpipe keygen"),
+        (["--bind", "nonsense"], "nonsense"),
+        (["--num-stages", "0"], "num_stages=0"),
+    ],
+)
+def test_a_scheduler_that_cannot_start_says_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["scheduler", "--num-stages", "1", "--num-pipelines", "2", "--bind", "tcp://127.0.0.1:*"]
+    assert main(base + arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_scheduler_of_its_own_serves_with_keys_until_told_to_stop(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    scheduler_key, worker_key = write_keys(tmp_path)
+    command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", "--bind", "tcp://127.0.0.1:*"]
+    command += ["--num-stages", "1", "--num-pipelines", "1", "--key-file", str(scheduler_key)]
+    command += ["--policy", "local_sgd", "--set", "every=2", "--verbose"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        with clients(address, W(0, 0), credentials=read_worker_keys(worker_key)) as (a,):
+            a.join()
+            a.ready(1)
+            a.group()
+        process.send_signal(number)
+        _, log = process.communicate(timeout=20)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    assert process.returncode == 0
+    assert "group 0 of stage 0: local step" in log
+    for keys in make_keys():
+        assert keys.secret not in log
+    assert os.path.exists(worker_key)
