@@ -1,4 +1,4 @@
-"""Lightning's subprocess launcher, with a check before it starts anything and an end for what it started."""
+"""Lightning's launchers, with a check before they start anything, and an end to what they started."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 
 class CheckingLauncher(_SubprocessScriptLauncher):
@@ -33,3 +34,21 @@ class CheckingLauncher(_SubprocessScriptLauncher):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+class WholeModelLauncher(_MultiProcessingLauncher):
+    """Calls ``check`` first, and brings the whole trained module back to the process that the user started."""
+
+    def __init__(self, strategy: Any, start_method: Any, check: Callable[[], None]) -> None:
+        super().__init__(strategy, start_method)
+        self._check = check
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super().launch(function, *args, **kwargs)
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        state = self._strategy.lightning_module_state_dict()
+        if self._strategy.local_rank == 0:
+            trainer.lightning_module.load_state_dict(state, assign=True)
+        return super()._collect_rank_zero_results(trainer, results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,7 +23,7 @@ from lightning_sdpipe.epoch_callback import EpochCallback
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.delays import DelayInjector, Delays
-from lightning_sdpipe.launcher import CheckingLauncher
+from lightning_sdpipe.launcher import CheckingLauncher, WholeModelLauncher
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition.chain import find_chain
 from lightning_sdpipe.partition.cut import Partition, cut
@@ -101,18 +103,19 @@ class SDPipeStrategy(DDPStrategy):
         return Mesh.build(self.num_nodes * self.num_processes, self.num_stages)
 
     def _configure_launcher(self) -> None:
-        mesh = self.mesh  # refuses a number of workers that does not fit
-        super()._configure_launcher()
+        assert self.cluster_environment is not None
+        _ = self.mesh  # refuses a number of workers that does not fit
         if self._start_method == "popen":
-            assert self.cluster_environment is not None
             self._launcher = CheckingLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes, lambda: self._check_module(mesh)
+                self.cluster_environment, self.num_processes, self.num_nodes, self._check_module
             )
+        else:
+            self._launcher = WholeModelLauncher(self, self._start_method, self._check_module)
 
-    def _check_module(self, mesh: Mesh) -> None:
+    def _check_module(self) -> None:
         module = self.lightning_module
-        if module is not None and any(True for _ in module.parameters()):  # else it is built in configure_model
-            cut(len(find_chain(module, self.blocks)), mesh.num_stages, self.partition)
+        if module is not None and not is_overridden("configure_model", module):  # else there is no model yet
+            cut(len(find_chain(module, self.blocks)), self.num_stages, self.partition)
 
     def setup_environment(self) -> None:
         try:
@@ -344,13 +347,17 @@ class SDPipeStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self._client is not None and not isinstance(exception, WorkerFailedError):
             self._client.failed(f"{type(exception).__name__}: {exception}")
+        if dist.is_initialized():
+            self._groups = None
+            dist.destroy_process_group()  # so that nobody goes on waiting for this worker
         if isinstance(self._launcher, CheckingLauncher):
-            self._launcher.end_children(_GRACE)
+            atexit.register(self._launcher.end_children, _GRACE)  # after the error has been printed
 
     def teardown(self) -> None:
         if self._cut_model is not None:
             self._cut_model.restore()
-            keep_only(self.module, self._ownership, self._worker.stage, torch.device("cpu"))
+            stage, _ = self.mesh.locate(self.global_rank)
+            keep_only(self.module, self._ownership, stage, torch.device("cpu"))
             self._cut_model = None
         if self._client is not None:
             self._client.close()

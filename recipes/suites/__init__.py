@@ -1,0 +1,1 @@
+"""The benchmark suites: one module each, whose `run` returns rows and ratios."""

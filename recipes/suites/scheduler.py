@@ -1,0 +1,284 @@
+"""How much the scheduler adds to a bare ZeroMQ echo, and how its policy grows.
+
+All clients of a stage finish an iteration together, the worst moment: every client sends its ready in one
+burst, and the burst ends when all are answered. The floor is an echo, a ROUTER that returns every message of
+a ready's size to its sender, in the same bursts and in rotated order. Three policies bound what a scheduler
+does with such a burst: all workers in one group, random pairs, and each in a group of its own (T = 0).
+
+Rates count signals per second of processor time of the server, input/output thread included, since that is
+what one core would sustain; the clients of the benchmark are slower than that.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import zmq
+
+from lightning_sdpipe.scheduler import messages as m
+from lightning_sdpipe.scheduler.policy import Worker
+from lightning_sdpipe.scheduler.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.semi_decentralized import SemiDecentralizedPolicy
+from lightning_sdpipe.scheduler.specification import ADPSGDSpec, PolicySpec, SemiDecentralizedSpec
+
+Row = dict[str, Any]
+Ratios = dict[str, dict[str, Any]]
+
+ECHO = """
+import zmq
+with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+    router.set_hwm(0)
+    router.bind("tcp://127.0.0.1:*")
+    print(router.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
+    while True:
+        router.send_multipart(router.recv_multipart())
+"""
+POLICIES: dict[str, PolicySpec] = {
+    "one group": SemiDecentralizedSpec(window=math.inf),
+    "pairs": ADPSGDSpec(seed=0),
+    "alone": SemiDecentralizedSpec(window=0.0, connectivity=None),
+}
+SIGNALS_PER_MEASUREMENT = 8192
+PATIENCE_MS = 30_000
+
+
+def run(
+    *, clients: tuple[int, ...] = (16, 64, 256), repeats: int = 5, seed: int = 0
+) -> tuple[list[Row], Ratios]:
+    """Rows and ratios of the whole suite."""
+    rows: list[Row] = []
+    ratios: Ratios = {}
+    for count in clients:
+        measured = _service(count, repeats, seed)
+        rows += [row for kind in measured.values() for row in kind]
+        for kind, key in (("one group", "echo"), ("pairs", "echo_pairs"), ("alone", "echo_alone")):
+            for column, goal in (("p50_us", 2.0), ("p99_us", 4.0)):
+                quotients = [
+                    ours[column] / echo[column]
+                    for ours, echo in zip(measured[kind], measured["echo"], strict=True)
+                ]
+                name = f"{key}_{column.removesuffix('_us')}/{count}"
+                meaning = f"last ready of a group to its group, {kind}, {count} clients: ours over the echo's"
+                ratios[name] = _ratio(quotients, goal, meaning)
+        if count == max(clients):
+            for kind, key in (
+                ("one group", "echo_rate"),
+                ("pairs", "echo_rate_pairs"),
+                ("alone", "echo_rate_alone"),
+            ):
+                quotients = [
+                    ours["signals_per_core_s"] / echo["signals_per_core_s"]
+                    for ours, echo in zip(measured[kind], measured["echo"], strict=True)
+                ]
+                meaning = f"signals per second of one core, {kind}, {count} clients: ours over the echo's"
+                ratios[key] = _ratio(quotients, 0.5, meaning)
+    policy = _policy(repeats, seed)
+    rows += [row for kind in policy.values() for row in kind]
+    smallest, *larger = policy
+    for size in larger:
+        quotients = [
+            (big["us_per_signal"] / small["us_per_signal"]) / (math.log(size) / math.log(smallest))
+            for big, small in zip(policy[size], policy[smallest], strict=True)
+        ]
+        ratios[f"policy_growth/{size}"] = _ratio(
+            quotients, 1.0, f"pure policy: cost per signal at {size} over {smallest} pipelines, by log N"
+        )
+    return rows, ratios
+
+
+def _service(count: int, repeats: int, seed: int) -> dict[str, list[Row]]:
+    """Per kind of server, one row per repeat."""
+    measured: dict[str, list[Row]] = {kind: [] for kind in ("echo", *POLICIES)}
+    with ExitStack() as stack:
+        servers = {kind: stack.enter_context(_server(kind, count)) for kind in measured}
+        order = list(measured)
+        random.Random(seed).shuffle(order)
+        for repeat in range(repeats):
+            for kind in order[repeat % len(order) :] + order[: repeat % len(order)]:
+                with _connected(kind, count, servers[kind], session=repeat) as bursts:
+                    bursts.repeat(max(5, 1000 // count))  # connections and caches
+                    row = {"what": kind, "clients": count, "repeat": repeat}
+                    measured[kind].append(row | bursts.repeat(SIGNALS_PER_MEASUREMENT // count))
+    return measured
+
+
+class _Server:
+    def __init__(self, address: str, pid: int) -> None:
+        self.address = address
+        self.pid = pid
+
+    def processor_seconds(self) -> float:
+        """Used by all its threads so far."""
+        with open(f"/proc/{self.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def _server(kind: str, count: int) -> Iterator[_Server]:
+    if kind != "echo":
+        with EmbeddedScheduler.start(POLICIES[kind], 1, count) as scheduler:
+            yield _Server(scheduler.address, scheduler.pid)
+        return
+    process = subprocess.Popen([sys.executable, "-c", ECHO], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield _Server(process.stdout.readline().strip(), process.pid)
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+class _Bursts:
+    """``count`` clients in this process that send and are answered together."""
+
+    def __init__(
+        self,
+        kind: str,
+        workers: list[Worker],
+        sockets: list[zmq.Socket[bytes]],
+        server: _Server,
+        session: int,
+    ) -> None:
+        self._session = session
+        self._kind = kind
+        self._workers = workers
+        self._sockets = sockets
+        self._server = server
+        self._iteration = 0
+        self._poller = zmq.Poller()
+        for socket in sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        self._padding = m.encode(m.Ready(workers[-1], session, 1, 1))
+
+    def repeat(self, rounds: int) -> Row:
+        """That many bursts; percentiles of the time to the answer, and signals per processor second."""
+        latencies: list[float] = []
+        before, start = self._server.processor_seconds(), time.perf_counter()
+        for _ in range(rounds):
+            latencies += self._burst()
+        wall = time.perf_counter() - start
+        used = self._server.processor_seconds() - before
+        latencies.sort()
+        return {
+            "p50_us": 1e6 * latencies[len(latencies) // 2],
+            "p99_us": 1e6 * latencies[int(len(latencies) * 0.99)],
+            "signals_per_core_s": len(latencies) / max(used, 0.01),
+            "signals_per_s": len(latencies) / wall,
+        }
+
+    def _burst(self) -> list[float]:
+        self._iteration += 1
+        sent: dict[Worker, float] = {}
+        got: dict[Worker, float] = {}
+        answers: dict[Worker, bytes] = {}
+        frames = [
+            m.encode(m.Ready(worker, self._session, self._iteration + 1, self._iteration))
+            if self._kind != "echo"
+            else self._padding
+            for worker in self._workers
+        ]
+        worker_of = dict(zip(self._sockets, self._workers, strict=True))
+        for worker, socket, frame in zip(self._workers, self._sockets, frames, strict=True):
+            sent[worker] = time.perf_counter()
+            socket.send(frame)
+        while len(got) < len(self._workers):
+            ready = self._poller.poll(PATIENCE_MS)
+            if not ready:
+                raise TimeoutError(
+                    f"{len(got)} of {len(self._workers)} answers came from the {self._kind} server"
+                )
+            for socket, _ in ready:
+                assert isinstance(socket, zmq.Socket)
+                frame = socket.recv()
+                worker = worker_of[socket]
+                got[worker], answers[worker] = time.perf_counter(), frame
+        if self._kind == "echo":
+            return [got[worker] - sent[worker] for worker in self._workers]
+        latencies = []
+        for worker, frame in answers.items():
+            reply = m.decode_reply(frame)
+            assert isinstance(reply, m.Answer), reply
+            latencies.append(got[worker] - max(sent[member] for member in reply.group.members))
+        return latencies
+
+
+@contextmanager
+def _connected(kind: str, count: int, server: _Server, session: int) -> Iterator[_Bursts]:
+    workers = [Worker(0, pipeline) for pipeline in range(count)]
+    with zmq.Context() as context, ExitStack() as stack:
+        sockets = []
+        for worker in workers:
+            socket = stack.enter_context(context.socket(zmq.DEALER))
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.ROUTING_ID, m.routing_id(worker))
+            socket.connect(server.address)
+            if kind != "echo":
+                socket.send(m.encode(m.Join(worker, session, 1)))
+            sockets.append(socket)
+        for socket in sockets if kind != "echo" else []:
+            if not socket.poll(PATIENCE_MS):
+                raise TimeoutError(f"the {kind} server did not acknowledge a join")
+            socket.recv()
+        yield _Bursts(kind, workers, sockets, server, session)
+        for worker, socket in zip(workers, sockets, strict=True) if kind != "echo" else []:
+            socket.send(m.encode(m.Leave(worker, session, 1 << 40)))
+            if not socket.poll(PATIENCE_MS):
+                raise TimeoutError(f"the {kind} server did not acknowledge a leave")
+            socket.recv()
+
+
+def _policy(repeats: int, seed: int) -> dict[int, list[Row]]:
+    """Per number of pipelines, one row per repeat: microseconds per signal of the pure policy."""
+    sizes = (16, 256, 4096)
+    measured: dict[int, list[Row]] = {size: [] for size in sizes}
+    for repeat in range(repeats):
+        for size in sizes[repeat % len(sizes) :] + sizes[: repeat % len(sizes)]:
+            cost = _policy_cost(size, random.Random(f"{seed}/{repeat}/{size}"))
+            row = {"what": "policy", "clients": size, "repeat": repeat, "us_per_signal": 1e6 * cost}
+            measured[size].append(row)
+    return measured
+
+
+def _policy_cost(size: int, rng: random.Random) -> float:
+    """Workers of unequal speed under a virtual clock; about four arrive within a window."""
+    policy = SemiDecentralizedPolicy(1, size, window=4.0 / size, connectivity=10, max_group=size)
+    workers = [Worker(0, pipeline) for pipeline in range(size)]
+    for worker in workers:
+        policy.join(worker, 0.0)
+    rounds = max(4, 40_000 // size)
+    arrivals = sorted(
+        (k + rng.random(), pipeline, k) for k in range(rounds) for pipeline in range(size)
+    )  # a worker's next arrival comes after its last one was answered, or is skipped
+    waiting = policy.roster.waiting[0]
+    signals = 0
+    start = time.perf_counter()
+    for now, pipeline, k in arrivals:
+        due = policy.deadline()
+        if due is not None and due <= now:
+            policy.tick(due)
+        if pipeline not in waiting:
+            policy.ready(workers[pipeline], k, now)
+            signals += 1
+    return (time.perf_counter() - start) / signals
+
+
+def _ratio(values: list[float], goal: float, meaning: str) -> dict[str, Any]:
+    return {
+        "value": statistics.median(values),
+        "low": min(values),
+        "high": max(values),
+        "goal": goal,
+        "meaning": meaning,
+    }

@@ -1,0 +1,43 @@
+"""Every option in conf/ composes and instantiates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import lightning as L
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from lightning_sdpipe import SDPipeStrategy
+
+CONF = Path(__file__).parents[2] / "conf"
+OPTIONS = sorted(
+    f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml") if file.parent.name not in ("hydra",)
+)
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", [*overrides, "trainer.default_root_dir=.", "trainer.logger=false"])
+    return config
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_instantiates(option: str) -> None:
+    config = composed(option)
+    assert isinstance(hydra.utils.instantiate(config.model), L.LightningModule)
+    assert isinstance(hydra.utils.instantiate(config.data), L.LightningDataModule)
+    strategy = hydra.utils.instantiate(config.strategy)
+    assert isinstance(strategy, SDPipeStrategy)
+    trainer = hydra.utils.instantiate(config.trainer, strategy=strategy)
+    assert trainer.strategy is strategy
+
+
+def test_every_value_can_be_overridden() -> None:
+    config = composed("sync.window=0.25", "heterogeneity=b", "heterogeneity.scale=2", "num_stages=4", "seed=7")
+    strategy = hydra.utils.instantiate(config.strategy)
+    assert strategy.sync.window == 0.25
+    assert strategy.num_stages == 4
+    assert (strategy.delays.scale, strategy.delays.seconds, strategy.delays.seed) == (2, 0.3, 7)

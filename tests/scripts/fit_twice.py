@@ -1,0 +1,42 @@
+"""A user's script that trains, validates and trains on in one process per worker; started by test_strategy.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import lightning as L
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_sdpipe import SDPipeStrategy
+from tests.test_strategy import Regression, data
+
+
+def main(directory: str) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=SDPipeStrategy(num_stages=2),
+        max_epochs=1,
+        logger=CSVLogger(directory),
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Regression()
+    train, val = DataLoader(data(48), 4), DataLoader(data(20), 5)
+    trainer.fit(model, train, val)
+    fitted = trainer.callback_metrics["val_loss"].item()
+    trainer.validate(model, val, verbose=False)
+    validated = trainer.callback_metrics["val_loss"].item()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, train, val)
+    again = trainer.callback_metrics["val_loss"].item()
+    if trainer.is_global_zero:
+        print("\n" + json.dumps({"fitted": fitted, "validated": validated, "fitted_again": again}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,59 @@
+"""A user's script that goes wrong in the way that its argument names; started by test_failures.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sdpipe import SDPipeStrategy
+
+
+class Model(L.LightningModule):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        if case != "no_chain":
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 3 and self.global_rank == 1:
+            if self.case == "raises":
+                raise ZeroDivisionError("the user's own mistake")
+            if self.case == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+        if self.case == "raises_on_zero" and batch_idx == 3 and self.global_rank == 0:
+            raise ZeroDivisionError("the user's own mistake")
+        return self.net(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def main(case: str) -> None:
+    options = {
+        "stages": {"num_stages": 3},
+        "too_many_stages": {"num_stages": 4},
+        "partition": {"num_stages": 2, "partition": [3, 2]},
+        "small_batch": {"num_stages": 2, "num_micro_batches": 9},
+    }.get(case, {"num_stages": 2})
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=4 if case in ("stages", "too_many_stages") else 2,
+        strategy=SDPipeStrategy(**options),  # type: ignore[arg-type]
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(case), DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

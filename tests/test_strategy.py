@@ -1,0 +1,132 @@
+"""The strategy inside a real Trainer, on real processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
+
+
+class Regression(L.LightningModule):
+    """A chain of four blocks with plain SGD."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self.net(x), y))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(samples, 6, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def fit(directory: Path, strategy: Any, devices: int, batch_size: int, **options: Any) -> tuple[L.Trainer, Regression]:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        default_root_dir=directory,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=1,
+        **{"max_epochs": 2, **options},
+    )
+    model = Regression()
+    trainer.fit(model, train_loader(batch_size, devices), DataLoader(data(20), 5))
+    return trainer, model
+
+
+def train_loader(batch_size: int, devices: int) -> DataLoader[Any]:
+    """In the order of Lightning's DistributedSampler, which deals the shuffled samples out in turn: two batches of 4
+    on two pipelines hold what one batch of 8 holds in one process."""
+    samples = data(48)
+    sampler = DistributedSampler(samples, num_replicas=1, rank=0) if devices == 1 else None
+    return DataLoader(samples, batch_size, sampler=sampler)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sync", [AllReduce(), SemiDecentralized(window=math.inf)])
+def test_two_pipelines_take_the_step_of_one_process_on_the_joined_batch(tmp_path: Path, sync: Any) -> None:
+    reference, expected = fit(tmp_path / "one", "auto", 1, 8)
+    strategy = SDPipeStrategy(num_stages=2, sync=sync, start_method="fork")
+    trainer, model = fit(tmp_path / "four", strategy, 4, 4)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    assert reference.global_step == 12
+    for name in ("loss_epoch", "val_loss"):
+        assert trainer.callback_metrics[name] == pytest.approx(reference.callback_metrics[name].item(), rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_the_checkpoint_is_an_ordinary_one_and_training_resumes_from_it(tmp_path: Path) -> None:
+    def strategy() -> SDPipeStrategy:
+        return SDPipeStrategy(num_stages=2, sync=AllReduce(), start_method="fork")
+
+    trainer, whole = fit(tmp_path / "whole", strategy(), 4, 4)
+    (path,) = (tmp_path / "whole").glob("**/*.ckpt")
+    loaded = Regression.load_from_checkpoint(path)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+
+    fit(tmp_path / "half", strategy(), 4, 4, max_epochs=1)
+    (path,) = (tmp_path / "half").glob("**/*.ckpt")
+    resumed = L.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=strategy(),
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Regression()
+    resumed.fit(model, DataLoader(data(48), 4), DataLoader(data(20), 5), ckpt_path=path)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+@pytest.mark.distributed
+def test_a_script_fits_validates_and_fits_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.scripts.fit_twice", str(tmp_path)]
+    finished = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    outcome = json.loads(finished.stdout.splitlines()[-1])
+    assert outcome["validated"] == pytest.approx(outcome["fitted"], rel=1e-6)
+    assert outcome["fitted_again"] < outcome["fitted"]
+    (log,) = tmp_path.glob("**/metrics.csv")
+    assert {"loss_step", "loss_epoch", "val_loss"} <= set(log.read_text().splitlines()[0].split(","))
+
+
+def test_the_strategy_is_known_by_name() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="sdpipe", logger=False)
+    assert isinstance(trainer.strategy, SDPipeStrategy)
