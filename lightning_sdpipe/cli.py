@@ -83,9 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--key-file", type=Path, help="worker.key, if the scheduler has keys")
     form = status.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object, for machines")
-    form.add_argument(
-        "--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="refresh (needs rich)"
-    )
+    form.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="refresh (needs rich)")
     status.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for an answer")
     status.set_defaults(run=_status)
     return parser
@@ -157,9 +155,7 @@ def _watch(ask: Callable[[], Status], seconds: float) -> None:
         from rich.live import Live
         from rich.text import Text
     except ImportError as error:
-        raise ConfigurationError(
-            "--watch needs rich; install it: pip install 'lightning-sdpipe[status]'"
-        ) from error
+        raise ConfigurationError("--watch needs rich; install it: pip install 'lightning-sdpipe[status]'") from error
     with Live(Text(render(ask())), auto_refresh=False) as live:
         while True:
             time.sleep(seconds)
@@ -197,14 +193,10 @@ def render(status: Status) -> str:
     pipelines = sorted({worker.worker.pipeline for worker in status.workers})
     cells = {worker.worker: _cell(worker) for worker in status.workers}
     table = [["pipeline", *(f"stage {stage}" for stage in stages)]] + [
-        [str(pipeline), *(cells.get(Worker(stage, pipeline), "") for stage in stages)]
-        for pipeline in pipelines
+        [str(pipeline), *(cells.get(Worker(stage, pipeline), "") for stage in stages)] for pipeline in pipelines
     ]
     widths = [max(len(row[column]) for row in table) for column in range(len(stages) + 1)]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
     if not status.workers:
         lines = ["no worker has joined yet"]
     lines += [

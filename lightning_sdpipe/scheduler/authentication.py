@@ -16,11 +16,7 @@ from lightning_sdpipe.scheduler.credentials import SchedulerKeys
 log = logging.getLogger(__name__)
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
-_FAILURES = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class Gatekeeper:
@@ -30,9 +26,7 @@ class Gatekeeper:
     no peer then, only the connection, so the address of each is looked up when it is accepted.
     """
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], keys: SchedulerKeys
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], keys: SchedulerKeys) -> None:
         self._allowed = z85.decode(keys.worker_public)
         self._router = router
         self._addresses: dict[int, str] = {}
@@ -50,9 +44,7 @@ class Gatekeeper:
 
     def answer(self) -> None:
         """Answer one question of libzmq (ZeroMQ RFC 27)."""
-        version, request_id, _domain, address, _identity, mechanism, *credentials = (
-            self.questions.recv_multipart()
-        )
+        version, request_id, _domain, address, _identity, mechanism, *credentials = self.questions.recv_multipart()
         allowed = mechanism == b"CURVE" and credentials[:1] == [self._allowed]
         if not allowed:
             self._log_once(address.decode(errors="replace"))

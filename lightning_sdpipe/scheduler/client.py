@@ -118,8 +118,7 @@ class SchedulerClient:
         """The local step of ``iteration`` is done; does not wait. :meth:`group` fetches the answer."""
         if not self._joined:
             raise SchedulerError(
-                f"worker {self.worker} reported iteration {iteration} without having joined; "
-                "call join() first"
+                f"worker {self.worker} reported iteration {iteration} without having joined; call join() first"
             )
         if self._iteration is not None:
             raise SchedulerError(
@@ -133,9 +132,7 @@ class SchedulerClient:
         """Wait for the answer to the last :meth:`ready`."""
         iteration = self._iteration
         if iteration is None:
-            raise SchedulerError(
-                f"worker {self.worker} asked for a group without being ready; call ready() first"
-            )
+            raise SchedulerError(f"worker {self.worker} asked for a group without being ready; call ready() first")
         answer = self._wait(
             m.Answer,
             lambda reply: reply.iteration_of(self.worker) == iteration,
@@ -216,9 +213,7 @@ class SchedulerClient:
             if self.aborted is not None:
                 raise RunAborted(self.aborted)
             repeat()
-        raise SchedulerError(
-            f"worker {self.worker} waited {self._timeout:g} s for {what}; {self._who_is_missing()}"
-        )
+        raise SchedulerError(f"worker {self.worker} waited {self._timeout:g} s for {what}; {self._who_is_missing()}")
 
     def _receive(
         self,
@@ -243,9 +238,7 @@ class SchedulerClient:
                 self.aborted = reply.failure
                 raise RunAborted(reply.failure)
             if isinstance(reply, m.Lost):
-                log.warning(
-                    "worker %s was silent for %.1f s; the others go on without it", reply.worker, reply.silent
-                )
+                log.warning("worker %s was silent for %.1f s; the others go on without it", reply.worker, reply.silent)
             if isinstance(reply, m.Unknown) and repeat is not None:
                 rejoin = self._rejoin()
                 if rejoin is not None:
@@ -283,9 +276,7 @@ class _Pulse:
         client = self._client
         with client._numbers:
             client._number += 1
-            return m.Heartbeat(
-                client.worker, client._session, client._number, client._joined, client._averaging
-            )
+            return m.Heartbeat(client.worker, client._session, client._number, client._joined, client._averaging)
 
     def rejoin(self) -> m.Request | None:
         return self._client._rejoin()
@@ -324,9 +315,7 @@ def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: 
                 )
             reply = m.decode_reply(socket.recv())
         except m.MalformedFrame as error:
-            raise SchedulerError(
-                f"the program at {address} is no scheduler of this version ({error})"
-            ) from error
+            raise SchedulerError(f"the program at {address} is no scheduler of this version ({error})") from error
         finally:
             socket.close(0)
     finally:
@@ -354,8 +343,7 @@ def _connect(
     except zmq.ZMQError as error:
         socket.close(0)
         raise SchedulerError(
-            f"{address!r} is no address of a scheduler ({error.strerror}); "
-            "give one as in tcp://127.0.0.1:5555"
+            f"{address!r} is no address of a scheduler ({error.strerror}); give one as in tcp://127.0.0.1:5555"
         ) from error
     return socket
 

@@ -95,9 +95,7 @@ def _read(path: Path) -> SchedulerKeys | WorkerKeys:
     try:
         if path.stat().st_mode & 0o077:
             raise ConfigurationError(f"others may read or change the keys in {path}; run: chmod 600 {path}")
-        keys: SchedulerKeys | WorkerKeys = msgspec.json.decode(
-            path.read_bytes(), type=SchedulerKeys | WorkerKeys
-        )
+        keys: SchedulerKeys | WorkerKeys = msgspec.json.decode(path.read_bytes(), type=SchedulerKeys | WorkerKeys)
     except OSError as error:
         raise ConfigurationError(
             f"cannot read keys from {path} ({error.strerror}); make some: sdpipe keygen"

@@ -34,11 +34,11 @@ class Failure(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """A group and, in the order of its members, the iterations whose ready it answers (passive: -1)."""
+class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
+    """A group and, in the order of its members, the iterations whose ready it answers (passive: None)."""
 
     group: Group
-    iterations: tuple[int, ...]
+    iterations: tuple[int | None, ...]
 
     def iteration_of(self, worker: Worker) -> int | None:
         """Which ready of ``worker`` this answers."""
@@ -48,114 +48,114 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
         return None
 
 
-class _Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _Request(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     worker: Worker
     session: int
     number: int
 
 
-class Join(_Request, frozen=True, tag="join"):
+class Join(_Request, frozen=True, gc=False, tag="join"):
     """The worker takes part from now on; ``resumed`` when it already did, for all it knows."""
 
     resumed: bool = False
     last: Answer | None = None
 
 
-class Ready(_Request, frozen=True, tag="ready"):
+class Ready(_Request, frozen=True, gc=False, tag="ready"):
     """The worker finished the local step of ``iteration`` and waits for a group."""
 
     iteration: int
 
 
-class Leave(_Request, frozen=True, tag="leave"):
+class Leave(_Request, frozen=True, gc=False, tag="leave"):
     """The worker pauses or has finished its epoch."""
 
 
-class Failed(_Request, frozen=True, tag="failed"):
+class Failed(_Request, frozen=True, gc=False, tag="failed"):
     """The worker failed; the run cannot go on."""
 
     reason: str
 
 
-class AskFailure(_Request, frozen=True, tag="ask_failure"):
+class AskFailure(_Request, frozen=True, gc=False, tag="ask_failure"):
     """Did any worker fail?"""
 
 
-class AskMissing(_Request, frozen=True, tag="ask_missing"):
+class AskMissing(_Request, frozen=True, gc=False, tag="ask_missing"):
     """Whom does my stage wait for?"""
 
 
-class Heartbeat(_Request, frozen=True, tag="heartbeat"):
+class Heartbeat(_Request, frozen=True, gc=False, tag="heartbeat"):
     """The worker lives; ``joined`` says whether it believes that it takes part."""
 
     joined: bool
     averaging: bool
 
 
-class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag="ask_status"):
+class AskStatus(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_status"):
     """How is the run? Anybody who may connect may ask."""
 
 
-class Acknowledged(msgspec.Struct, frozen=True, array_like=True, tag="acknowledged"):
+class Acknowledged(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="acknowledged"):
     """The request ``number`` was carried out; so far the worker was invited ``invitations`` times."""
 
     number: int
     invitations: int = 0
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class Refused(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="refused"):
     """The request ``number`` changed nothing; ``reason`` says why."""
 
     number: int
     reason: str
 
 
-class Unknown(msgspec.Struct, frozen=True, array_like=True, tag="unknown"):
+class Unknown(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="unknown"):
     """The scheduler does not count the worker among the active (it may have been restarted): join again."""
 
     number: int
 
 
-class Missing(msgspec.Struct, frozen=True, array_like=True, tag="missing"):
+class Missing(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="missing"):
     """The active workers of the stage that are not ready."""
 
     number: int
     workers: tuple[Worker, ...]
 
 
-class FirstFailure(msgspec.Struct, frozen=True, array_like=True, tag="first_failure"):
+class FirstFailure(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="first_failure"):
     """What failed first, if anything."""
 
     number: int
     failure: Failure | None
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+class Abort(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="abort"):
     """The run is over: ``failure`` came first."""
 
     failure: Failure
 
 
-class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
+class Pulse(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="pulse"):
     """The scheduler lives too."""
 
     failure: Failure | None
 
 
-class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+class Lost(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="lost"):
     """``worker`` was silent for so many seconds that the others go on without it."""
 
     worker: Worker
     silent: float
 
 
-class Invitation(msgspec.Struct, frozen=True, array_like=True, tag="invitation"):
+class Invitation(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="invitation"):
     """Take part in ``group`` as a passive member, while computing."""
 
     group: Group
 
 
-class StatusReply(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="status"):
     """How the run is."""
 
     status: Status
@@ -163,17 +163,7 @@ class StatusReply(msgspec.Struct, frozen=True, array_like=True, tag="status"):
 
 Request: TypeAlias = Join | Ready | Leave | Failed | AskFailure | AskMissing | Heartbeat
 Reply: TypeAlias = (
-    Acknowledged
-    | Answer
-    | Refused
-    | Unknown
-    | Missing
-    | FirstFailure
-    | Abort
-    | Pulse
-    | Lost
-    | Invitation
-    | StatusReply
+    Acknowledged | Answer | Refused | Unknown | Missing | FirstFailure | Abort | Pulse | Lost | Invitation | StatusReply
 )
 
 _PREFIX = bytes([VERSION])
@@ -191,7 +181,7 @@ def decode_request(frame: bytes) -> Request | AskStatus:
     """The inverse of :func:`encode`, for the scheduler."""
     _check(frame, MAX_REQUEST_BYTES)
     try:
-        return _request_decoder.decode(memoryview(frame)[1:])
+        return _request_decoder.decode(frame[1:])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedFrame(str(error)) from error
 
@@ -200,7 +190,7 @@ def decode_reply(frame: bytes) -> Reply:
     """The inverse of :func:`encode`, for a worker."""
     _check(frame, MAX_REPLY_BYTES)
     try:
-        return _reply_decoder.decode(memoryview(frame)[1:])
+        return _reply_decoder.decode(frame[1:])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedFrame(str(error)) from error
 

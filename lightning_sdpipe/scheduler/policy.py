@@ -22,7 +22,7 @@ class RefusedEvent(ValueError):
     """The event breaks a rule of the protocol; the policy is as it was before."""
 
 
-class Worker(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Worker(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """Worker (j, i) of SDPipe §3: runs stage ``stage`` of pipeline ``pipeline``, both from 0."""
 
     stage: int
@@ -51,7 +51,7 @@ class Reason(Enum):
     """The policy has the worker go on alone this time."""
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True):
+class Group(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Workers of one stage that average their models now.
 
     ``members`` is sorted; ``weights`` belong to the members in that order and add up to 1; ``sequence`` is

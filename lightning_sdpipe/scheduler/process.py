@@ -30,9 +30,7 @@ STOP_TIMEOUT = 5.0
 class EmbeddedScheduler:
     """A running scheduler; made by :meth:`start`, ended by :meth:`close`."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], address: str, credentials: WorkerKeys | None
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], address: str, credentials: WorkerKeys | None) -> None:
         self.address = address
         self.credentials = credentials
         """What clients need besides the address; None on loopback."""
@@ -82,6 +80,11 @@ class EmbeddedScheduler:
         return cls(process, answer["address"], credentials)
 
     @property
+    def pid(self) -> int:
+        """The child's process number."""
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         """False once the child ended."""
         return self._process.poll() is None
@@ -103,9 +106,10 @@ def _read_line(process: subprocess.Popen[bytes], timeout: float) -> dict[str, An
     assert process.stdout is not None
     until = time.monotonic() + timeout
     line = b""
+    poll = select.poll()  # unlike select(), it takes any descriptor
+    poll.register(process.stdout, select.POLLIN | select.POLLHUP)
     while not line.endswith(b"\n"):
-        readable, _, _ = select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))
-        if not readable:
+        if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
             raise SchedulerError(
                 f"the scheduler process (pid {process.pid}) did not start within {timeout:g} s; "
                 "the machine may be overloaded: try again or raise the timeout"

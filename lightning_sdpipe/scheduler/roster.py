@@ -49,9 +49,9 @@ class Roster:
 
     def check_ready(self, worker: Worker, iteration: int) -> None:
         """Raise :class:`RefusedEvent` when ``worker`` may not report ``iteration`` now."""
-        self._check_exists(worker)
         stage, pipeline = worker.stage, worker.pipeline
-        if pipeline not in self.active[stage]:
+        if not (0 <= stage < self.num_stages and pipeline in self.active[stage]):
+            self._check_exists(worker)
             raise RefusedEvent(f"worker {worker} reported iteration {iteration} without having joined")
         if pipeline in self.waiting[stage]:
             raise RefusedEvent(
@@ -76,9 +76,7 @@ class Roster:
         """True when every active worker of ``stage`` waits (and at least one does)."""
         return len(self.waiting[stage]) == len(self.active[stage]) > 0
 
-    def answer(
-        self, stage: int, pipelines: list[int], reason: Reason, passive: list[int] | None = None
-    ) -> Group:
+    def answer(self, stage: int, pipelines: list[int], reason: Reason, passive: list[int] | None = None) -> Group:
         """Make a group of equal weights from waiting workers, which then wait no longer, and ``passive``."""
         waiting, answered, workers = self.waiting[stage], self._answered[stage], self._workers[stage]
         for pipeline in pipelines:

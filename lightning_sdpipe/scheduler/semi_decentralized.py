@@ -136,7 +136,10 @@ class SemiDecentralizedPolicy:
         return groups
 
     def deadline(self) -> float | None:
-        earliest = min(stage.deadline for stage in self._stages)
+        earliest = math.inf
+        for stage in self._stages:
+            if stage.deadline < earliest:
+                earliest = stage.deadline
         return None if earliest == math.inf else earliest
 
     def _close(self, number: int, now: float) -> list[Group]:

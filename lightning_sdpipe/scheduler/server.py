@@ -11,13 +11,13 @@ import zmq
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler import specification
+from lightning_sdpipe.scheduler.attendant import Attendant, Bell
 from lightning_sdpipe.scheduler.authentication import Gatekeeper
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.service import Frame, SchedulerService
 from lightning_sdpipe.scheduler.specification import PolicySpec
 
-BATCH = 256
-"""Frames handled before the loop looks at the clock and the other sockets again."""
+LONGEST_WAIT_MS = 60_000
 
 
 class Server:
@@ -58,6 +58,7 @@ class Server:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._gatekeeper: Gatekeeper | None = None
+        self._bell = Bell()
 
     def open(self) -> str:
         """Bind and return the address that clients connect to."""
@@ -71,6 +72,7 @@ class Server:
         try:
             if self._keys is not None:
                 self._gatekeeper = Gatekeeper(context, socket, self._keys)
+            socket.bind(self._bell.endpoint)
             socket.bind(self._bind)
         except zmq.ZMQError as error:
             self.close()
@@ -79,39 +81,42 @@ class Server:
                 if error.errno == zmq.EADDRINUSE
                 else "give an address of this machine, as in tcp://127.0.0.1:5555"
             )
-            raise SchedulerError(
-                f"the scheduler cannot listen at {self._bind} ({error.strerror}); {advice}"
-            ) from error
+            raise SchedulerError(f"the scheduler cannot listen at {self._bind} ({error.strerror}); {advice}") from error
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return self.address
 
     def run(self, stop: Sequence[int]) -> None:
-        """Serve until one of the file descriptors ``stop`` is readable (or at its end)."""
-        socket, gatekeeper, service = self._socket, self._gatekeeper, self.service
-        if socket is None:
+        """Serve until one of the file descriptors ``stop`` is readable (or at its end).
+
+        Waiting happens inside the ROUTER's own receive, which costs a message a third of what asking a poller
+        first does; an :class:`Attendant` watches everything else and says in a frame when to stop.
+        """
+        socket, service, clock = self._socket, self.service, self._clock
+        if socket is None or self._context is None:
             raise SchedulerError("the scheduler's server was run before it was opened")
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        for descriptor in stop:
-            poller.register(descriptor, zmq.POLLIN)
-        if gatekeeper is not None:
-            poller.register(gatekeeper.questions, zmq.POLLIN)
-            poller.register(gatekeeper.news, zmq.POLLIN)
-        while True:
-            patience = max(0.0, service.deadline() - self._clock()) * 1000
-            # Rounded up, since waking before the deadline would spin until it has come.
-            events = dict(poller.poll(int(patience) + 1 if patience else 0))
-            if any(descriptor in events for descriptor in stop):
-                return
-            if socket in events:
-                self._serve(socket)
-            if gatekeeper is not None and gatekeeper.questions in events:
-                gatekeeper.answer()
-            if gatekeeper is not None and gatekeeper.news in events:
-                gatekeeper.hear()
-            now = self._clock()
-            if now >= service.deadline() or socket in events:
-                self._send(socket, service.tick(now))
+        with Attendant(self._context, self._bell, stop, self._gatekeeper):
+            now, due, patience = clock(), service.deadline(), -2
+            while True:
+                # Rounded up, since waking before the deadline would spin until it has come.
+                needed = min(int((due - now) * 1000) + 1, LONGEST_WAIT_MS) if due > now else 0
+                if needed != patience:
+                    socket.setsockopt(zmq.RCVTIMEO, needed)
+                    patience = needed
+                try:
+                    identity, *parts = socket.recv_multipart()
+                except zmq.Again:
+                    now = clock()
+                    self._send(socket, service.tick(now))
+                    due = service.deadline()
+                    continue
+                if identity == self._bell.identity:
+                    return
+                now = clock()
+                self._send(socket, service.handle(identity, parts[0] if len(parts) == 1 else b"", now))
+                due = service.deadline()
+                if due <= now:
+                    self._send(socket, service.tick(now))
+                    due = service.deadline()
 
     def close(self) -> None:
         """Free the port; safe to call twice."""
@@ -124,15 +129,6 @@ class Server:
         if self._context is not None:
             self._context.term()
             self._context = None
-
-    def _serve(self, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(BATCH):
-            try:
-                identity, *parts = socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            frame = parts[0] if len(parts) == 1 else b""
-            self._send(socket, self.service.handle(identity, frame, self._clock()))
 
     @staticmethod
     def _send(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:

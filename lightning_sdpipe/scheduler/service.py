@@ -8,7 +8,6 @@ logged, and change nothing. A worker whose heartbeats stop for ``worker_timeout`
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 
 import msgspec
@@ -106,9 +105,12 @@ class SchedulerService:
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""
-        policy = self._policy.deadline()
-        recovery = self._recovery.until if self._recovery is not None else math.inf
-        return min(math.inf if policy is None else policy, self._next_roll_call, recovery)
+        due = self._policy.deadline()
+        if due is None or due > self._next_roll_call:
+            due = self._next_roll_call
+        if self._recovery is not None:
+            due = min(due, self._recovery.until)
+        return due
 
     def tick(self, now: float) -> list[Frame]:
         """Time passed."""
@@ -364,18 +366,18 @@ class SchedulerService:
             if verbose:
                 log.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason.value)
             clients = [self._clients[member] for member in group.members]
-            passive = [self._clients[member] for member in group.passive]
-            iterations = [
-                -1 if client.waiting is None or client in passive else client.waiting for client in clients
-            ]
-            frame = m.encode(m.Answer(group, tuple(iterations)))
+            iterations = tuple([client.waiting for client in clients])
+            bystanders = [self._clients[member] for member in group.passive] if group.passive else ()
+            if bystanders:
+                iterations = tuple([None if client in bystanders else client.waiting for client in clients])
+            frame = m.encode(m.Answer(group, iterations))
             for client, iteration in zip(clients, iterations, strict=True):
-                if client not in passive:
-                    client.waiting, client.answered = None, iteration
-                    client.answer_frame = frame
-                    frames.append((client.identity, frame))
                 client.last_group = group
-            for member, client in zip(group.passive, passive, strict=True):
+                if client in bystanders:
+                    continue
+                client.waiting, client.answered, client.answer_frame = None, iteration, frame
+                frames.append((client.identity, frame))
+            for member, client in zip(group.passive, bystanders, strict=True):
                 client.invitations += 1
                 frames.append((m.heartbeat_id(member), m.encode(m.Invitation(group))))
         return frames

@@ -17,9 +17,7 @@ from lightning_sdpipe.scheduler.policy import GroupPolicy
 from lightning_sdpipe.scheduler.semi_decentralized import SemiDecentralizedPolicy
 
 
-class SemiDecentralizedSpec(
-    msgspec.Struct, frozen=True, tag="semi_decentralized", forbid_unknown_fields=True
-):
+class SemiDecentralizedSpec(msgspec.Struct, frozen=True, tag="semi_decentralized", forbid_unknown_fields=True):
     """SDPipe's policy.
 
     ``window`` is in seconds (inf too), or ``"auto"``: 1/N of the iteration time. ``connectivity`` is P in

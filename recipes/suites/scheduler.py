@@ -51,9 +51,7 @@ SIGNALS_PER_MEASUREMENT = 8192
 PATIENCE_MS = 30_000
 
 
-def run(
-    *, clients: tuple[int, ...] = (16, 64, 256), repeats: int = 5, seed: int = 0
-) -> tuple[list[Row], Ratios]:
+def run(*, clients: tuple[int, ...] = (16, 64, 256), repeats: int = 5, seed: int = 0) -> tuple[list[Row], Ratios]:
     """Rows and ratios of the whole suite."""
     rows: list[Row] = []
     ratios: Ratios = {}
@@ -63,8 +61,7 @@ def run(
         for kind, key in (("one group", "echo"), ("pairs", "echo_pairs"), ("alone", "echo_alone")):
             for column, goal in (("p50_us", 2.0), ("p99_us", 4.0)):
                 quotients = [
-                    ours[column] / echo[column]
-                    for ours, echo in zip(measured[kind], measured["echo"], strict=True)
+                    ours[column] / echo[column] for ours, echo in zip(measured[kind], measured["echo"], strict=True)
                 ]
                 name = f"{key}_{column.removesuffix('_us')}/{count}"
                 meaning = f"last ready of a group to its group, {kind}, {count} clients: ours over the echo's"
@@ -196,9 +193,7 @@ class _Bursts:
         while len(got) < len(self._workers):
             ready = self._poller.poll(PATIENCE_MS)
             if not ready:
-                raise TimeoutError(
-                    f"{len(got)} of {len(self._workers)} answers came from the {self._kind} server"
-                )
+                raise TimeoutError(f"{len(got)} of {len(self._workers)} answers came from the {self._kind} server")
             for socket, _ in ready:
                 assert isinstance(socket, zmq.Socket)
                 frame = socket.recv()

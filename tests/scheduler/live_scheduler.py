@@ -31,9 +31,7 @@ def serving(spec: PolicySpec, num_stages: int, num_pipelines: int, **options: An
 
 
 @contextmanager
-def clients(
-    address: str, *workers: Worker, timeout: float = 20.0, **options: Any
-) -> Iterator[list[SchedulerClient]]:
+def clients(address: str, *workers: Worker, timeout: float = 20.0, **options: Any) -> Iterator[list[SchedulerClient]]:
     with ExitStack() as stack:
         made = []
         for worker in workers:

@@ -116,9 +116,7 @@ class Pipelines:
         return [worker for worker in self.workers if self.answered[worker] < self.iterations]
 
 
-def random_durations(
-    seed: int, delay: float = 3.0, probability: float = 0.1
-) -> Callable[[Worker, int], float]:
+def random_durations(seed: int, delay: float = 3.0, probability: float = 0.1) -> Callable[[Worker, int], float]:
     """About 1 s per iteration, with the paper's kind of stragglers."""
     rng = random.Random(seed)
 

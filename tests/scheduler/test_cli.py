@@ -72,16 +72,11 @@ def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -
         a.first_failure(10.0)  # answered after the ready was
         assert main(["status", server.address]) == 0
         page = capsys.readouterr().out
-        assert (
-            page.splitlines()[:3]
-            == [
-                "pipeline  stage 0             stage 1",
-                "0         ready 5 {0,1}       compute",
-                "1         compute 3 (-2) {0,1}",
-            ]
-            or "0         ready 5 {0,1}" in page
-        )
-        assert "compute 3 (-2) {0,1}" in page
+        assert page.splitlines()[:3] == [
+            "pipeline  stage 0               stage 1",
+            "0         ready 5 {0,1}         compute",
+            "1         compute 3 (-2) {0,1}",
+        ]
         assert "groups by size  2: 1" in page
         assert main(["status", server.address, "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
@@ -124,9 +119,7 @@ def test_a_scheduler_that_cannot_start_says_why(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_scheduler_of_its_own_serves_with_keys_until_told_to_stop(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_scheduler_of_its_own_serves_with_keys_until_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     scheduler_key, worker_key = write_keys(tmp_path)
     command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", "--bind", "tcp://127.0.0.1:*"]
     command += ["--num-stages", "1", "--num-pipelines", "1", "--key-file", str(scheduler_key)]

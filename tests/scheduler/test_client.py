@@ -61,9 +61,7 @@ def test_a_timeout_names_whom_the_scheduler_waits_for() -> None:
         for client in (a, b, c):
             client.join()
         a.ready(0)
-        with pytest.raises(
-            SchedulerError, match=r"iteration 0.*waits for \(stage 0, pipeline 1\), \(stage 0, p"
-        ):
+        with pytest.raises(SchedulerError, match=r"iteration 0.*waits for \(stage 0, pipeline 1\), \(stage 0, p"):
             a.group()
 
 

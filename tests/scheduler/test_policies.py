@@ -185,9 +185,7 @@ TestAnyPolicy.settings = settings(max_examples=200, stateful_step_count=40, dead
 
 @settings(max_examples=50, deadline=None)
 @given(
-    spec=st.sampled_from(
-        [LocalSGDSpec(every=3), NoSyncSpec(), ADPSGDSpec(seed=3), ADPSGDSpec(asynchronous=True)]
-    ),
+    spec=st.sampled_from([LocalSGDSpec(every=3), NoSyncSpec(), ADPSGDSpec(seed=3), ADPSGDSpec(asynchronous=True)]),
     stages=st.integers(1, 8),
     pipelines=st.integers(2, 64),
     asynchronous=st.booleans(),

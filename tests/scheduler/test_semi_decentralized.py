@@ -226,18 +226,14 @@ def test_in_n_minus_1_turns_everybody_meets_everybody(n: int) -> None:
 
 
 def test_without_connectivity_t_0_is_local_sgd() -> None:
-    pipelines = Pipelines(
-        SemiDecentralizedPolicy(2, 5, window=0.0, connectivity=None), 2, 5, 30, random_durations(0)
-    )
+    pipelines = Pipelines(SemiDecentralizedPolicy(2, 5, window=0.0, connectivity=None), 2, 5, 30, random_durations(0))
     pipelines.run()
     assert pipelines.stuck == []
     assert all(len(group.members) == 1 for _, group in pipelines.groups)
 
 
 def test_with_connectivity_t_0_groups_only_what_is_enforced() -> None:
-    pipelines = Pipelines(
-        SemiDecentralizedPolicy(2, 5, window=0.0, connectivity=4), 2, 5, 60, random_durations(0)
-    )
+    pipelines = Pipelines(SemiDecentralizedPolicy(2, 5, window=0.0, connectivity=4), 2, 5, 60, random_durations(0))
     pipelines.run()
     assert pipelines.stuck == []
     sizes = {g.reason: set() for _, g in pipelines.groups}  # type: dict[Reason, set[int]]
@@ -303,9 +299,7 @@ def test_no_deadlock_and_everybody_is_answered(
     asynchronous: bool,
     seed: int,
 ) -> None:
-    policy = SemiDecentralizedPolicy(
-        stages, pipelines, window=window, connectivity=connectivity, max_group=max_group
-    )
+    policy = SemiDecentralizedPolicy(stages, pipelines, window=window, connectivity=connectivity, max_group=max_group)
     iterations = max(3, min(20, 2000 // (stages * pipelines)))
     rng = random.Random(seed)
     run = Pipelines(

@@ -17,14 +17,10 @@ class Dialogue:
     """Talks to a service as workers would; numbers the requests."""
 
     def __init__(self, spec: PolicySpec | None = None, workers: int = 2) -> None:
-        self.service = SchedulerService(
-            build(spec or AllReduceSpec(), 1, workers), workers, worker_timeout=8.0
-        )
+        self.service = SchedulerService(build(spec or AllReduceSpec(), 1, workers), workers, worker_timeout=8.0)
         self.number = 0
 
-    def say(
-        self, kind: type, worker: Worker, *fields: object, now: float = 0.0, session: int = 7
-    ) -> list[Addressed]:
+    def say(self, kind: type, worker: Worker, *fields: object, now: float = 0.0, session: int = 7) -> list[Addressed]:
         self.number += 1
         request = kind(worker, session, self.number, *fields)
         identity = m.heartbeat_id(worker) if kind is m.Heartbeat else m.routing_id(worker)

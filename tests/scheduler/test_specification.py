@@ -53,9 +53,7 @@ def test_a_policy_that_cannot_be_is_refused(options: dict[str, object], message:
         SemiDecentralizedSpec(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "text", ["{", '{"type": "no_such"}', '{"type": "semi_decentralized", "window": -1}', "[]"]
-)
+@pytest.mark.parametrize("text", ["{", '{"type": "no_such"}', '{"type": "semi_decentralized", "window": -1}', "[]"])
 def test_a_policy_from_bad_json_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
         from_json(text)
