@@ -142,6 +142,10 @@ class SemiDecentralizedPolicy:
                 earliest = stage.deadline
         return None if earliest == math.inf else earliest
 
+    def sync_graph(self, stage: int) -> SyncGraph | None:
+        """Who met whom lately in ``stage``; None when connectivity is not tracked."""
+        return self._stages[stage].graph
+
     def _close(self, number: int, now: float) -> list[Group]:
         """The window of stage ``number`` ended: let the candidate go or enforce."""
         stage, waiting = self._stages[number], self.roster.waiting[number]

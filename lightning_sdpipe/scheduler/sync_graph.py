@@ -18,8 +18,15 @@ Counting the links per round tells how many components are left once a round exp
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from lightning_sdpipe.scheduler.mixing import mean_mixing_matrix, mixing_radius
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 class RecencyForest:
@@ -80,6 +87,8 @@ class SyncGraph:
         self._num_workers = num_workers
         self._known: set[int] = set()
         self._history: deque[tuple[int, list[int]]] = deque()
+        """Round and members of every group of the window, oldest first, and of first joins."""
+        self._first_joins: list[list[int]] = []
         self._first_joined: list[int] | None = None
         self._signals = 0
         self._forest = RecencyForest(num_workers, -rounds)
@@ -97,6 +106,7 @@ class SyncGraph:
             if self._first_joined is None or not self.active:
                 self._first_joined = [min(self.active)] if self.active else []
                 self._insert(self.round - 1, self._first_joined)
+                self._first_joins.append(self._first_joined)
             self._first_joined.append(worker)
         self.active.add(worker)
         self._forest_is_stale = True
@@ -121,7 +131,9 @@ class SyncGraph:
         expired = self.round - self.rounds
         self._forest.expire(expired)
         while self._history and self._history[0][0] <= expired:
-            self._history.popleft()
+            _, forgotten = self._history.popleft()
+            if self._first_joins and forgotten is self._first_joins[0]:
+                del self._first_joins[0]
 
     @property
     def components(self) -> int:
@@ -133,6 +145,51 @@ class SyncGraph:
         """A name for the component of ``worker``, valid until the next change."""
         self._refresh()
         return self._forest.root(worker)
+
+    def groups(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Round and members of the groups of the last P rounds, oldest first; first joins are no groups."""
+        expired = self.round - self.rounds
+        return [
+            (round_, tuple(sorted(members)))
+            for round_, members in self._history
+            if round_ > expired and not any(members is entry for entry in self._first_joins)
+        ]
+
+    def connected_components(self) -> list[set[int]]:
+        """The active workers by component, largest first."""
+        by_root: dict[int, set[int]] = {}
+        for worker in sorted(self.active):
+            by_root.setdefault(self.component(worker), set()).add(worker)
+        return sorted(by_root.values(), key=lambda component: (-len(component), min(component)))
+
+    def rounds_since_met(self) -> dict[tuple[int, int], int]:
+        """For each pair that was in one group in the last P rounds: how many rounds ago, 0 for this one."""
+        met: dict[tuple[int, int], int] = {}
+        for round_, members in self.groups():
+            for pair in itertools.combinations(members, 2):
+                met[pair] = self.round - round_
+        return met
+
+    def spectral_radius(self) -> float:
+        """ρ of P-Reduce's theorem 1 for the groups of the last P rounds; the spectral gap is 1 - ρ.
+
+        0 when every group is everybody; 1 when nothing mixes (or nothing has happened yet).
+        """
+        workers = sorted(self.active)
+        return mixing_radius(mean_mixing_matrix([group for _, group in self.groups()], workers))
+
+    def to_networkx(self) -> nx.Graph:
+        """Nodes are the active workers; an edge has ``round``, when the two met last, and ``count``, how often."""
+        import networkx as nx  # only those who look need it, and it is slow to import
+
+        graph = nx.Graph(round=self.round, rounds=self.rounds)
+        graph.add_nodes_from(sorted(self.active))
+        for round_, members in self.groups():
+            present = [worker for worker in members if worker in self.active]
+            for u, v in itertools.combinations(present, 2):
+                count = graph.edges[u, v]["count"] if graph.has_edge(u, v) else 0
+                graph.add_edge(u, v, round=round_, count=count + 1)
+        return graph
 
     def _insert(self, round_: int, members: list[int]) -> None:
         """Put an entry into the history, which stays ordered by round."""

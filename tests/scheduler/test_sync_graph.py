@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from policy_simulation import NaiveSyncGraph
 
+from lightning_sdpipe.scheduler.mixing import mean_mixing_matrix, mixing_radius
 from lightning_sdpipe.scheduler.sync_graph import RecencyForest, SyncGraph
 
 N = 7
@@ -103,3 +105,62 @@ def test_links_stay_shallow() -> None:
         return steps
 
     assert max(map(depth, range(4096))) < 64
+
+
+def graph_of(groups: list[list[int]], workers: int, rounds: int = 100) -> SyncGraph:
+    graph = SyncGraph(workers, rounds)
+    for worker in range(workers):
+        graph.join(worker)
+    for group in groups:
+        graph.record([group])
+    return graph
+
+
+def test_rho_is_that_of_p_reduce() -> None:
+    """Its figure 4: three workers in groups of two, at equal speed and with one twice as slow."""
+    assert graph_of([[0, 1], [1, 2], [0, 2]], 3).spectral_radius() == pytest.approx(0.5)
+    assert graph_of([[0, 1], [0, 1], [1, 2], [0, 2]], 3).spectral_radius() == pytest.approx(0.625)
+
+
+def test_rho_is_0_when_all_average_and_1_when_none_do() -> None:
+    assert graph_of([[0, 1, 2, 3]] * 3, 4).spectral_radius() == pytest.approx(0.0)
+    assert graph_of([[0], [1], [2], [3]], 4).spectral_radius() == pytest.approx(1.0)
+    assert graph_of([[0, 1], [2, 3]], 4).spectral_radius() == pytest.approx(1.0)
+    assert graph_of([], 4).spectral_radius() == pytest.approx(1.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    n=st.integers(1, 8),
+    groups=st.lists(st.sets(st.integers(0, 7), min_size=1), max_size=12),
+)
+def test_rho_agrees_with_numpy(n: int, groups: list[set[int]]) -> None:
+    numpy = pytest.importorskip("numpy")
+    present = [sorted(worker % n for worker in group) for group in groups]
+    present = [sorted(set(group)) for group in present]
+    mean = numpy.mean(
+        [numpy.eye(n)]
+        if not present
+        else [
+            [[(1 / len(g) if u in g and v in g else float(u == v and u not in g)) for v in range(n)] for u in range(n)]
+            for g in present
+        ],
+        axis=0,
+    )
+    expected = sorted(abs(numpy.linalg.eigvalsh(mean - 1 / n)))[-1]
+    assert mixing_radius(mean_mixing_matrix(present, range(n))) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_graph_can_be_looked_at() -> None:
+    graph = graph_of([[0, 1], [2, 3], [0, 1], [1, 2]], 5, rounds=4)
+    graph.leave(3)
+    assert graph.round == 1
+    assert graph.connected_components() == [{0, 1, 2, 4}], "all count as having met just before the start"
+    assert graph.groups() == [(0, (0, 1)), (0, (2, 3)), (0, (0, 1)), (1, (1, 2))]
+    assert graph.rounds_since_met() == {(0, 1): 1, (2, 3): 1, (1, 2): 0}
+    seen = graph.to_networkx()
+    assert set(seen.nodes) == {0, 1, 2, 4}
+    assert dict(seen.edges) == {(0, 1): {"round": 0, "count": 2}, (1, 2): {"round": 1, "count": 1}}
+    for _ in range(8):
+        graph.record([[0, 1]])
+    assert graph.connected_components() == [{0, 1}, {2}, {4}]
