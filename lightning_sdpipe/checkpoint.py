@@ -29,7 +29,7 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
     """
     state = module.state_dict()
     stage_of_zero, pipeline_of_zero = groups.mesh.locate(0)
-    stage, pipeline = groups.mesh.locate(groups.rank)
+    _, pipeline = groups.mesh.locate(groups.rank)
     if pipeline != pipeline_of_zero:
         return state
     transfers = []
@@ -103,7 +103,8 @@ class OptimizerParts:
             return {}
         local = {place: optimizer.state[p] for place, p in self._local.items() if p in optimizer.state}
         if groups.rank != 0:
-            mine = {i: s for i, s in local.items() if self._owners[i][0] == stage and stage_of_zero not in self._owners[i]}
+            foreign = {i: s for i, s in local.items() if stage_of_zero not in self._owners[i]}
+            mine = {i: s for i, s in foreign.items() if self._owners[i][0] == stage}
             _send_states(mine, groups)
             return {}
         for source in groups.mesh.pipeline_ranks(pipeline):
@@ -117,7 +118,7 @@ class OptimizerParts:
 
     def load(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
         """Loads this stage's part of a whole ``state_dict``."""
-        numbers = {place: number for number, place in enumerate(p for g in self._places for p in g if p in self._local)}
+        numbers = {place: number for number, place in enumerate(self._local)}  # in the order of the groups
         state = {numbers[place]: value for place, value in whole["state"].items() if place in numbers}
         packed = [
             {**group, "params": [numbers[place] for place in group["params"] if place in numbers]}
@@ -152,5 +153,3 @@ def _receive_states(source: int, groups: ProcessGroups) -> dict[int, dict[str, A
         states.setdefault(place, {})[key] = value
     p2p.receive(tensors, source, groups.pipeline, _TAG, peer).wait()
     return states
-
-

@@ -32,5 +32,3 @@ class ProcessGroups:
             if ranks not in groups:
                 groups[ranks] = dist.new_group(sorted(ranks), timeout=timeout)
         return cls(mesh, rank, groups[rows[pipeline]], groups[columns[stage]])
-
-

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 

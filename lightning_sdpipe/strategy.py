@@ -23,6 +23,7 @@ from lightning_sdpipe.epoch_callback import EpochCallback
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.delays import DelayInjector, Delays
+from lightning_sdpipe.last_resort import LastResort
 from lightning_sdpipe.launcher import CheckingLauncher, WholeModelLauncher
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition.chain import find_chain
@@ -32,14 +33,14 @@ from lightning_sdpipe.partition.ownership import assign_owners, keep_only
 from lightning_sdpipe.pipeline.flush import FlushPipeline, Step
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
-from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
 from lightning_sdpipe.scheduler.specification import PolicySpec
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.model_averaging import ModelAveraging, SyncStatistics
 
-_GRACE = 5.0  # seconds that other processes get to end by themselves after a failure
+_GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
 
 
 class SDPipeStrategy(DDPStrategy):
@@ -142,7 +143,13 @@ class SDPipeStrategy(DDPStrategy):
         assert everybody is not None
         address = p2p.broadcast_bytes(where.encode(), 0, everybody).decode()
         stage, pipeline = mesh.locate(self.global_rank)
-        return SchedulerClient(address, Worker(stage, pipeline), timeout=self._run_timeout.total_seconds())
+        self._last_resort = LastResort(self._describe)
+        return SchedulerClient(
+            address,
+            Worker(stage, pipeline),
+            timeout=self._run_timeout.total_seconds(),
+            on_abort=self._last_resort.arm,
+        )
 
     def _bind(self) -> str:
         assert self.cluster_environment is not None
@@ -152,16 +159,21 @@ class SDPipeStrategy(DDPStrategy):
     # ------------------------------------------------------------------- setup
 
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None
+        assert self.model is not None
         self.accelerator.setup(trainer)
         self._refuse_unsupported(trainer)
         lockstep.release(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut()
-        trainer.callbacks.insert(0, EpochCallback(self.groups, self._sync.pause))
+        self._put_first(trainer, EpochCallback(self.groups, self._sync.pause))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def _put_first(self, trainer: Any, callback: EpochCallback) -> None:
+        others = (c for c in trainer.callbacks if not isinstance(c, EpochCallback))  # a second fit has the first's
+        trainer.callbacks = [callback, *others]
 
     def _refuse_unsupported(self, trainer: Trainer) -> None:
         module = self.module
@@ -338,18 +350,21 @@ class SDPipeStrategy(DDPStrategy):
             failure = self.client.first_failure(timeout=2.0)
             if failure is None or failure.worker == self._worker:
                 raise
-            rank = self.groups.mesh.rank(failure.worker.stage, failure.worker.pipeline)
-            raise WorkerFailedError(
-                f"Stage {failure.worker.stage} of pipeline {failure.worker.pipeline} (rank {rank}) failed first and "
-                f"ended the run: {failure.reason}"
-            ) from error
+            raise WorkerFailedError(self._describe(failure)) from error
+
+    def _describe(self, failure: Failure) -> str:
+        stage, pipeline = failure.worker.stage, failure.worker.pipeline
+        rank = self.mesh.rank(stage, pipeline)
+        return f"Stage {stage} of pipeline {pipeline} (rank {rank}) failed first and ended the run: {failure.reason}"
 
     def on_exception(self, exception: BaseException) -> None:
+        if self._client is not None:
+            self._last_resort.disarm()
         if self._client is not None and not isinstance(exception, WorkerFailedError):
             self._client.failed(f"{type(exception).__name__}: {exception}")
-        if dist.is_initialized():
-            self._groups = None
-            dist.destroy_process_group()  # so that nobody goes on waiting for this worker
+        if self._scheduler is not None:  # the others still have to hear of it
+            atexit.register(self._scheduler.close)
+            self._scheduler = None
         if isinstance(self._launcher, CheckingLauncher):
             atexit.register(self._launcher.end_children, _GRACE)  # after the error has been printed
 

@@ -89,7 +89,7 @@ def test_the_checkpoint_is_an_ordinary_one_and_training_resumes_from_it(tmp_path
     def strategy() -> SDPipeStrategy:
         return SDPipeStrategy(num_stages=2, sync=AllReduce(), start_method="fork")
 
-    trainer, whole = fit(tmp_path / "whole", strategy(), 4, 4)
+    _, whole = fit(tmp_path / "whole", strategy(), 4, 4)
     (path,) = (tmp_path / "whole").glob("**/*.ckpt")
     loaded = Regression.load_from_checkpoint(path)
     for name, value in whole.state_dict().items():

@@ -47,7 +47,12 @@ def run_workers(count: int, work: Callable[..., Any], *arguments: Any, timeout: 
 
 
 def _worker(
-    rank: int, count: int, directory: str, send: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    count: int,
+    directory: str,
+    send: Connection,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:

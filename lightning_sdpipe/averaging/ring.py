@@ -46,7 +46,9 @@ def ring_average(
     buffer.mul_(weights[position])
 
     def exchange(outgoing: Tensor, into: Tensor) -> None:
-        sending = p2p.send([outgoing], following, group, tag, f"rank {following}, the next in the group {list(members)}")
+        sending = p2p.send(
+            [outgoing], following, group, tag, f"rank {following}, the next in the group {list(members)}"
+        )
         p2p.receive([into], previous, group, tag, f"rank {previous}, the previous in the group {list(members)}").wait()
         sending.wait()
 

@@ -98,9 +98,7 @@ class DelayInjector:
         sleep: called with the seconds of each delay, never with 0.
     """
 
-    def __init__(
-        self, delays: Delays, stage: int, pipeline: int, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
+    def __init__(self, delays: Delays, stage: int, pipeline: int, sleep: Callable[[float], None] = time.sleep) -> None:
         self.delays = delays
         self.stage = stage
         self.pipeline = pipeline

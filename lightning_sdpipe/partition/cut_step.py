@@ -54,9 +54,7 @@ class CutModel:
         device: where this process computes.
     """
 
-    def __init__(
-        self, module: nn.Module, chain: Sequence[str], owned: Sequence[range], device: torch.device
-    ) -> None:
+    def __init__(self, module: nn.Module, chain: Sequence[str], owned: Sequence[range], device: torch.device) -> None:
         self._chain = chain
         self._owned = {block for span in owned for block in span}
         self._device = device

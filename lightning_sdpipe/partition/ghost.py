@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class Ghost(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, origin: str) -> Ghost:
-        ghost = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        ghost: Ghost = Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -51,12 +50,12 @@ class Ghost(Tensor):
         )
         ghost.meta = meta
         ghost.origin = origin
-        return ghost  # type: ignore[no-any-return]
+        return ghost
 
     meta: Tensor
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as an instance method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -80,7 +79,7 @@ class Ghost(Tensor):
 
         return tree_map_only(Tensor, as_ghost, outcome)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Ghost({tuple(self.shape)}, dtype={self.dtype}, of={self.origin!r})"
 
 
@@ -89,9 +88,9 @@ class SkippedCutError(ConfigurationError):
 
     def __init__(self, ghost: Ghost, use: str) -> None:
         super().__init__(
-            f"The output of block {ghost.origin!r}, which runs on an earlier stage, {use} on a later one. Only the last "
-            "block's output travels from stage to stage, so a value cannot skip a cut. Keep both blocks on one stage "
-            "with partition=[...], or name one larger block that holds them with blocks=[...]."
+            f"The output of block {ghost.origin!r}, which runs on an earlier stage, {use} on a later one. Only the "
+            "last block's output travels from stage to stage, so a value cannot skip a cut. Keep both blocks on one "
+            "stage with partition=[...], or name one larger block that holds them with blocks=[...]."
         )
 
 
@@ -118,5 +117,3 @@ def _without_values(ghost: Ghost) -> Tensor:
 
 def _meta(tensor: Tensor) -> Tensor:
     return tensor.meta if isinstance(tensor, Ghost) else tensor.to("meta")
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,8 @@ def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch
     """Moves what ``stage`` holds to ``device`` and everything else to ``meta``; ties between names are kept."""
     moved: dict[int, Tensor] = {}
     kept = {id(t) for name, t in _named_tensors(module) if stage in ownership.stages[name]}
-    for path, owner in module.named_modules():
+    for owner in module.modules():
+        slots: Any
         for slots in (owner._parameters, owner._buffers):
             for name, tensor in slots.items():
                 if tensor is None:
@@ -53,7 +55,7 @@ def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch
                 if id(tensor) not in moved:
                     target = device if id(tensor) in kept else torch.device("meta")
                     moved[id(tensor)] = _move(tensor, target)
-                slots[name] = moved[id(tensor)]  # type: ignore[assignment]
+                slots[name] = moved[id(tensor)]
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:

@@ -28,7 +28,8 @@ def loss_with_gradients(loss: Tensor, parameters: Sequence[nn.Parameter], before
     for p, grad in zip(parameters, before, strict=True):
         p.grad = grad
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
-    return _Deposit.apply(anchor, loss.detach(), list(parameters), gradients)  # type: ignore[no-any-return, no-untyped-call]
+    deposit: Any = _Deposit.apply  # untyped in torch
+    return deposit(anchor, loss.detach(), list(parameters), gradients)  # type: ignore[no-any-return]
 
 
 class _Deposit(torch.autograd.Function):
@@ -40,7 +41,7 @@ class _Deposit(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         present = [grad for grad in ctx.gradients if grad is not None]
         # reading the factor would wait for a GPU; on a CPU it saves a pass over the gradients
         if present and (grad_output.device.type != "cpu" or grad_output.item() != 1.0):

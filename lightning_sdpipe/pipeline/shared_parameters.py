@@ -8,7 +8,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.ownership import Ownership
@@ -48,7 +47,8 @@ class SharedParameters:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
             if not gradients:
                 continue
-            flat = _flatten_dense_tensors(gradients)
+            flat = torch.cat([g.flatten() for g in gradients])
             dist.all_reduce(flat, group=group)
-            for parameter, total in zip(trained, _unflatten_dense_tensors(flat, gradients), strict=True):
-                parameter.grad = total
+            totals = torch.split_with_sizes(flat, [g.numel() for g in gradients])
+            for parameter, total in zip(trained, totals, strict=True):
+                parameter.grad = total.view_as(parameter)

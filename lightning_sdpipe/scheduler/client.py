@@ -46,7 +46,8 @@ class SchedulerClient:
     """Speaks for one worker. Every wait ends after ``timeout`` seconds with a :class:`SchedulerError`.
 
     All methods belong to one thread, the one that trains. ``heartbeat`` is in seconds, None for none.
-    ``on_invitation`` is called in the heartbeats' thread for groups that the worker is a passive member of
+    ``on_abort`` is called in the heartbeats' thread when the run is over because another worker failed, which the
+    training thread may not learn while it waits for a tensor. ``on_invitation`` is called in the heartbeats' thread for groups that the worker is a passive member of
     (asynchronous AD-PSGD only).
     """
 
@@ -59,6 +60,7 @@ class SchedulerClient:
         credentials: WorkerKeys | None = None,
         heartbeat: float | None = 1.0,
         on_invitation: Callable[[Group], None] | None = None,
+        on_abort: Callable[[Failure], None] | None = None,
     ) -> None:
         _check_credentials(address, credentials)
         self.address = address
@@ -69,6 +71,7 @@ class SchedulerClient:
         self._credentials = credentials
         self._heartbeat = heartbeat
         self._on_invitation = on_invitation
+        self._on_abort = on_abort
         self._session = secrets.randbits(63)
         self._number = 0
         self._numbers = threading.Lock()
@@ -282,7 +285,10 @@ class _Pulse:
         return self._client._rejoin()
 
     def hear_failure(self, failure: Failure) -> None:
+        first_time = self._client.aborted is None
         self._client.aborted = failure
+        if first_time and self._client._on_abort is not None:
+            self._client._on_abort(failure)
 
     def hear_invitation(self, group: Group) -> None:
         client = self._client

@@ -106,9 +106,7 @@ def test_second_moment_follows_its_definition_as_workers_change(make: Make, work
             expected = definition(seen[param], 0.95, optimizer.num_workers)
             if group.get("amsgrad"):
                 expected = largest[param] = torch.maximum(largest[param], expected)
-            torch.testing.assert_close(
-                optimizer.corrected_second_moment(param), expected, rtol=1e-10, atol=0.0
-            )
+            torch.testing.assert_close(optimizer.corrected_second_moment(param), expected, rtol=1e-10, atol=0.0)
 
 
 def test_adam_divides_by_the_corrected_second_moment() -> None:

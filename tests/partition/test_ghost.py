@@ -28,7 +28,11 @@ def test_operations_give_ghosts_of_the_right_shape(ghost: Ghost) -> None:
 
 
 def test_what_is_made_from_its_metadata_is_real(ghost: Ghost) -> None:
-    for made in (torch.zeros_like(ghost), ghost.new_ones(4, 5) - 1, torch.zeros(ghost.shape, dtype=ghost.dtype)):
+    for made in (
+        torch.zeros_like(ghost),
+        ghost.new_ones(4, 5) - 1,
+        torch.zeros(ghost.shape, dtype=ghost.dtype),
+    ):
         assert not isinstance(made, Ghost)
         assert torch.equal(made, torch.zeros(4, 5))
 

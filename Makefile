@@ -1,0 +1,27 @@
+# Everything runs in a virtual environment in .venv, made on first use. PYTHON chooses the interpreter.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help demo test lint clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: .venv/ready  ## train on handwritten digits with 2 pipelines × 2 stages, SDPipe against all-reduce
+	$(BIN)/python -m recipes.demo
+
+test: lint  ## ruff, mypy and pytest
+	$(BIN)/python -m pytest
+
+lint: .venv/ready  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove the environment and what runs have left
+	rm -rf .venv outputs multirun lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[recipes,dev]'
+	touch $@
