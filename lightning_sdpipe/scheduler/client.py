@@ -47,8 +47,9 @@ class SchedulerClient:
 
     All methods belong to one thread, the one that trains. ``heartbeat`` is in seconds, None for none.
     ``on_abort`` is called in the heartbeats' thread when the run is over because another worker failed, which the
-    training thread may not learn while it waits for a tensor. ``on_invitation`` is called in the heartbeats' thread for groups that the worker is a passive member of
-    (asynchronous AD-PSGD only).
+    training thread may not learn while it waits for a tensor.
+    ``on_invitation`` is called there too, for groups that the worker is a passive member of (asynchronous AD-PSGD
+    only).
     """
 
     def __init__(
