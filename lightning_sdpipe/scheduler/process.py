@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -62,7 +64,8 @@ class EmbeddedScheduler:
             [sys.executable, "-m", "lightning_sdpipe.scheduler"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # select() must see what is left unread
+            bufsize=0,  # poll() must see what is left unread
+            env=os.environ | {"PYTHONPATH": _python_path()},
         )
         try:
             assert process.stdin is not None
@@ -100,6 +103,12 @@ class EmbeddedScheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _python_path() -> str:
+    """Where the child finds this package, whatever the working directory is by now."""
+    here = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _read_line(process: subprocess.Popen[bytes], timeout: float) -> dict[str, Any]:

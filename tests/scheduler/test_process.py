@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import zmq
@@ -43,6 +44,11 @@ def test_the_embedded_scheduler_serves_and_ends() -> None:
         assert scheduler.running
     assert not scheduler.running
     assert scheduler._process.returncode == 0
+
+
+def test_the_embedded_scheduler_starts_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    EmbeddedScheduler.start(AllReduceSpec(), 1, 1).close()
 
 
 def test_the_embedded_scheduler_ends_with_its_parent() -> None:
