@@ -365,21 +365,32 @@ class SchedulerService:
             self._statistics.group(group)
             if verbose:
                 log.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason.value)
+            if group.passive:
+                frames += self._send_with_bystanders(group)
+                continue
             clients = [self._clients[member] for member in group.members]
-            iterations = tuple([client.waiting for client in clients])
-            bystanders = [self._clients[member] for member in group.passive] if group.passive else ()
-            if bystanders:
-                iterations = tuple([None if client in bystanders else client.waiting for client in clients])
-            frame = m.encode(m.Answer(group, iterations))
-            for client, iteration in zip(clients, iterations, strict=True):
-                client.last_group = group
-                if client in bystanders:
-                    continue
-                client.waiting, client.answered, client.answer_frame = None, iteration, frame
+            frame = m.encode(m.Answer(group, tuple([client.waiting for client in clients])))
+            for client in clients:
+                client.answered, client.waiting = client.waiting, None
+                client.answer_frame, client.last_group = frame, group
                 frames.append((client.identity, frame))
-            for member, client in zip(group.passive, bystanders, strict=True):
+        return frames
+
+    def _send_with_bystanders(self, group: Group) -> list[Frame]:
+        """Passive members are invited; the others are answered."""
+        frames: list[Frame] = []
+        clients = {member: self._clients[member] for member in group.members}
+        iterations = [None if w in group.passive else client.waiting for w, client in clients.items()]
+        frame = m.encode(m.Answer(group, tuple(iterations)))
+        invitation = m.encode(m.Invitation(group))
+        for worker, client in clients.items():
+            client.last_group = group
+            if worker in group.passive:
                 client.invitations += 1
-                frames.append((m.heartbeat_id(member), m.encode(m.Invitation(group))))
+                frames.append((m.heartbeat_id(worker), invitation))
+            else:
+                client.answered, client.waiting, client.answer_frame = client.waiting, None, frame
+                frames.append((client.identity, frame))
         return frames
 
     def _refuse(self, request: m.Request, identity: bytes, reason: str) -> list[Frame]:
