@@ -155,7 +155,7 @@ def _watch(ask: Callable[[], Status], seconds: float) -> None:
         from rich.live import Live
         from rich.text import Text
     except ImportError as error:
-        raise ConfigurationError("--watch needs rich; install it: pip install 'lightning-sdpipe[status]'") from error
+        raise ConfigurationError("--watch needs rich; install it: pip install 'lightning-sdpipe[watch]'") from error
     with Live(Text(render(ask())), auto_refresh=False) as live:
         while True:
             time.sleep(seconds)

@@ -48,6 +48,7 @@ POLICIES: dict[str, PolicySpec] = {
     "alone": SemiDecentralizedSpec(window=0.0, connectivity=None),
 }
 SIGNALS_PER_MEASUREMENT = 8192
+POLICY_SIZES = (16, 256, 4096)
 PATIENCE_MS = 30_000
 
 
@@ -236,7 +237,7 @@ def _connected(kind: str, count: int, server: _Server, session: int) -> Iterator
 
 def _policy(repeats: int, seed: int) -> dict[int, list[Row]]:
     """Per number of pipelines, one row per repeat: microseconds per signal of the pure policy."""
-    sizes = (16, 256, 4096)
+    sizes = POLICY_SIZES
     measured: dict[int, list[Row]] = {size: [] for size in sizes}
     for repeat in range(repeats):
         for size in sizes[repeat % len(sizes) :] + sizes[: repeat % len(sizes)]:
