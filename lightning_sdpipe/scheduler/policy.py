@@ -50,6 +50,8 @@ class Reason(Enum):
     LOCAL_STEP = "local step"
     """The policy has the worker go on alone this time."""
 
+    __hash__ = object.__hash__  # Enum's own is Python code, and reasons are counted for every group
+
 
 class Group(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Workers of one stage that average their models now.

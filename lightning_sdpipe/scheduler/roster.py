@@ -83,8 +83,8 @@ class Roster:
             answered[pipeline] = waiting.pop(pipeline)
         together = sorted(pipelines if passive is None else [*pipelines, *passive])
         members = tuple([workers[pipeline] for pipeline in together])
-        weights = (1.0 / len(members),) * len(members)
-        group = Group(members, weights, self._next_sequence, reason)
+        size = len(members)
+        group = Group(members, (1.0 / size,) * size, self._next_sequence, reason)
         if passive is not None:
             bystanders = tuple(workers[pipeline] for pipeline in passive)
             group = msgspec.structs.replace(group, passive=bystanders)

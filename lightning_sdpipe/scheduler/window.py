@@ -35,7 +35,8 @@ class AdaptiveWindow:
 
     def length(self, worker: int) -> float:
         """The window of ``worker``, in seconds."""
-        return self._fractions[worker] * self.maximum
+        maximum = self._maximum
+        return self._fractions[worker] * (self.maximum if isinstance(maximum, str) else maximum)
 
     @property
     def maximum(self) -> float:
@@ -46,8 +47,12 @@ class AdaptiveWindow:
 
     def adapt(self, worker: int, came_out_small: bool) -> None:
         """The group that ``worker`` opened has closed."""
-        factor = GROW if came_out_small else SHRINK
-        self._fractions[worker] = min(1.0, max(SMALLEST_FRACTION, self._fractions[worker] * factor))
+        fraction = self._fractions[worker] * (GROW if came_out_small else SHRINK)
+        if fraction > 1.0:
+            fraction = 1.0
+        elif fraction < SMALLEST_FRACTION:
+            fraction = SMALLEST_FRACTION
+        self._fractions[worker] = fraction
 
     def answered(self, worker: int, now: float) -> None:
         """``worker`` got a group and computes from now on."""
