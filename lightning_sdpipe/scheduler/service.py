@@ -331,7 +331,12 @@ class SchedulerService:
 
     def _call_the_roll(self, now: float) -> list[Frame]:
         """Workers that were silent for too long are treated as left."""
+        late = now - self._next_roll_call
         self._next_roll_call = now + self._worker_timeout / 4
+        if late > self._worker_timeout / 4:
+            # We were away ourselves (a machine asleep, a stopped process): first hear what has come meanwhile.
+            log.warning("the scheduler was held up for %.1f s; nobody is called lost for that", late)
+            return []
         frames: list[Frame] = []
         for worker, client in list(self._clients.items()):
             silent = now - client.heard

@@ -131,6 +131,8 @@ def test_a_silent_worker_is_lost_and_may_come_back() -> None:
     d.say(m.Ready, A, 0, now=4.0)
     d.say(m.Heartbeat, A, True, False, now=7.0)
     assert d.service.deadline() == 2.0
+    for now in (2.0, 4.0, 6.0, 7.5):
+        assert d.service.tick(now) == []
     assert decoded(d.service.tick(9.0)) == [
         (b"0.0", m.Lost(B, 9.0)),
         (b"0.0", m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,))),
@@ -145,7 +147,18 @@ def test_a_silent_worker_is_lost_and_may_come_back() -> None:
 def test_a_worker_without_heartbeats_is_never_missed() -> None:
     d = Dialogue()
     d.say(m.Join, A)
-    assert d.service.tick(1000.0) == []
+    for now in range(100):
+        assert d.service.tick(float(now)) == []
+
+
+def test_a_scheduler_that_was_held_up_blames_nobody() -> None:
+    d = Dialogue()
+    d.say(m.Join, A)
+    d.say(m.Heartbeat, A, True, False)
+    assert d.service.tick(100.0) == []
+    d.say(m.Heartbeat, A, True, False, now=100.1)  # it lay unread
+    assert d.service.tick(102.0) == []
+    assert d.service.status(102.0).workers[0].state == "compute"
 
 
 def test_a_late_rejoin_does_not_undo_a_leave() -> None:
