@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
 import time
@@ -30,6 +29,7 @@ from lightning_sdpipe.scheduler.credentials import (
 from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.server import Server
 from lightning_sdpipe.scheduler.status import Status, WorkerStatus
+from lightning_sdpipe.scheduler.stop_signals import stop_signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,14 +110,9 @@ def _scheduler(options: argparse.Namespace) -> int:
         keys=None if options.key_file is None else read_scheduler_keys(options.key_file),
         worker_timeout=options.worker_timeout,
     )
-    stop, tell = os.pipe()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: os.write(tell, b"x") and None)
-    try:
-        print(f"scheduler listens at {server.open()}", flush=True)
+    with stop_signals(signal.SIGINT, signal.SIGTERM) as stop, server:
+        print(f"scheduler listens at {server.address}", flush=True)
         server.run([stop])
-    finally:
-        server.close()
     return 0
 
 

@@ -17,14 +17,13 @@ from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys
 from lightning_sdpipe.scheduler.server import Server
 from lightning_sdpipe.scheduler.specification import from_builtins
+from lightning_sdpipe.scheduler.stop_signals import stop_signals
 
 
 def main() -> int:
     """Serve until standard input ends."""
     # Ctrl-C in a terminal reaches every process; the parent still needs the scheduler while it shuts down.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    read_end, write_end = os.pipe()
-    signal.signal(signal.SIGTERM, lambda number, frame: os.write(write_end, b"x") and None)
     logging.basicConfig(level=logging.WARNING, format="scheduler: %(message)s", stream=sys.stderr)
     try:
         configuration = json.loads(_first_line())
@@ -36,15 +35,12 @@ def main() -> int:
             keys=msgspec.convert(configuration["keys"], SchedulerKeys | None),
             worker_timeout=configuration["worker_timeout"],
         )
-        address = server.open()
+        with stop_signals(signal.SIGTERM) as stop, server:
+            _say({"address": server.address})
+            server.run([sys.stdin.fileno(), stop])
     except (ConfigurationError, SchedulerError) as error:
         _say({"error": str(error)})
         return 2
-    _say({"address": address})
-    try:
-        server.run(stop=[sys.stdin.fileno(), read_end])
-    finally:
-        server.close()
     return 0
 
 

@@ -9,6 +9,8 @@ lost, and none is done twice.
 
 from __future__ import annotations
 
+import math
+
 from lightning_sdpipe.scheduler.messages import Answer
 from lightning_sdpipe.scheduler.policy import Worker
 
@@ -17,7 +19,7 @@ class Recovery:
     """Holds readies until ``expected`` workers are back, at most ``grace`` seconds."""
 
     def __init__(self, expected: int, grace: float, now: float) -> None:
-        self.until = now + grace
+        self._until = now + grace
         self.held: dict[Worker, int] = {}
         self._expected = expected
         self._back: set[Worker] = set()
@@ -29,9 +31,10 @@ class Recovery:
         if last is not None:
             self._answers[last.group.sequence] = last
 
-    def over(self, now: float) -> bool:
-        """May the held readies be decided now?"""
-        return now >= self.until or len(self._back) >= self._expected
+    @property
+    def until(self) -> float:
+        """When the held readies may be decided: at once if all are back."""
+        return -math.inf if len(self._back) >= self._expected else self._until
 
     @property
     def next_sequence(self) -> int:

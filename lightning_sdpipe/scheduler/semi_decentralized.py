@@ -95,7 +95,7 @@ class SemiDecentralizedPolicy:
             return groups
         if stage.opener is None:
             stage.opener = pipeline
-            stage.deadline = now + stage.window.length(pipeline)
+            stage.deadline = now + stage.window.length(pipeline, now)
         if self.roster.everybody_waits(worker.stage):
             groups += self._release(worker.stage, Reason.EVERYBODY_CAME, now)
         elif stage.deadline <= now:

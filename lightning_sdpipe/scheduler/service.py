@@ -118,7 +118,7 @@ class SchedulerService:
         if now >= self._next_roll_call:
             frames += self._call_the_roll(now)
         frames += self._send(self._policy.tick(now))
-        if self._recovery is not None and self._recovery.over(now):
+        if self._recovery is not None and self._recovery.until <= now:
             frames += self._end_recovery(now)
         return frames
 

@@ -20,7 +20,7 @@ from lightning_sdpipe.scheduler.semi_decentralized import SemiDecentralizedPolic
 class SemiDecentralizedSpec(msgspec.Struct, frozen=True, tag="semi_decentralized", forbid_unknown_fields=True):
     """SDPipe's policy.
 
-    ``window`` is in seconds (inf too), or ``"auto"``: 1/N of the iteration time. ``connectivity`` is P in
+    ``window`` is in seconds (inf too), or ``"auto"``: until those came who are expected soon. ``connectivity`` is P in
     rounds, None to enforce nothing. ``max_group`` None means pairs beyond eight pipelines.
     """
 

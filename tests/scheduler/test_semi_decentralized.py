@@ -180,12 +180,27 @@ def test_the_window_doubles_after_small_groups_and_shrinks_after_large_ones() ->
     assert policy.deadline() == 101.0, "the window belongs to the worker that opens it"
 
 
-def test_an_automatic_window_is_the_nth_part_of_an_iteration() -> None:
-    policy = make(1, 4, window="auto")
+def test_an_automatic_window_awaits_those_who_are_expected_soon() -> None:
+    policy = make(1, 4, window="auto", connectivity=None)
     for i in range(4):
         policy.ready(W(0, i), 0, 0.0)
-    policy.ready(W(0, 3), 1, 2.0)  # 2 s after its group, whatever it waited before
-    assert policy.deadline() == pytest.approx(2.0 + 2.0 / 4)
+    policy.ready(W(0, 3), 1, 2.0)  # an iteration takes 2 s, so the others are due now; 1/6 of half of it is the slack
+    assert policy.deadline() == pytest.approx(2.0 + 1 / 6)
+    assert brief(policy.tick(2.5)) == [(0, (3,), CLOSED)]
+    assert brief(policy.ready(W(0, 0), 1, 2.6)) == [(0, (0,), CLOSED)], "1 and 2 are late, 3 is due at 4.5"
+    assert brief(policy.ready(W(0, 1), 1, 3.8)) == []
+    assert policy.deadline() == pytest.approx(2.5 + 2.0 + 1 / 6), "3 is due soon after 0 is, both within the horizon"
+
+
+def test_of_two_workers_out_of_step_only_the_later_one_waits_and_they_meet() -> None:
+    policy = make(1, 2, window="auto", connectivity=None)
+    for i in range(2):
+        policy.ready(W(0, i), 0, 0.0)
+    assert brief(policy.ready(W(0, 0), 1, 1.0)) == []
+    assert brief(policy.tick(1.1)) == [(0, (0,), CLOSED)], "1 is late"
+    assert brief(policy.ready(W(0, 1), 1, 1.4)) == [(0, (1,), CLOSED)], "0 is due in 0.7, more than half an iteration"
+    assert brief(policy.ready(W(0, 0), 2, 2.1)) == []
+    assert brief(policy.ready(W(0, 1), 2, 2.4)) == [(0, (0, 1), EVERYBODY)], "0 has waited for 1"
 
 
 def test_time_away_is_no_iteration() -> None:
@@ -195,7 +210,7 @@ def test_time_away_is_no_iteration() -> None:
     policy.leave(W(0, 3), 1.0)
     policy.join(W(0, 3), 1000.0)
     policy.ready(W(0, 3), 1, 1001.0)
-    assert policy.deadline() == pytest.approx(1001.05)
+    assert policy.deadline() == pytest.approx(1001.05), "no iteration has been measured yet"
 
 
 def test_many_pipelines_are_split_into_pairs() -> None:

@@ -200,6 +200,7 @@ class TestRestart:
         d = self.restarted()
         d.say(m.Join, B, True, m.Answer(group(A, B, sequence=40), (4, 4)))
         assert d.say(m.Ready, B, 5) == []
+        assert d.service.deadline() < 0.0, "it is due at once"
         same = m.Answer(group(A, B, sequence=41), (5, 5))
         assert decoded(d.service.tick(0.0)) == [(b"0.1", same)]
         new = m.Answer(group(A, B, sequence=42), (6, 6))
