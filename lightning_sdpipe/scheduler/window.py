@@ -1,10 +1,10 @@
 """The waiting time T of one stage, adapted to the workers' pattern (SDPipe §4, "Scheduler").
 
-**A given window** is adapted per worker. It is doubled, up to the maximum, when the group it opened came out too small, and multiplied
-by 0.9 otherwise. It is kept as a fraction of the maximum, so that T = 0 and T = ∞ stay exactly 0 and ∞ and a
-maximum that is measured may move. Fractions start at 1: workers start together, so long windows end early
-("everybody came") and cost nothing, whereas starting short would cut the first groups to pieces. They end at
-1/64: a worker that was in full company for long gets its maximum back within six small groups.
+**A given window** is adapted per worker. It is doubled, up to the maximum, when the group it opened came out too
+small, and multiplied by 0.9 otherwise. It is kept as a fraction of the maximum, so that T = 0 and T = ∞ stay exactly
+0 and ∞. Fractions start at 1: workers start together, so long windows end early ("everybody came") and cost nothing,
+whereas starting short would cut the first groups to pieces. They end at 1/64: a worker that was in full company for
+long gets its maximum back within six small groups.
 
 **An automatic window** ends when the last of those should have come who are expected within 2/N of an iteration
 (a stage of N workers out of step sees two arrivals in that time), and is empty when nobody is. A worker is expected

@@ -188,8 +188,8 @@ def test_an_automatic_window_awaits_those_who_are_expected_soon() -> None:
     assert policy.deadline() == pytest.approx(2.0 + 1 / 6)
     assert brief(policy.tick(2.5)) == [(0, (3,), CLOSED)]
     assert brief(policy.ready(W(0, 0), 1, 2.6)) == [(0, (0,), CLOSED)], "1 and 2 are late, 3 is due at 4.5"
-    assert brief(policy.ready(W(0, 1), 1, 3.8)) == []
-    assert policy.deadline() == pytest.approx(2.5 + 2.0 + 1 / 6), "3 is due soon after 0 is, both within the horizon"
+    assert brief(policy.ready(W(0, 1), 1, 3.85)) == []
+    assert policy.deadline() == pytest.approx(2.5 + 2.6 + 1.3 / 6), "2.6 s is the median now: 3 is due within half"
 
 
 def test_of_two_workers_out_of_step_only_the_later_one_waits_and_they_meet() -> None:
