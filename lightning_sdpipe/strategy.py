@@ -6,7 +6,7 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -30,15 +30,19 @@ from lightning_sdpipe.partition.chain import find_chain
 from lightning_sdpipe.partition.cut import Partition, cut
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.ownership import assign_owners, keep_only
-from lightning_sdpipe.pipeline.flush import FlushPipeline, Step
+from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.link import StageLink
+from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
 from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
 from lightning_sdpipe.scheduler.specification import PolicySpec
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.model_averaging import ModelAveraging, SyncStatistics
+
+Schedule = Literal["1f1b", "gpipe", "pipedream"]
 
 _GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
 
@@ -52,7 +56,10 @@ class SDPipeStrategy(DDPStrategy):
     Args:
         num_stages: M, the stages of a pipeline; must divide the number of workers.
         sync: the synchronisation rule, from :mod:`lightning_sdpipe.sync`; SDPipe's by default.
+        schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
+            optimizer steps; ``"pipedream"`` overlaps mini-batches, with gradients that are up to M − 1 steps late.
         num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; ``num_stages`` by default.
+            ``"pipedream"`` does not split mini-batches.
         partition: ``"uniform"``, or the number of blocks of each stage.
         blocks: paths of the modules that form the chain, in the order in which they run, if the automatic choice does
             not fit; ``*`` stands for one part of a path.
@@ -70,6 +77,7 @@ class SDPipeStrategy(DDPStrategy):
         self,
         num_stages: int = 1,
         sync: PolicySpec | None = None,
+        schedule: Schedule = "1f1b",
         num_micro_batches: int | None = None,
         partition: Partition = "uniform",
         blocks: Sequence[str] | None = None,
@@ -83,6 +91,9 @@ class SDPipeStrategy(DDPStrategy):
             raise ConfigurationError(f"num_micro_batches={num_micro_batches} is not allowed; use 1 or more.")
         self.num_stages = num_stages
         self.sync = sync if sync is not None else SemiDecentralized()
+        if schedule not in get_args(Schedule):
+            raise ConfigurationError(f"schedule={schedule!r} is not known; use one of {list(get_args(Schedule))}.")
+        self.schedule = schedule
         self.num_micro_batches = num_micro_batches or num_stages
         self.partition = partition
         self.blocks = blocks
@@ -95,7 +106,7 @@ class SDPipeStrategy(DDPStrategy):
         self._cut_model: CutModel | None = None
         self._optimizer_parts: checkpoint.OptimizerParts | None = None
         self._in_step = False
-        self._optimizer_follows = False
+        self._update_follows = False
 
     # ------------------------------------------------------------------ launch
 
@@ -166,7 +177,7 @@ class SDPipeStrategy(DDPStrategy):
         lockstep.release(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut()
-        self._put_first(trainer, EpochCallback(self.groups, self._sync.pause))
+        self._put_first(trainer, EpochCallback(self.groups, self._pause))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -182,10 +193,23 @@ class SDPipeStrategy(DDPStrategy):
                 f"{type(module).__name__} uses manual optimization. A pipeline runs forward and backward of several "
                 "micro-batches in an order of its own, so the optimization must be automatic."
             )
+        if self.schedule == "pipedream" and trainer.accumulate_grad_batches > 1:
+            raise ConfigurationError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not go with schedule='pipedream', "
+                "which applies every gradient at once. Use a larger batch, or schedule='1f1b'."
+            )
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value" and self.num_stages > 1:
             raise ConfigurationError(
                 "gradient_clip_val clips by the norm of all parameters, and no worker holds them all. "
                 'Use Trainer(gradient_clip_algorithm="value") for now.'
+            )
+
+    def _refuse_shared(self, shared: Sequence[tuple[tuple[int, ...], str]]) -> None:
+        trained = [name for _, name in shared if self.module.get_parameter(name).requires_grad]
+        if trained:
+            raise ConfigurationError(
+                f"{trained[0]!r} lives on several stages (tied weights, or outside of every block). Its gradients are "
+                "summed over them, which needs a flush: use schedule='1f1b', or keep its users on one stage."
             )
 
     def _cut(self) -> None:
@@ -195,6 +219,8 @@ class SDPipeStrategy(DDPStrategy):
         chain = find_chain(module, self.blocks)
         spans = cut(len(chain), self.num_stages, self.partition)
         self._ownership = assign_owners(module, chain, spans)
+        if self.schedule == "pipedream":
+            self._refuse_shared(self._ownership.shared_parameters(module))
         shared = SharedParameters(module, self._ownership, groups, self._run_timeout)
         keep_only(module, self._ownership, stage, self.root_device)
         self._cut_model = CutModel(module, chain, [spans[stage]], self.root_device)
@@ -208,9 +234,15 @@ class SDPipeStrategy(DDPStrategy):
         link = StageLink(groups.pipeline, groups.mesh.pipeline_ranks(self._worker.pipeline), stage, self.root_device)
         link.dynamic_shapes = self.dynamic_shapes
         injector = DelayInjector(self.delays, stage, self._worker.pipeline)
-        self._pipeline = FlushPipeline(
-            module, self._cut_model, spans[stage], link, shared, injector, self.num_micro_batches
-        )
+        self._runner = StageRunner(module, self._cut_model, spans[stage], link)
+        trained = [p for p in here if p.requires_grad]
+        self._pipeline: FlushPipeline | PipeDreamPipeline
+        if self.schedule == "pipedream":
+            self._pipeline = PipeDreamPipeline(self._runner, trained, injector)
+        else:
+            self._pipeline = FlushPipeline(
+                self._runner, trained, shared, injector, self.schedule, self.num_micro_batches
+            )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -242,9 +274,10 @@ class SDPipeStrategy(DDPStrategy):
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
         with self._step():
             step = Step("training_step", arguments, self.precision_plugin.train_step_context)
-            loss = self._pipeline.train(batch, step, self._iteration)
-        if self._optimizer_follows:
-            self._sync.announce(self._iteration)
+            loss = self._pipeline.train(batch, step, self._mini_batches)
+        self._mini_batches += 1
+        if self._update_follows:
+            self._sync.announce(self._updates)
         return loss
 
     def optimizer_step(
@@ -254,18 +287,40 @@ class SDPipeStrategy(DDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        self._optimizer_follows = True
+        if isinstance(self._pipeline, PipeDreamPipeline) and self._pipeline.filling:
+            return closure()
+        return self._update(optimizer, closure, model, **kwargs)
+
+    def _update(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Steps with the gradients that ``closure`` puts in place, and averages the outcome with a group."""
+        self._update_follows = True
         try:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
-            self._optimizer_follows = False
-        self._iteration += 1
+            self._update_follows = False
+        self._updates += 1
         with self._first_failure():
             self._sync.synchronise()
         return output
 
     def on_train_start(self) -> None:
-        self._iteration = 0
+        self._mini_batches = self._updates = 0
+
+    def _pause(self) -> None:
+        """Finishes what is in the pipeline and makes all replicas equal."""
+        if isinstance(self._pipeline, PipeDreamPipeline):
+            with torch.inference_mode(False), torch.enable_grad(), self._first_failure():
+                while self._pipeline.draining:
+                    self._update(self.optimizers[0], self._drain)
+                self._runner.link.settle()
+        self._sync.pause()
+
+    def _drain(self) -> Tensor:
+        assert isinstance(self._pipeline, PipeDreamPipeline)
+        loss = self._pipeline.drain()
+        self._sync.announce(self._updates)
+        self.optimizers[0].zero_grad()
+        return self.backward(loss, self.optimizers[0])
 
     def validation_step(self, batch: Any, *arguments: Any) -> Any:
         return self._evaluate("validation_step", batch, arguments, self.precision_plugin.val_step_context)
@@ -277,13 +332,13 @@ class SDPipeStrategy(DDPStrategy):
         return self._evaluate("predict_step", batch, arguments, self.precision_plugin.predict_step_context)
 
     def on_validation_end(self) -> None:
-        self._pipeline.settle()
+        self._runner.link.settle()
 
     on_test_end = on_predict_end = on_validation_end
 
     def _evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
         with self._step():
-            return self._pipeline.evaluate(batch, Step(name, arguments, context))
+            return self._runner.evaluate(batch, Step(name, arguments, context))
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -319,7 +374,7 @@ class SDPipeStrategy(DDPStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._sync.pause()
+        self._pause()
         return checkpoint.gather_module_state(self.module, self._ownership, self.groups)
 
     def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:

@@ -10,26 +10,27 @@ from torch import Tensor, nn
 
 
 def set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Takes the accumulated gradients off the parameters, so that the schedule starts from none."""
+    """Takes the gradients off the parameters and returns them."""
     gradients = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = None
+    put_back(parameters, [None] * len(gradients))
     return gradients
 
 
-def loss_with_gradients(loss: Tensor, parameters: Sequence[nn.Parameter], before: Sequence[Tensor | None]) -> Tensor:
-    """The loss, as a tensor whose ``backward`` puts the schedule's gradients in place.
+def put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    """Undoes :func:`set_aside`."""
+    for p, grad in zip(parameters, gradients, strict=True):
+        p.grad = grad
 
-    Lightning zeroes gradients between ``training_step`` and ``backward``. So the gradients that the schedule left on
-    ``parameters`` are taken off, ``before`` is put back, and backward adds them, times the gradient that it is given:
+
+def loss_with_gradients(loss: Tensor, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Tensor:
+    """The loss, as a tensor whose ``backward`` adds ``gradients``, times the gradient it is given, to ``parameters``.
+
+    Lightning zeroes gradients between ``training_step``, where a pipeline computes them, and ``backward``. This way
     gradient accumulation, loss scaling and users' own ``backward`` hooks work as they do without a pipeline.
     """
-    gradients = [p.grad for p in parameters]
-    for p, grad in zip(parameters, before, strict=True):
-        p.grad = grad
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     deposit: Any = _Deposit.apply  # untyped in torch
-    return deposit(anchor, loss.detach(), list(parameters), gradients)  # type: ignore[no-any-return]
+    return deposit(anchor, loss.detach(), list(parameters), list(gradients))  # type: ignore[no-any-return]
 
 
 class _Deposit(torch.autograd.Function):

@@ -18,9 +18,10 @@ from lightning_sdpipe.partition.chain import find_chain
 from lightning_sdpipe.partition.cut import cut
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.ownership import assign_owners, keep_only
-from lightning_sdpipe.pipeline.flush import FlushPipeline, Step
+from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
 from tests.workers import run_workers
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def one_process(sizes: list[int]) -> list[tuple[Tensor, dict[str, Tensor]]]:
     return outcomes
 
 
-def pipeline(rank: int, num_stages: int, num_micro_batches: int, sizes: list[int]) -> list[Any]:
+def pipeline(rank: int, schedule: str, num_stages: int, num_micro_batches: int, sizes: list[int]) -> list[Any]:
     groups = ProcessGroups.open(Mesh.build(num_stages, num_stages), TIMEOUT)
     stage, _ = groups.mesh.locate(rank)
     model = TiedModel()
@@ -74,15 +75,11 @@ def pipeline(rank: int, num_stages: int, num_micro_batches: int, sizes: list[int
     ownership = assign_owners(model, chain, spans)
     shared = SharedParameters(model, ownership, groups, TIMEOUT)
     keep_only(model, ownership, stage, CPU)
-    runtime = FlushPipeline(
-        model,
-        CutModel(model, chain, [spans[stage]], CPU),
-        spans[stage],
-        StageLink(groups.pipeline, groups.mesh.pipeline_ranks(0), stage, CPU),
-        shared,
-        DelayInjector(Delays(), stage, 0),
-        num_micro_batches,
-    )
+    link = StageLink(groups.pipeline, groups.mesh.pipeline_ranks(0), stage, CPU)
+    runner = StageRunner(model, CutModel(model, chain, [spans[stage]], CPU), spans[stage], link)
+    parameters = [p for p in model.parameters() if p.device.type != "meta"]
+    delays = DelayInjector(Delays(), stage, 0)
+    runtime = FlushPipeline(runner, parameters, shared, delays, schedule, num_micro_batches)
     outcomes = []
     for iteration, size in enumerate(sizes):
         model.zero_grad()
@@ -91,17 +88,20 @@ def pipeline(rank: int, num_stages: int, num_micro_batches: int, sizes: list[int
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         outcomes.append((loss.detach(), gradients))
     with torch.no_grad():
-        evaluated = runtime.evaluate(batch(5), Step("validation_step", (0,), nullcontext))
-    runtime.settle()
+        evaluated = runner.evaluate(batch(5), Step("validation_step", (0,), nullcontext))
+    link.settle()
     return [outcomes, evaluated]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(2, 1), (2, 2), (2, 4), (4, 4), (1, 2)])
-def test_loss_and_gradients_are_those_of_one_process(num_stages: int, num_micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "num_micro_batches"),
+    [("1f1b", 2, 1), ("1f1b", 2, 2), ("1f1b", 2, 4), ("1f1b", 4, 4), ("1f1b", 1, 2), ("gpipe", 2, 4)],
+)
+def test_loss_and_gradients_are_those_of_one_process(schedule: str, num_stages: int, num_micro_batches: int) -> None:
     sizes = [8, 8, 7, 8]  # the third does not divide evenly
     expected = one_process(sizes)
-    by_rank = run_workers(num_stages, pipeline, num_stages, num_micro_batches, sizes)
+    by_rank = run_workers(num_stages, pipeline, schedule, num_stages, num_micro_batches, sizes)
     for step, (loss, gradients) in enumerate(expected):
         torch.testing.assert_close(by_rank[0][0][step][0], loss, rtol=1e-5, atol=1e-6)  # rank 0 has the last stage
         found = set()

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lightning_sdpipe.pipeline.gradients import loss_with_gradients, set_aside
+from lightning_sdpipe.pipeline.gradients import loss_with_gradients, put_back, set_aside
 
 
 def test_backward_adds_the_gradients_of_the_schedule_scaled() -> None:
@@ -11,7 +11,9 @@ def test_backward_adds_the_gradients_of_the_schedule_scaled() -> None:
     before = set_aside(parameters)
     assert a.grad is None
     a.grad, b.grad = torch.tensor([10.0, 10.0]), torch.tensor([4.0, 6.0])  # what a schedule would leave
-    loss = loss_with_gradients(torch.tensor(3.0), parameters, before)
+    gradients = set_aside(parameters)
+    put_back(parameters, before)
+    loss = loss_with_gradients(torch.tensor(3.0), parameters, gradients)
     assert torch.equal(a.grad, torch.tensor([1.0, 2.0]))
     assert b.grad is None
     (loss / 2).backward()

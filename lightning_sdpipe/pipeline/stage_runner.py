@@ -1,0 +1,97 @@
+"""Running one stage's part of the user's steps on one batch, forward only or as a part of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.cut_step import Boundary, CutModel
+from lightning_sdpipe.pipeline.link import StageLink
+from lightning_sdpipe.pipeline.micro_batches import MicroBatch, whole
+from lightning_sdpipe.pipeline.step_log import Log, StepLog, logging_through
+
+StepContext = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step method of the user's module, with what Lightning calls it with besides the batch."""
+
+    name: str  # "training_step", "validation_step", "test_step" or "predict_step"
+    arguments: tuple[Any, ...]
+    context: StepContext  # the precision plugin's
+
+    def key(self, micro_batch: MicroBatch) -> Hashable:
+        """What identifies the shapes of the messages that this step sends for a micro-batch, on both ends."""
+        return self.name, torch.is_grad_enabled(), micro_batch.signature
+
+
+@dataclass(frozen=True)
+class StageRunner:
+    """Runs the user's steps as the stage that owns the blocks of ``span``."""
+
+    module: LightningModule
+    cut_model: CutModel
+    span: range
+    link: StageLink
+
+    @property
+    def is_first(self) -> bool:
+        return self.link.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.link.stage == len(self.link.ranks) - 1
+
+    def train(self, micro_batch: MicroBatch, step: Step, received: Boundary | None, log: StepLog) -> Boundary | Tensor:
+        """The boundary to send on; on the last stage the loss, weighted by the micro-batch's share of the samples."""
+        with logging_through(self.module, log.record(micro_batch.size)):
+            outcome = self._run(micro_batch, step, received)
+        return outcome if isinstance(outcome, Boundary) else _loss(outcome) * micro_batch.weight
+
+    def evaluate(self, batch: Any, step: Step) -> Any:
+        """Runs the forward of a whole mini-batch. Stages work on successive batches at the same time.
+
+        Returns:
+            What the user's step returns on the last stage, None on the others.
+        """
+        micro_batch = whole(batch)
+        key = step.key(micro_batch)
+        received = None if self.is_first else self.link.receive_activations(key)
+        with logging_through(self.module, _synchronised(self.module.log)):
+            outcome = self._run(micro_batch, step, received)
+        if isinstance(outcome, Boundary):
+            self.link.send_activations(outcome, key)
+            return None
+        return outcome
+
+    def _run(self, micro_batch: MicroBatch, step: Step, received: Boundary | None) -> Any:
+        method = getattr(self.module, step.name)
+        with step.context():
+            return self.cut_model.run(self.span, lambda: method(micro_batch.batch, *step.arguments), received)
+
+
+def _loss(outcome: Any) -> Tensor:
+    loss = outcome.get("loss") if isinstance(outcome, Mapping) else outcome
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise ConfigurationError(
+            f"training_step returned {type(outcome).__name__}; a pipeline needs a scalar loss tensor, or a dict with "
+            "one under 'loss'. To skip a batch, return a loss multiplied by zero."
+        )
+    return loss
+
+
+def _synchronised(log: Log) -> Log:
+    """``log`` that reduces over the pipelines at the end of the epoch, so that all replicas see one value."""
+
+    def synchronised(name: str, value: Any, *args: Any, **options: Any) -> None:
+        log(name, value, *args, **{**options, "sync_dist": True})
+
+    return synchronised
