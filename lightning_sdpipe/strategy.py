@@ -6,6 +6,7 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdpipe import checkpoint, lockstep, p2p
+from lightning_sdpipe import checkpoint, lockstep
 from lightning_sdpipe.averaging.buckets import flatten
 from lightning_sdpipe.epoch_callback import EpochCallback
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
@@ -41,6 +42,7 @@ from lightning_sdpipe.scheduler.process import EmbeddedScheduler
 from lightning_sdpipe.scheduler.specification import PolicySpec
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.model_averaging import ModelAveraging, SyncStatistics
+from lightning_sdpipe.sync.rendezvous import connect, standing_scheduler, start_scheduler
 
 Schedule = Literal["1f1b", "gpipe", "pipedream"]
 
@@ -64,6 +66,9 @@ class SDPipeStrategy(DDPStrategy):
         blocks: paths of the modules that form the chain, in the order in which they run, if the automatic choice does
             not fit; ``*`` stands for one part of a path.
         delays: seconds that workers sleep at random, to study stragglers.
+        scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
+            ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
+        scheduler_key_file: the workers' keys for it, as ``sdpipe keygen`` made them; ``SDPIPE_KEY_FILE`` by default.
         dynamic_shapes: a block's output shape may differ between batches of equal shapes.
         timeout: how long any transfer or answer may take before the run ends with an error.
         **kwargs: as for :class:`~lightning.pytorch.strategies.DDPStrategy`, for example ``start_method`` or
@@ -82,6 +87,8 @@ class SDPipeStrategy(DDPStrategy):
         partition: Partition = "uniform",
         blocks: Sequence[str] | None = None,
         delays: Delays | None = None,
+        scheduler: str | None = None,
+        scheduler_key_file: str | Path | None = None,
         dynamic_shapes: bool = False,
         timeout: timedelta = timedelta(minutes=30),
         **kwargs: Any,
@@ -98,6 +105,7 @@ class SDPipeStrategy(DDPStrategy):
         self.partition = partition
         self.blocks = blocks
         self.delays = delays or Delays()
+        self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
         self.dynamic_shapes = dynamic_shapes
         self._run_timeout = timeout
         self._groups: ProcessGroups | None = None
@@ -144,23 +152,11 @@ class SDPipeStrategy(DDPStrategy):
         self._client = self._connect_to_scheduler()
 
     def _connect_to_scheduler(self) -> SchedulerClient:
-        """Starts the scheduler on rank 0, tells everybody its address and connects this worker."""
-        mesh = self.mesh
-        where = ""
-        if self.is_global_zero:
-            self._scheduler = EmbeddedScheduler.start(self.sync, mesh.num_stages, mesh.num_pipelines, self._bind())
-            where = self._scheduler.address
-        everybody = dist.group.WORLD
-        assert everybody is not None
-        address = p2p.broadcast_bytes(where.encode(), 0, everybody).decode()
-        stage, pipeline = mesh.locate(self.global_rank)
+        where = self._standing_scheduler
+        if where is None:
+            self._scheduler, where = start_scheduler(self.sync, self.mesh, self._bind())
         self._last_resort = LastResort(self._describe)
-        return SchedulerClient(
-            address,
-            Worker(stage, pipeline),
-            timeout=self._run_timeout.total_seconds(),
-            on_abort=self._last_resort.arm,
-        )
+        return connect(where, self.mesh, self._run_timeout.total_seconds(), self._last_resort.arm)
 
     def _bind(self) -> str:
         assert self.cluster_environment is not None
