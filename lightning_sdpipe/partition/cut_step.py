@@ -1,14 +1,16 @@
 """Running one stage's part of the user's own step.
 
-The user's ``training_step`` (or any other step) runs as it is written. While it runs, calls of blocks are intercepted:
-a block of an earlier stage returns what was received, or a :class:`~lightning_sdpipe.partition.ghost.Ghost`; the
-stage's own blocks run; and when its last block returns, the step ends there. Only the last stage reaches the end.
+The user's ``training_step`` (or any other step) runs as it is written. While it runs, calls of blocks are
+intercepted: a block of an earlier stage returns what was received, or a
+:class:`~lightning_sdpipe.partition.ghost.Ghost`; the stage's own blocks run; and when its last block returns,
+the step ends there. Only the last stage reaches the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +18,14 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.ghost import Ghost, refuse_ghosts
+from lightning_sdpipe.partition.intercept import Original, intercept
 from lightning_sdpipe.partition.structure import Structure, take_apart
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses a cut: the tensors of the last block before it, and the structures of all outputs up to it."""
+    """What crosses a cut: the tensors of the last block before it, and the structures of all outputs up to
+    it."""
 
     tensors: Sequence[Tensor]
     structures: Sequence[Structure | None]
@@ -37,8 +41,8 @@ class _Run:
 
 
 class _StageEnds(BaseException):
-    """Leaves the user's step when the stage's last block has returned; not an Exception, so that user code with a
-    broad ``except`` does not stop it."""
+    """Leaves the user's step when the stage's last block has returned; not an Exception, so that user code
+    with a broad ``except`` does not stop it."""
 
     def __init__(self, boundary: Boundary) -> None:
         self.boundary = boundary
@@ -59,15 +63,14 @@ class CutModel:
         self._owned = {block for span in owned for block in span}
         self._device = device
         self._run: _Run | None = None
-        self._blocks = [module.get_submodule(path) for path in chain]
-        for index, block in enumerate(self._blocks):
-            _intercept(block, self, index)
+        self._restore: list[Callable[[], None]] = []
+        for index, block in enumerate([module.get_submodule(path) for path in chain]):
+            self._restore.append(intercept(block, partial(self._call, index)))
 
     def restore(self) -> None:
         """Gives the blocks their own class back."""
-        for block in self._blocks:
-            block.__class__ = type(block).__mro__[2]
-            del block.__dict__["_cut_model"]
+        while self._restore:
+            self._restore.pop()()
 
     def run(self, span: range, step: Callable[[], Any], received: Boundary | None) -> Boundary | Any:
         """Runs ``step`` as the stage that owns the blocks of ``span``.
@@ -93,14 +96,14 @@ class CutModel:
             self._run = None
         if span.stop < len(self._chain):
             raise ConfigurationError(
-                f"The step ended without running block {self._chain[span.stop - 1]!r}, the last one of its stage. "
+                f"The step ended without running block {self._chain[span.stop - 1]!r}, the last one of its "
+                "stage. "
                 f"A stage must end with a block that every step runs; {_MEND}"
             )
         refuse_ghosts(outcome, "the result of the step")
         return outcome
 
-    def call(self, index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Stands in for calling block ``index``."""
+    def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run, name = self._run, self._chain[index]
         if run is None:  # outside a step, or recomputed by activation checkpointing during backward
             if index in self._owned:
@@ -111,7 +114,8 @@ class CutModel:
             )
         if index < run.next_block:
             raise ConfigurationError(
-                f"Block {name!r} ran after block {self._chain[run.next_block - 1]!r}: the blocks do not form a chain. "
+                f"Block {name!r} ran after block {self._chain[run.next_block - 1]!r}: the blocks do not "
+                "form a chain. "
                 f"Each must run at most once and in the order {list(self._chain)}; {_MEND}"
             )
         run.next_block = index + 1
@@ -119,13 +123,16 @@ class CutModel:
             return self._stand_in(run, index)
         if index >= run.span.stop:
             raise ConfigurationError(
-                f"Block {name!r} of a later stage ran before {self._chain[run.span.stop - 1]!r}, the last block of its "
+                f"Block {name!r} of a later stage ran before {self._chain[run.span.stop - 1]!r}, the last "
+                "block of its "
                 f"stage, had returned: the blocks do not form a chain; {_MEND}"
             )
         refuse_ghosts((args, kwargs), f"block {name!r}")
         output = original(*args, **kwargs)
         if run.span.stop < len(self._chain):
-            tensors, structure = take_apart(output, name) if index == run.span.stop - 1 else ([], _outline(output))
+            tensors, structure = (
+                take_apart(output, name) if index == run.span.stop - 1 else ([], _outline(output))
+            )
             run.structures.extend([None] * (index - len(run.structures)))
             run.structures.append(structure)
             if index == run.span.stop - 1:
@@ -137,12 +144,13 @@ class CutModel:
         structure, name = run.received.structures[index], self._chain[index]
         if structure is None:
             raise ConfigurationError(
-                f"Block {name!r} ran on this stage but not on the one that holds it, or returned something that has "
+                f"Block {name!r} ran on this stage but not on the one that holds it, or returned something "
+                "that has "
                 f"no shape; {_MEND}"
             )
         if index == run.span.start - 1:
             tensors = run.received.tensors
-            return structure.rebuild(lambda i, _: tensors[i])
+            return structure.rebuild(lambda i, _: _writable(tensors[i]))
         return structure.rebuild(lambda _, meta: Ghost(meta.empty("meta"), run.device, name))
 
 
@@ -156,19 +164,18 @@ def _outline(output: Any) -> Structure | None:
         return None
 
 
-class _Intercepted(nn.Module):
-    """Mixed into a block's class, so that its calls go through :meth:`CutModel.call`.
-
-    The class is changed rather than ``forward``, so that hooks, in-place ``compile()`` and classes that override
-    ``__call__`` (Hugging Face's checkpointing layers) keep their place inside the call.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cut_model, index = self.__dict__["_cut_model"]
-        return cut_model.call(index, super().__call__, args, kwargs)
+def _writable(tensor: Tensor) -> Tensor:
+    """The same values and memory as something that user code may write to in place, which a leaf is not."""
+    return _Identity.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
 
-def _intercept(block: nn.Module, cut_model: CutModel, index: int) -> None:
-    own = type(block)
-    block.__class__ = type(own.__name__, (_Intercepted, own), {"__module__": own.__module__})
-    block.__dict__["_cut_model"] = (cut_model, index)
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return (
+            tensor.detach()
+        )  # autograd does not see a view here, and a view of a leaf may not be written to either
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
