@@ -46,18 +46,14 @@ def _parser() -> argparse.ArgumentParser:
         default="uniform",
         help="uniform, parameters, balanced, or numbers of blocks like 3,2,4 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--blocks", nargs="+", metavar="PATH", help="name the blocks; * stands for one part of a path"
-    )
+    parser.add_argument("--blocks", nargs="+", metavar="PATH", help="name the blocks; * stands for one part of a path")
     parser.add_argument(
         "--speeds", type=_numbers, help="relative speed of each stage's device, like 1,1,0.5 (balanced)"
     )
     parser.add_argument(
         "--bandwidth", type=float, default=1e9, help="bytes per second (balanced; default: %(default)s)"
     )
-    parser.add_argument(
-        "--each-block", action="store_true", help="a row for every block, not for every stage"
-    )
+    parser.add_argument("--each-block", action="store_true", help="a row for every block, not for every stage")
     return parser
 
 

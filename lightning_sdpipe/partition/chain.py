@@ -131,7 +131,6 @@ def _named_chain(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     for path in chain:
         if chain.count(path) > 1 or any(path.startswith(other + ".") for other in chain):
             raise ConfigurationError(
-                f"blocks names {path!r} twice, or within another block; every block must be named once and "
-                "on its own."
+                f"blocks names {path!r} twice, or within another block; every block must be named once and on its own."
             )
     return tuple(chain)

@@ -16,8 +16,8 @@ def cut(num_blocks: int, num_stages: int, partition: Partition = "uniform") -> t
     Args:
         num_blocks: length of the chain.
         num_stages: M.
-        partition: ``"uniform"`` gives every stage the same number of blocks, the first ones one more where it
-            does not divide; a list gives the number of blocks of each stage.
+        partition: ``"uniform"`` gives every stage the same number of blocks, the first ones one more where it does
+            not divide; a list gives the number of blocks of each stage.
 
     Raises:
         ConfigurationError: more stages than blocks, or a list that does not add up.
@@ -29,9 +29,7 @@ def cut(num_blocks: int, num_stages: int, partition: Partition = "uniform") -> t
         )
     if isinstance(partition, str):
         if partition != "uniform":
-            raise ConfigurationError(
-                f"partition={partition!r} is not known. Use 'uniform' or a list of block counts."
-            )
+            raise ConfigurationError(f"partition={partition!r} is not known. Use 'uniform' or a list of block counts.")
         each, more = divmod(num_blocks, num_stages)
         sizes = [each + (stage < more) for stage in range(num_stages)]
     else:

@@ -1,5 +1,4 @@
-"""Tensors with a shape and no values: what stands in, on one stage, for the output of another stage's
-block."""
+"""Tensors with a shape and no values: what stands in, on one stage, for the output of another stage's block."""
 
 from __future__ import annotations
 
@@ -41,16 +40,16 @@ _DROPOUTS = {
 class Ghost(Tensor):
     """A tensor that has the shape, dtype and device of a value which exists on an earlier stage only.
 
-    Glue code of the user's forward may read its metadata and compute with it: operations on ghosts run on
-    shapes alone and give ghosts, at no cost in memory or arithmetic. A ghost that reaches a block of this
-    stage, or Python as a number, is a value that skips the cut, and an error.
+    Glue code of the user's forward may read its metadata and compute with it: operations on ghosts run on shapes
+    alone and give ghosts, at no cost in memory or arithmetic. A ghost that reaches a block of this stage, or Python as
+    a number, is a value that skips the cut, and an error.
     """
 
     origin: str
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, origin: str) -> Ghost:
-        ghost = Tensor._make_wrapper_subclass(
+        ghost: Ghost = Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -75,7 +74,7 @@ class Ghost(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as an instance method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -108,17 +107,14 @@ class SkippedCutError(ConfigurationError):
 
     def __init__(self, ghost: Ghost, use: str) -> None:
         super().__init__(
-            f"The output of block {ghost.origin!r}, which runs on an earlier stage, {use} on a later one. "
-            "Only the last "
-            "block's output travels from stage to stage, so a value cannot skip a cut. Keep both blocks on "
-            "one stage "
-            "with partition=[...], or name one larger block that holds them with blocks=[...]."
+            f"The output of block {ghost.origin!r}, which runs on an earlier stage, {use} on a later one. Only the "
+            "last block's output travels from stage to stage, so a value cannot skip a cut. Keep both blocks on one "
+            "stage with partition=[...], or name one larger block that holds them with blocks=[...]."
         )
 
 
 def refuse_ghosts(value: Any, where: str) -> None:
-    """Raises :class:`SkippedCutError` if a ghost is anywhere in ``value``, which ``where`` is about to
-    compute with."""
+    """Raises :class:`SkippedCutError` if a ghost is anywhere in ``value``, which ``where`` is about to compute with."""
 
     def refuse(ghost: Ghost) -> None:
         raise SkippedCutError(ghost, f"is used by {where}")
@@ -130,11 +126,7 @@ def _writes_to_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not func._schema.is_mutable:
         return False
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = (
-        given.get(a.name)
-        for a in func._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write
-    )
+    written = (given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     return any(isinstance(t, Tensor) and not isinstance(t, Ghost) for t in written)
 
 

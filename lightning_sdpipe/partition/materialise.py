@@ -100,9 +100,7 @@ class Initialisation:
             return []
         places = [self._place(t) for t in wanted]
         needed = self._needed({place.storage for place in places})
-        last_use = {
-            s: i for i, (operation, _) in enumerate(needed) for s in operation.reads | operation.writes
-        }
+        last_use = {s: i for i, (operation, _) in enumerate(needed) for s in operation.reads | operation.writes}
         keep = {place.storage for place in places}
         real: dict[int, torch.UntypedStorage] = {}
         torch.set_rng_state(self._random_state)
@@ -158,9 +156,7 @@ class Initialisation:
     def _place(self, tensor: Tensor) -> _Place:
         storage = tensor.untyped_storage()
         self._storages.setdefault(storage._cdata, storage)
-        return _Place(
-            storage._cdata, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        )
+        return _Place(storage._cdata, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def materialise(module: nn.Module, ownership: Ownership, stage: int, initialisation: Initialisation) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 class Ownership:
     """The stages that hold each parameter and buffer, by every name that it has in the module.
 
-    What lies in a block belongs to the block's stage. What lies in none (a parameter that the user's own glue
-    code uses) is held by every stage, and a tensor with names in several stages (tied weights) by all of
-    those.
+    What lies in a block belongs to the block's stage. What lies in none (a parameter that the user's own glue code
+    uses) is held by every stage, and a tensor with names in several stages (tied weights) by all of those.
     """
 
     stages: Mapping[str, tuple[int, ...]]
@@ -26,9 +25,7 @@ class Ownership:
 
     def shared_parameters(self, module: nn.Module) -> list[tuple[tuple[int, ...], str]]:
         """Parameters that live on several stages, each once, as ``(owners, name)`` in the module's order."""
-        return [
-            (self.stages[name], name) for name, _ in module.named_parameters() if len(self.stages[name]) > 1
-        ]
+        return [(self.stages[name], name) for name, _ in module.named_parameters() if len(self.stages[name]) > 1]
 
 
 def assign_owners(module: nn.Module, chain: Sequence[str], spans: Sequence[range]) -> Ownership:
@@ -46,11 +43,11 @@ def assign_owners(module: nn.Module, chain: Sequence[str], spans: Sequence[range
 
 
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
-    """Moves what ``stage`` holds to ``device`` and everything else to ``meta``; ties between names are
-    kept."""
+    """Moves what ``stage`` holds to ``device`` and everything else to ``meta``; ties between names are kept."""
     moved: dict[int, Tensor] = {}
     kept = {id(t) for name, t in _named_tensors(module) if stage in ownership.stages[name]}
     for owner in module.modules():
+        slots: Any
         for slots in (owner._parameters, owner._buffers):
             for name, tensor in slots.items():
                 if tensor is None:

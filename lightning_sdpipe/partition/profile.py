@@ -131,10 +131,7 @@ def _measure(
     stamps.returned[len(blocks) - 1] = stamps.arrived[len(blocks) - 1] = turn
     begins = [begin, *(stamps.returned[i] for i in range(len(blocks) - 1))]
     backward = _backward_seconds(stamps.arrived, len(blocks), end)
-    return [
-        BlockProfile(stamps.returned[i] - begins[i], backward[i], *stamps.crossing[i])
-        for i in range(len(blocks))
-    ]
+    return [BlockProfile(stamps.returned[i] - begins[i], backward[i], *stamps.crossing[i]) for i in range(len(blocks))]
 
 
 def _backward_seconds(arrived: Mapping[int, float], num_blocks: int, end: float) -> list[float]:

@@ -52,16 +52,12 @@ class Structure:
         return build(json.loads(self.skeleton))
 
     def encode(self) -> dict[str, Any]:
-        tensors = [
-            [list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in self.tensors
-        ]
+        tensors = [[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in self.tensors]
         return {"skeleton": self.skeleton, "tensors": tensors}
 
     @classmethod
     def decode(cls, data: Mapping[str, Any]) -> Structure:
-        tensors = (
-            TensorMeta(tuple(shape), getattr(torch, dtype), grad) for shape, dtype, grad in data["tensors"]
-        )
+        tensors = (TensorMeta(tuple(shape), getattr(torch, dtype), grad) for shape, dtype, grad in data["tensors"])
         return cls(data["skeleton"], tuple(tensors))
 
 
@@ -84,8 +80,7 @@ def take_apart(output: Any, block: str) -> tuple[list[Tensor], Structure]:
         if type(value) is dict and all(isinstance(key, str) for key in value):
             return ["dict", {key: walk(item) for key, item in value.items()}]
         raise ConfigurationError(
-            f"Block {block!r} returns a {type(value).__qualname__}, which cannot travel between stages. A "
-            "block that "
+            f"Block {block!r} returns a {type(value).__qualname__}, which cannot travel between stages. A block that "
             "ends a stage may return tensors, numbers, strings and None in tuples, lists and dicts: "
             "cut elsewhere with partition=[...], or return one of these."
         )
@@ -95,8 +90,7 @@ def take_apart(output: Any, block: str) -> tuple[list[Tensor], Structure]:
 
 
 def encode_structures(structures: Sequence[Structure | None]) -> bytes:
-    """The structures of a chain of outputs as JSON, for the header that precedes the first message of a new
-    shape."""
+    """The structures of a chain of outputs as JSON, for the header that precedes the first message of a new shape."""
     return json.dumps([s and s.encode() for s in structures]).encode()
 
 

@@ -53,9 +53,7 @@ class Attention(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, 2, dropout=0.1, batch_first=True)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width)
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
@@ -157,9 +155,7 @@ def llama() -> Family:
 
 def hf_vit() -> Family:
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        image_size=8, patch_size=4, hidden_dropout_prob=0.1, num_labels=5, **_transformer()
-    )
+    config = transformers.ViTConfig(image_size=8, patch_size=4, hidden_dropout_prob=0.1, num_labels=5, **_transformer())
     pixels = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 3, 4])
     return transformers.ViTForImageClassification(config), _labelled(pixel_values=pixels, labels=labels)

@@ -57,9 +57,7 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert first[1:3] == ["net.0", "16"]
     assert second[1:3] == ["net.1 … net.2 (2)", "5"]
     assert float(first[3]) > 0
-    assert (
-        main([f"{__name__}:with_batch", "--stages", "3", "--partition", "balanced", "--speeds", "1,1,2"]) == 0
-    )
+    assert main([f"{__name__}:with_batch", "--stages", "3", "--partition", "balanced", "--speeds", "1,1,2"]) == 0
     assert len(rows(capsys.readouterr().out)) == 3
 
 
@@ -72,8 +70,6 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
         ([f"{__name__}:Model", "--stages", "9"], "at most 3 stages"),
     ],
 )
-def test_what_cannot_be_done_is_said(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_done_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
