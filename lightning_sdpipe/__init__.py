@@ -12,6 +12,7 @@ from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_sdpipe.partition.plan import Balanced as Balanced
     from lightning_sdpipe.strategy import SDPipeStrategy as SDPipeStrategy
     from lightning_sdpipe.sync import AllReduce as AllReduce
     from lightning_sdpipe.sync import SemiDecentralized as SemiDecentralized
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Balanced": "lightning_sdpipe.partition.plan",
     "SDPipeStrategy": "lightning_sdpipe.strategy",
     "AllReduce": "lightning_sdpipe.sync",
     "SemiDecentralized": "lightning_sdpipe.sync",

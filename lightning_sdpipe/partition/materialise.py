@@ -53,6 +53,7 @@ class _Operation:
     writes: frozenset[int]
     outputs: Sequence[_Place]
     draws: bool  # random numbers
+    seed: Tensor | None = None  # the state that the random generator was set to just before
 
 
 class Initialisation:
@@ -66,8 +67,6 @@ class Initialisation:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """What is built on ``meta`` within the context can be given values later."""
-        if self._random_state is None:
-            self._random_state = torch.get_rng_state()
         whole = {name: self._whole(name) for name in _DO_NOTHING_ON_META}
         with _KeepData(), _Record(self), _patched(nn.init, whole):
             yield
@@ -81,7 +80,8 @@ class Initialisation:
                 return original(tensor, *args, **kwargs)  # type: ignore[no-any-return]
             storages = frozenset({self._place(tensor).storage})
             arguments = tuple(map(self._keep, (tensor, *args)))
-            self._operations.append(_Operation(original, arguments, kwargs, storages, storages, (), True))
+            seed = self._new_seed()
+            self._operations.append(_Operation(original, arguments, kwargs, storages, storages, (), True, seed))
             return tensor
 
         return initialise
@@ -96,14 +96,11 @@ class Initialisation:
         Peak memory is what is wanted and the largest other tensor. The random state of the CPU is afterwards
         what it would be if everything had been initialised.
         """
-        if self._random_state is None:
-            return []
         places = [self._place(t) for t in wanted]
         needed = self._needed({place.storage for place in places})
         last_use = {s: i for i, (operation, _) in enumerate(needed) for s in operation.reads | operation.writes}
         keep = {place.storage for place in places}
         real: dict[int, torch.UntypedStorage] = {}
-        torch.set_rng_state(self._random_state)
         with torch.no_grad():
             for index, (operation, counts) in enumerate(needed):
                 _run(operation, real if counts else {}, counts)
@@ -146,7 +143,16 @@ class Initialisation:
         args, kwargs = tree_map(self._keep, (args, kwargs))
         places = [self._place(t) for t in outputs]
         writes = frozenset(created | changed)
-        self._operations.append(_Operation(func, args, kwargs, frozenset(before), writes, places, draws))
+        seed = self._new_seed() if draws else None
+        self._operations.append(_Operation(func, args, kwargs, frozenset(before), writes, places, draws, seed))
+
+    def _new_seed(self) -> Tensor | None:
+        """The state of the generator, which drawing on meta leaves alone, if it has changed."""
+        state = torch.get_rng_state()
+        if self._random_state is not None and torch.equal(state, self._random_state):
+            return None
+        self._random_state = state
+        return state
 
     def _keep(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -227,6 +233,9 @@ class _KeepData(TorchFunctionMode):
 
 
 def _run(operation: _Operation, real: dict[int, torch.UntypedStorage], counts: bool) -> None:
+    if operation.seed is not None:
+        torch.set_rng_state(operation.seed)
+
     def tensor(value: Any) -> Any:
         if not isinstance(value, _Place):
             return value

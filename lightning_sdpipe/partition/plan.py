@@ -84,7 +84,7 @@ def plan(
     if partition == "parameters":
         sizes = [float(num_parameters(module, block)) for block in blocks]
         spans, _ = balance(sizes, [0.0] * (len(blocks) - 1), [1.0] * num_stages)
-    elif partition == "balanced" or isinstance(partition, Balanced):
+    elif is_measured(partition):
         if measure is None:
             raise ConfigurationError('partition="balanced" needs a batch to measure the blocks with.')
         options = partition if isinstance(partition, Balanced) else Balanced()
@@ -93,8 +93,13 @@ def plan(
         crossing = [transfer_seconds(block, options.bandwidth) for block in measured[:-1]]
         spans, _ = balance(seconds, crossing, options.speeds or [1.0] * num_stages)
     else:
-        spans = cut(len(blocks), num_stages, partition)
+        spans = cut(len(blocks), num_stages, partition)  # type: ignore[arg-type]  # names are dealt with above
     return Plan(blocks, spans)
+
+
+def is_measured(partition: Partition) -> bool:
+    """Whether a batch is needed to cut so."""
+    return partition == "balanced" or isinstance(partition, Balanced)
 
 
 def check(num_blocks: int, num_stages: int, partition: Partition) -> None:
