@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_sdpipe.errors import ConfigurationError as ConfigurationError
+    from lightning_sdpipe.partition.plan import Balanced as Balanced
     from lightning_sdpipe.strategy import SDPipeStrategy as SDPipeStrategy
     from lightning_sdpipe.sync import AllReduce as AllReduce
     from lightning_sdpipe.sync import SemiDecentralized as SemiDecentralized
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ConfigurationError": "lightning_sdpipe.errors",
+    "Balanced": "lightning_sdpipe.partition.plan",
     "SDPipeStrategy": "lightning_sdpipe.strategy",
     "AllReduce": "lightning_sdpipe.sync",
     "SemiDecentralized": "lightning_sdpipe.sync",

@@ -26,10 +26,12 @@ from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.delays import DelayInjector, Delays
 from lightning_sdpipe.last_resort import LastResort
 from lightning_sdpipe.launcher import CheckingLauncher, WholeModelLauncher
+from lightning_sdpipe.measure import measure_on_rank_zero
 from lightning_sdpipe.mesh import Mesh
-from lightning_sdpipe.partition.chain import find_chain
-from lightning_sdpipe.partition.cut import Partition, cut
+from lightning_sdpipe.partition import plan
+from lightning_sdpipe.partition.chain import Block, find_blocks
 from lightning_sdpipe.partition.cut_step import CutModel
+from lightning_sdpipe.partition.materialise import Initialisation, materialise
 from lightning_sdpipe.partition.ownership import assign_owners, keep_only
 from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.link import StageLink
@@ -62,7 +64,8 @@ class SDPipeStrategy(DDPStrategy):
             optimizer steps; ``"pipedream"`` overlaps mini-batches, with gradients that are up to M − 1 steps late.
         num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; ``num_stages`` by default.
             ``"pipedream"`` does not split mini-batches.
-        partition: ``"uniform"``, or the number of blocks of each stage.
+        partition: ``"uniform"`` (equally many blocks), ``"parameters"``, ``"balanced"`` (by measured times) or
+            :class:`~lightning_sdpipe.partition.plan.Balanced` with options, or the number of blocks of each stage.
         blocks: paths of the modules that form the chain, in the order in which they run, if the automatic choice does
             not fit; ``*`` stands for one part of a path.
         delays: seconds that workers sleep at random, to study stragglers.
@@ -84,7 +87,7 @@ class SDPipeStrategy(DDPStrategy):
         sync: PolicySpec | None = None,
         schedule: Schedule = "1f1b",
         num_micro_batches: int | None = None,
-        partition: Partition = "uniform",
+        partition: plan.Partition = "uniform",
         blocks: Sequence[str] | None = None,
         delays: Delays | None = None,
         scheduler: str | None = None,
@@ -112,6 +115,8 @@ class SDPipeStrategy(DDPStrategy):
         self._scheduler: EmbeddedScheduler | None = None
         self._client: SchedulerClient | None = None
         self._cut_model: CutModel | None = None
+        self._initialisation = Initialisation()
+        self._plan: tuple[nn.Module, plan.Plan] | None = None
         self._optimizer_parts: checkpoint.OptimizerParts | None = None
         self._in_step = False
         self._update_follows = False
@@ -135,7 +140,7 @@ class SDPipeStrategy(DDPStrategy):
     def _check_module(self) -> None:
         module = self.lightning_module
         if module is not None and not is_overridden("configure_model", module):  # else there is no model yet
-            cut(len(find_chain(module, self.blocks)), self.num_stages, self.partition)
+            plan.check(len(find_blocks(module, self.blocks)), self.num_stages, self.partition)
 
     def setup_environment(self) -> None:
         try:
@@ -172,7 +177,7 @@ class SDPipeStrategy(DDPStrategy):
         self._refuse_unsupported(trainer)
         lockstep.release(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
-        self._cut()
+        self._cut(trainer)
         self._put_first(trainer, EpochCallback(self.groups, self._pause))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -208,16 +213,36 @@ class SDPipeStrategy(DDPStrategy):
                 "summed over them, which needs a flush: use schedule='1f1b', or keep its users on one stage."
             )
 
-    def _cut(self) -> None:
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: what it builds on ``meta`` gets its initial values when it is cut."""
+        with self._initialisation.recording():
+            yield
+
+    def _plan_stages(self, trainer: Trainer) -> plan.Plan:
+        """A module is cut once: each rank has let go of the other stages when it runs again."""
+        if self._plan is None or self._plan[0] is not self.module:
+            without_data = trainer.state.fn != TrainerFn.FITTING and plan.is_measured(self.partition)
+            partition = "parameters" if without_data else self.partition
+
+            def measure(blocks: Sequence[Block]) -> plan.Profile:
+                context = self.precision_plugin.train_step_context
+                return measure_on_rank_zero(trainer, blocks, self.num_micro_batches, self.root_device, context)
+
+            self._plan = self.module, plan.plan(self.module, self.num_stages, partition, self.blocks, measure)
+        return self._plan[1]
+
+    def _cut(self, trainer: Trainer) -> None:
         """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
         module, groups = self.module, self.groups
         stage, _ = groups.mesh.locate(groups.rank)
-        chain = find_chain(module, self.blocks)
-        spans = cut(len(chain), self.num_stages, self.partition)
+        stages = self._plan_stages(trainer)
+        chain, spans = stages.chain, stages.module_spans
         self._ownership = assign_owners(module, chain, spans)
         if self.schedule == "pipedream":
             self._refuse_shared(self._ownership.shared_parameters(module))
         shared = SharedParameters(module, self._ownership, groups, self._run_timeout)
+        materialise(module, self._ownership, stage, self._initialisation)
         keep_only(module, self._ownership, stage, self.root_device)
         self._cut_model = CutModel(module, chain, [spans[stage]], self.root_device)
         here = [p for p in module.parameters() if p.device.type != "meta"]

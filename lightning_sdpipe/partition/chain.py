@@ -1,7 +1,8 @@
 """Finding the chain of blocks that a model is: which modules run one after the other.
 
-A block is a module whose output is all that the rest of the model needs from it and from the blocks before it. The
-chain is in registration order; the cut step checks at run time that the blocks really run in it.
+A block is one module, or a few that belong together, whose output is all that the rest of the model needs
+from it and from the blocks before it. The chain is in registration order; the cut step checks at run time
+that the blocks really run in it.
 """
 
 from __future__ import annotations
@@ -16,29 +17,44 @@ from lightning_sdpipe.errors import ConfigurationError
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
-def find_chain(module: nn.Module, names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The paths of the blocks of ``module``, in order.
+Block = tuple[str, ...]  # paths of modules that run one after the other and stay on one stage
 
-    Without ``names``, every child of an ``nn.Sequential`` or ``nn.ModuleList`` is a block. A module that is no such
-    container is a block itself when it has parameters or buffers, unless it holds more than half of the model's
-    parameters and a container among its descendants: then it is opened too. An element of a container is opened only
-    if it is a container: a residual block adds its input to the output of its body, so its body cannot be cut.
 
-    With ``names``, those modules, ``*`` standing for one part of a path (``"encoder.layer.*"``).
+def find_blocks(module: nn.Module, names: Sequence[str] | None = None) -> tuple[Block, ...]:
+    """The blocks of ``module``, in order.
+
+    Without ``names``, every child of an ``nn.Sequential`` or ``nn.ModuleList`` is a block. A module that is
+    no such container is a block itself when it has parameters or buffers, unless it holds more than half of
+    the parameters that lie in containers: then it is opened too. An element of a container is opened only if
+    it is a container, or a stage of a convolutional network: a module with a single child, a container of
+    modules of one class with parts. Any other may add its input to the output of its body, and such a body
+    cannot be cut.
+
+    Several modules before the first container (word and position embeddings, say) may each feed the sum that
+    enters it, so they form one block with its first element. All that comes after the last container (norm,
+    pooler, head) is one block for the same reason.
+
+    With ``names``, each of those modules is a block, ``*`` standing for one part of a path
+    (``"encoder.layer.*"``).
 
     Raises:
-        ConfigurationError: no chain of two blocks was found, or a name matches no module or lies within another.
+        ConfigurationError: no chain of blocks was found, or a name matches no module or lies within another.
     """
     if names is not None:
-        return _named_chain(module, names)
-    total = sum(p.numel() for p in module.parameters())
-    chain = tuple(_open(module, "", total))
+        return tuple((path,) for path in _named_chain(module, names))
+    chain = tuple(_open(module, "", sum(_in_containers(module))))
     if not chain:
         raise ConfigurationError(
-            f"No chain of blocks was found in {type(module).__name__}: it holds no nn.Sequential or nn.ModuleList and "
+            f"No chain of blocks was found in {type(module).__name__}: it holds no nn.Sequential or "
+            "nn.ModuleList and "
             f"no submodule with parameters. {_HOW_TO_NAME}"
         )
-    return chain
+    return _join_ends(module, chain)
+
+
+def find_chain(module: nn.Module, names: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The paths of the modules that form the blocks of :func:`find_blocks`, in order."""
+    return tuple(path for block in find_blocks(module, names) for path in block)
 
 
 _HOW_TO_NAME = (
@@ -47,31 +63,56 @@ _HOW_TO_NAME = (
 )
 
 
-def _open(module: nn.Module, path: str, total: int) -> Iterator[str]:
-    inside_container = isinstance(module, _CONTAINERS)
+def _open(module: nn.Module, path: str, in_containers: int) -> Iterator[str]:
+    opens_everything = isinstance(module, _CONTAINERS)
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if isinstance(child, _CONTAINERS):
-            yield from _open(child, child_path, total)
-        elif inside_container:
+        if isinstance(child, _CONTAINERS) or (opens_everything and _is_stage(child)):
+            yield from _open(child, child_path, in_containers)
+        elif opens_everything:
             yield child_path
         elif _has_state(child):
-            if _dominates(child, total) and _holds_container(child):
-                yield from _open(child, child_path, total)
+            if 2 * sum(_in_containers(child)) > in_containers:
+                yield from _open(child, child_path, in_containers)
             else:
                 yield child_path
+
+
+def _in_containers(module: nn.Module) -> Iterator[int]:
+    """Numbers of parameters of the outermost containers in ``module``."""
+    if isinstance(module, _CONTAINERS):
+        yield sum(p.numel() for p in module.parameters())
+    else:
+        for child in module.children():
+            yield from _in_containers(child)
+
+
+def _is_stage(module: nn.Module) -> bool:
+    children = list(module.children())
+    if len(children) != 1 or not isinstance(children[0], _CONTAINERS):
+        return False
+    elements = list(children[0])
+    return len({type(e) for e in elements}) == 1 and all(
+        not isinstance(e, _CONTAINERS) and any(map(_has_state, e.children())) for e in elements
+    )
 
 
 def _has_state(module: nn.Module) -> bool:
     return bool(module.state_dict(keep_vars=True))
 
 
-def _dominates(module: nn.Module, total: int) -> bool:
-    return 2 * sum(p.numel() for p in module.parameters()) > total
-
-
-def _holds_container(module: nn.Module) -> bool:
-    return any(isinstance(child, _CONTAINERS) for child in module.modules())
+def _join_ends(module: nn.Module, chain: Sequence[str]) -> tuple[Block, ...]:
+    elements = [
+        index
+        for index, path in enumerate(chain)
+        if isinstance(module.get_submodule(path.rpartition(".")[0]), _CONTAINERS)
+    ]
+    if not elements:
+        return tuple((path,) for path in chain)
+    first, last = elements[0], elements[-1]
+    before = [tuple(chain[: first + 1])] if first > 1 else [(path,) for path in chain[: first + 1]]
+    after = [tuple(chain[last + 1 :])] if chain[last + 1 :] else []
+    return (*before, *((path,) for path in chain[first + 1 : last + 1]), *after)
 
 
 def _named_chain(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:

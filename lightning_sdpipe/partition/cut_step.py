@@ -7,15 +7,19 @@ stage's own blocks run; and when its last block returns, the step ends there. On
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.ghost import Ghost, refuse_ghosts
+from lightning_sdpipe.partition.intercept import Original, intercept
 from lightning_sdpipe.partition.structure import Structure, take_apart
 
 
@@ -32,6 +36,7 @@ class _Run:
     span: range
     received: Boundary | None
     device: torch.device
+    trains: bool = field(default_factory=torch.is_grad_enabled)
     next_block: int = 0
     structures: list[Structure | None] = field(default_factory=list)
 
@@ -59,15 +64,14 @@ class CutModel:
         self._owned = {block for span in owned for block in span}
         self._device = device
         self._run: _Run | None = None
-        self._blocks = [module.get_submodule(path) for path in chain]
-        for index, block in enumerate(self._blocks):
-            _intercept(block, self, index)
+        self._restore: list[Callable[[], None]] = []
+        for index, block in enumerate([module.get_submodule(path) for path in chain]):
+            self._restore.append(intercept(block, partial(self._call, index)))
 
     def restore(self) -> None:
         """Gives the blocks their own class back."""
-        for block in self._blocks:
-            block.__class__ = type(block).__mro__[2]
-            del block.__dict__["_cut_model"]
+        while self._restore:
+            self._restore.pop()()
 
     def run(self, span: range, step: Callable[[], Any], received: Boundary | None) -> Boundary | Any:
         """Runs ``step`` as the stage that owns the blocks of ``span``.
@@ -99,8 +103,7 @@ class CutModel:
         refuse_ghosts(outcome, "the result of the step")
         return outcome
 
-    def call(self, index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Stands in for calling block ``index``."""
+    def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run, name = self._run, self._chain[index]
         if run is None:  # outside a step, or recomputed by activation checkpointing during backward
             if index in self._owned:
@@ -129,6 +132,8 @@ class CutModel:
             run.structures.extend([None] * (index - len(run.structures)))
             run.structures.append(structure)
             if index == run.span.stop - 1:
+                if run.trains and not torch.is_grad_enabled():
+                    _refuse_reentrant_checkpoint(name)
                 raise _StageEnds(Boundary(tensors, run.structures))
         return output
 
@@ -142,7 +147,7 @@ class CutModel:
             )
         if index == run.span.start - 1:
             tensors = run.received.tensors
-            return structure.rebuild(lambda i, _: tensors[i])
+            return structure.rebuild(lambda i, _: _writable(tensors[i]))
         return structure.rebuild(lambda _, meta: Ghost(meta.empty("meta"), run.device, name))
 
 
@@ -156,19 +161,29 @@ def _outline(output: Any) -> Structure | None:
         return None
 
 
-class _Intercepted(nn.Module):
-    """Mixed into a block's class, so that its calls go through :meth:`CutModel.call`.
+def _refuse_reentrant_checkpoint(name: str) -> None:
+    """Leaving such a checkpoint by an exception would lose the gradients of all that comes before the cut."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise ConfigurationError(
+                f"Block {name!r}, the last one of its stage, is called through torch.utils.checkpoint with "
+                "use_reentrant=True, and a stage cannot end within it. Use use_reentrant=False, or checkpoint inside "
+                "the block's own forward."
+            )
 
-    The class is changed rather than ``forward``, so that hooks, in-place ``compile()`` and classes that override
-    ``__call__`` (Hugging Face's checkpointing layers) keep their place inside the call.
-    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cut_model, index = self.__dict__["_cut_model"]
-        return cut_model.call(index, super().__call__, args, kwargs)
+def _writable(tensor: Tensor) -> Tensor:
+    """The same values and memory as something that user code may write to in place, which a leaf is not."""
+    return _Identity.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
 
-def _intercept(block: nn.Module, cut_model: CutModel, index: int) -> None:
-    own = type(block)
-    block.__class__ = type(own.__name__, (_Intercepted, own), {"__module__": own.__module__})
-    block.__dict__["_cut_model"] = (cut_model, index)
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()  # autograd does not see a view here, and a view of a leaf may not be written to either
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -24,6 +24,16 @@ _FROM_METADATA = {
     _aten.new_empty.default,
     _aten.new_full.default,
     _aten.new_empty_strided.default,
+}
+# Their noise is made from metadata, so it would be real and draw random numbers for a value that is not here.
+_DROPOUTS = {
+    nn.functional.dropout,
+    nn.functional.dropout1d,
+    nn.functional.dropout2d,
+    nn.functional.dropout3d,
+    nn.functional.alpha_dropout,
+    nn.functional.feature_alpha_dropout,
+    torch.dropout,
 }
 
 
@@ -53,6 +63,15 @@ class Ghost(Tensor):
         return ghost
 
     meta: Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _DROPOUTS:
+            return args[0] if args else (kwargs or {})["input"]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as an instance method

@@ -44,3 +44,9 @@ def test_using_its_value_names_the_block_it_comes_from(ghost: Ghost) -> None:
         refuse_ghosts(([1, {"x": ghost}],), "block 'net.3'")
     with pytest.raises(SkippedCutError, match="written into a tensor"):
         torch.ones(4, 5).add_(ghost)
+
+
+def test_dropout_of_a_ghost_draws_no_random_numbers(ghost: Ghost) -> None:
+    before = torch.get_rng_state()
+    assert nn.Dropout(0.5)(ghost).shape == (4, 5)
+    assert torch.equal(torch.get_rng_state(), before)

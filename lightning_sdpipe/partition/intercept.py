@@ -1,0 +1,39 @@
+"""Standing in for the calls of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Original = Callable[..., Any]
+Call = Callable[[Original, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Intercepted(nn.Module):
+    """Mixed into a module's class, so that its calls go through the function given to :func:`intercept`.
+
+    The class is changed rather than ``forward``, so that hooks, in-place ``compile()`` and classes that
+    override ``__call__`` (Hugging Face's checkpointing layers) keep their place inside the call.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_intercepted_call"](super().__call__, args, kwargs)
+
+
+def intercept(module: nn.Module, call: Call) -> Callable[[], None]:
+    """Makes ``module(*args, **kwargs)`` return ``call(original, args, kwargs)``.
+
+    Returns:
+        A function that gives the module its own class back.
+    """
+    own = type(module)
+    module.__class__ = type(own.__name__, (_Intercepted, own), {"__module__": own.__module__})
+    module.__dict__["_intercepted_call"] = call
+
+    def restore() -> None:
+        module.__class__ = own
+        del module.__dict__["_intercepted_call"]
+
+    return restore

@@ -1,0 +1,155 @@
+"""Measuring what each block of a chain costs, and how much crosses a cut after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.chain import Block
+from lightning_sdpipe.partition.intercept import Original, intercept
+from lightning_sdpipe.partition.rehearsal import rehearsal
+from lightning_sdpipe.partition.structure import take_apart
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """The cost of one block for one micro-batch. The user's code between two blocks counts with the later
+    one, whose stage runs it; what follows the last block (the loss) counts with that."""
+
+    forward_seconds: float
+    backward_seconds: float
+    activation_bytes: int | None  # that would cross a cut after it; None: the output cannot travel
+    gradient_bytes: int  # that would come back over it
+
+
+def profile(
+    module: nn.Module,
+    blocks: Sequence[Block],
+    step: Callable[[], Any],
+    device: torch.device,
+    repeats: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[BlockProfile, ...]:
+    """Measures each block while ``step`` runs forward and backward: medians over ``repeats`` runs after a
+    first one.
+
+    Nothing of it remains: see :func:`~lightning_sdpipe.partition.rehearsal.rehearsal`. With activation
+    checkpointing the recomputation is part of the backward, as it is in training.
+
+    Args:
+        module: whole, on ``device``.
+        blocks: its chain.
+        step: calls the user's training step on one micro-batch and returns its loss.
+        device: where the blocks run.
+        repeats: how many runs are measured.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigurationError: the module is not whole, or a block does not run in the step.
+    """
+    absent = [name for name, p in module.named_parameters() if p.device.type == "meta"]
+    if absent:
+        raise ConfigurationError(
+            f'partition="balanced" measures the whole model in one process, but {absent[0]!r} and '
+            f"{len(absent) - 1} other parameters are on the meta device. Build the model outside of meta, "
+            "or use "
+            'partition="parameters" or a list of block counts.'
+        )
+
+    def now() -> float:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+        return clock()
+
+    with rehearsal(module):
+        runs = [_measure(module, blocks, step, now) for _ in range(repeats + 1)][1:]
+    return tuple(
+        BlockProfile(
+            median(block.forward_seconds for block in of_block),
+            median(block.backward_seconds for block in of_block),
+            of_block[0].activation_bytes,
+            of_block[0].gradient_bytes,
+        )
+        for of_block in zip(*runs, strict=True)
+    )
+
+
+@dataclass
+class _Stamps:
+    returned: dict[int, float] = field(default_factory=dict)  # when the block's forward had ended
+    arrived: dict[int, float] = field(default_factory=dict)  # when the gradients of its output were complete
+    crossing: dict[int, tuple[int | None, int]] = field(default_factory=dict)
+
+    def arrive(self, index: int, now: Callable[[], float], _: Sequence[Tensor | None]) -> None:
+        self.arrived.setdefault(index, now())
+
+
+def _measure(
+    module: nn.Module, blocks: Sequence[Block], step: Callable[[], Any], now: Callable[[], float]
+) -> list[BlockProfile]:
+    stamps = _Stamps()
+
+    def call(index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = original(*args, **kwargs)
+        if index not in stamps.returned:  # else checkpointing runs it again during backward
+            stamps.returned[index] = now()
+            stamps.crossing[index] = _crossing(output)
+            trained = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+            if trained:
+                register_multi_grad_hook(trained, partial(stamps.arrive, index, now))
+        return output
+
+    restore = [intercept(module.get_submodule(block[-1]), partial(call, i)) for i, block in enumerate(blocks)]
+    try:
+        module.zero_grad()
+        begin = now()
+        outcome = step()
+        turn = now()
+        loss = outcome.get("loss") if isinstance(outcome, Mapping) else outcome
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        end = now()
+    finally:
+        for undo in restore:
+            undo()
+    missing = [" + ".join(block) for i, block in enumerate(blocks) if i not in stamps.returned]
+    if missing:
+        raise ConfigurationError(
+            f"The training step did not run {missing}, so they cannot be blocks of the chain. "
+            "Name blocks that every step runs with SDPipeStrategy(blocks=[...])."
+        )
+    stamps.returned[len(blocks) - 1] = stamps.arrived[len(blocks) - 1] = turn
+    begins = [begin, *(stamps.returned[i] for i in range(len(blocks) - 1))]
+    backward = _backward_seconds(stamps.arrived, len(blocks), end)
+    return [BlockProfile(stamps.returned[i] - begins[i], backward[i], *stamps.crossing[i]) for i in range(len(blocks))]
+
+
+def _backward_seconds(arrived: Mapping[int, float], num_blocks: int, end: float) -> list[float]:
+    """A block's backward begins when its output's gradient is there and ends when its input's is."""
+    seconds = [0.0] * num_blocks
+    for block in range(num_blocks):  # upwards: `end` is when the blocks below began
+        if block in arrived:  # else no gradient passes: it and those below it are frozen
+            seconds[block] = end - arrived[block]
+            end = arrived[block]
+    return seconds
+
+
+def _crossing(output: Any) -> tuple[int | None, int]:
+    try:
+        tensors, _ = take_apart(output, "")
+    except ConfigurationError:
+        return None, 0
+    return (
+        sum(t.numel() * t.element_size() for t in tensors),
+        sum(t.numel() * t.element_size() for t in tensors if t.requires_grad),
+    )

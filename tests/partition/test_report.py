@@ -1,0 +1,75 @@
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.partition.__main__ import main
+from lightning_sdpipe.partition.plan import Plan
+from lightning_sdpipe.partition.profile import BlockProfile
+from lightning_sdpipe.partition.report import table
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).mean()
+
+
+def with_batch() -> tuple[nn.Module, Tensor]:
+    return Model(), torch.ones(2, 3)
+
+
+PLAN = Plan((("net.0",), ("net.1",), ("net.2",)), (range(2), range(2, 3)))
+PROFILE = [
+    BlockProfile(0.001, 0.002, 32, 32),
+    BlockProfile(0.003, 0.004, 2048, 32),
+    BlockProfile(0.005, 0.006, 8, 8),
+]
+
+
+def rows(text: str) -> list[list[str]]:
+    return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()[2:]]
+
+
+def test_the_table_adds_up_each_stage() -> None:
+    assert rows(table(Model(), PLAN, PROFILE)) == [
+        ["0", "net.0 … net.1 (2)", "16", "4.00", "6.00", "2.0"],
+        ["1", "net.2", "5", "5.00", "6.00", "–"],
+    ]
+    assert rows(table(Model(), PLAN))[1] == ["1", "net.2", "5", "–", "–", "–"]
+
+
+def test_each_block_can_have_a_row() -> None:
+    assert [row[:3] for row in rows(table(Model(), PLAN, PROFILE, each_block=True))] == [
+        ["0", "net.0", "16"],
+        ["0", "net.1", "0"],
+        ["1", "net.2", "5"],
+    ]
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{__name__}:with_batch", "--stages", "2", "--partition", "1,2"]) == 0
+    first, second = rows(capsys.readouterr().out)
+    assert first[1:3] == ["net.0", "16"]
+    assert second[1:3] == ["net.1 … net.2 (2)", "5"]
+    assert float(first[3]) > 0
+    assert main([f"{__name__}:with_batch", "--stages", "3", "--partition", "balanced", "--speeds", "1,1,2"]) == 0
+    assert len(rows(capsys.readouterr().out)) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no.such:thing"], "cannot be imported"),
+        (["builtins:dict"], "returned a dict"),
+        ([f"{__name__}:Model", "--partition", "balanced"], "returned no batch"),
+        ([f"{__name__}:Model", "--stages", "9"], "at most 3 stages"),
+    ],
+)
+def test_what_cannot_be_done_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

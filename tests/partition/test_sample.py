@@ -1,0 +1,33 @@
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_sdpipe.partition.sample import sample_batch
+
+DATA = TensorDataset(torch.arange(10.0))
+
+
+def test_the_first_samples_are_taken_and_no_random_number_is_drawn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    loader = DataLoader(DATA, 4, shuffle=True, generator=generator)
+    states = torch.get_rng_state(), generator.get_state()
+    (batch,) = sample_batch(loader)
+    assert batch.tolist() == [0, 1, 2, 3]
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(generator.get_state(), states[1])
+
+
+def test_a_structure_of_loaders_gives_a_structure_of_batches() -> None:
+    batch = sample_batch({"a": DataLoader(DATA, 2), "b": [DataLoader(DATA, 20)]})
+    assert [t.shape for t in (batch["a"][0], batch["b"][0][0])] == [(2,), (10,)]
+
+
+class Stream(IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        return iter([1.0, 2.0, 3.0])
+
+
+def test_a_stream_is_iterated() -> None:
+    assert sample_batch(DataLoader(Stream(), 2)).tolist() == [1, 2]
+    assert sample_batch([torch.zeros(3)])[0].shape == ()
