@@ -46,7 +46,8 @@ from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.model_averaging import ModelAveraging, SyncStatistics
 from lightning_sdpipe.sync.rendezvous import connect, standing_scheduler, start_scheduler
 
-Schedule = Literal["1f1b", "gpipe", "pipedream"]
+Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
+_LOOPED = ("interleaved_1f1b", "zero_bubble")
 
 _GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
 
@@ -61,7 +62,10 @@ class SDPipeStrategy(DDPStrategy):
         num_stages: M, the stages of a pipeline; must divide the number of workers.
         sync: the synchronisation rule, from :mod:`lightning_sdpipe.sync`; SDPipe's by default.
         schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
-            optimizer steps; ``"pipedream"`` overlaps mini-batches, with gradients that are up to M − 1 steps late.
+            optimizer steps, and so do ``"interleaved_1f1b"`` and ``"zero_bubble"``, which cut the model into
+            ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
+            up to M − 1 steps late.
+        stages_per_worker: how many stages, ``num_stages`` apart, a worker runs under these two schedules.
         num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; ``num_stages`` by default.
             ``"pipedream"`` does not split mini-batches.
         partition: ``"uniform"`` (equally many blocks), ``"parameters"``, ``"balanced"`` (by measured times) or
@@ -86,6 +90,7 @@ class SDPipeStrategy(DDPStrategy):
         num_stages: int = 1,
         sync: PolicySpec | None = None,
         schedule: Schedule = "1f1b",
+        stages_per_worker: int = 2,
         num_micro_batches: int | None = None,
         partition: plan.Partition = "uniform",
         blocks: Sequence[str] | None = None,
@@ -103,7 +108,13 @@ class SDPipeStrategy(DDPStrategy):
         self.sync = sync if sync is not None else SemiDecentralized()
         if schedule not in get_args(Schedule):
             raise ConfigurationError(f"schedule={schedule!r} is not known; use one of {list(get_args(Schedule))}.")
+        if schedule in _LOOPED and (num_stages < 2 or stages_per_worker < 2):
+            raise ConfigurationError(
+                f"schedule={schedule!r} needs num_stages and stages_per_worker of 2 or more; given {num_stages} and "
+                f"{stages_per_worker}."
+            )
         self.schedule = schedule
+        self.stages_per_worker = stages_per_worker if schedule in _LOOPED else 1
         self.num_micro_batches = num_micro_batches or num_stages
         self.partition = partition
         self.blocks = blocks
@@ -140,7 +151,7 @@ class SDPipeStrategy(DDPStrategy):
     def _check_module(self) -> None:
         module = self.lightning_module
         if module is not None and not is_overridden("configure_model", module):  # else there is no model yet
-            plan.check(len(find_blocks(module, self.blocks)), self.num_stages, self.partition)
+            plan.check(len(find_blocks(module, self.blocks)), self._total_stages, self.partition)
 
     def setup_environment(self) -> None:
         try:
@@ -229,7 +240,7 @@ class SDPipeStrategy(DDPStrategy):
                 context = self.precision_plugin.train_step_context
                 return measure_on_rank_zero(trainer, blocks, self.num_micro_batches, self.root_device, context)
 
-            self._plan = self.module, plan.plan(self.module, self.num_stages, partition, self.blocks, measure)
+            self._plan = self.module, plan.plan(self.module, self._total_stages, partition, self.blocks, measure)
         return self._plan[1]
 
     def _cut(self, trainer: Trainer) -> None:
@@ -238,13 +249,14 @@ class SDPipeStrategy(DDPStrategy):
         stage, _ = groups.mesh.locate(groups.rank)
         stages = self._plan_stages(trainer)
         chain, spans = stages.chain, stages.module_spans
-        self._ownership = assign_owners(module, chain, spans)
+        self._ownership = assign_owners(module, chain, spans, self.num_stages)
         if self.schedule == "pipedream":
             self._refuse_shared(self._ownership.shared_parameters(module))
         shared = SharedParameters(module, self._ownership, groups, self._run_timeout)
         materialise(module, self._ownership, stage, self._initialisation)
         keep_only(module, self._ownership, stage, self.root_device)
-        self._cut_model = CutModel(module, chain, [spans[stage]], self.root_device)
+        owned = spans[stage :: self.num_stages]
+        self._cut_model = CutModel(module, chain, owned, self.root_device)
         here = [p for p in module.parameters() if p.device.type != "meta"]
         buffers = [b for b in module.buffers() if b.device.type != "meta"]
         buckets = flatten(here)
@@ -252,17 +264,29 @@ class SDPipeStrategy(DDPStrategy):
         for tensor in (*(bucket.buffer for bucket in buckets), *buffers):
             dist.broadcast(tensor, min(groups.mesh.stage_ranks(stage)), group=groups.stage)
         self._sync = ModelAveraging(self.client, groups.stage, groups.mesh.stage_ranks(stage), buckets, buffers)
-        link = StageLink(groups.pipeline, groups.mesh.pipeline_ranks(self._worker.pipeline), stage, self.root_device)
-        link.dynamic_shapes = self.dynamic_shapes
-        injector = DelayInjector(self.delays, stage, self._worker.pipeline)
-        self._runner = StageRunner(module, self._cut_model, spans[stage], link)
+        workers = groups.mesh.pipeline_ranks(self._worker.pipeline)
+        links = [
+            StageLink(
+                groups.pipeline,
+                tuple(workers) * self.stages_per_worker,
+                number,
+                self.root_device,
+                self.dynamic_shapes,
+                sends_in_flight=None if self.stages_per_worker > 1 else 2,
+            )
+            for number in range(stage, self._total_stages, self.num_stages)
+        ]
+        self._runners = [
+            StageRunner(module, self._cut_model, span, link) for span, link in zip(owned, links, strict=True)
+        ]
         trained = [p for p in here if p.requires_grad]
+        injector = DelayInjector(self.delays, stage, self._worker.pipeline)
         self._pipeline: FlushPipeline | PipeDreamPipeline
         if self.schedule == "pipedream":
-            self._pipeline = PipeDreamPipeline(self._runner, trained, injector)
+            self._pipeline = PipeDreamPipeline(self._runners[0], trained, injector)
         else:
             self._pipeline = FlushPipeline(
-                self._runner, trained, shared, injector, self.schedule, self.num_micro_batches
+                self._runners, self.num_stages, trained, shared, injector, self.schedule, self.num_micro_batches
             )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -333,7 +357,7 @@ class SDPipeStrategy(DDPStrategy):
             with torch.inference_mode(False), torch.enable_grad(), self._first_failure():
                 while self._pipeline.draining:
                     self._update(self.optimizers[0], self._drain)
-                self._runner.link.settle()
+                self._settle()
         self._sync.pause()
 
     def _drain(self) -> Tensor:
@@ -353,13 +377,18 @@ class SDPipeStrategy(DDPStrategy):
         return self._evaluate("predict_step", batch, arguments, self.precision_plugin.predict_step_context)
 
     def on_validation_end(self) -> None:
-        self._runner.link.settle()
+        self._settle()
 
     on_test_end = on_predict_end = on_validation_end
 
     def _evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
         with self._step():
-            return self._runner.evaluate(batch, Step(name, arguments, context))
+            step = Step(name, arguments, context)
+            return [runner.evaluate(batch, step) for runner in self._runners][-1]
+
+    def _settle(self) -> None:
+        for runner in self._runners:
+            runner.link.settle()
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -476,6 +505,10 @@ class SDPipeStrategy(DDPStrategy):
     def client(self) -> SchedulerClient:
         assert self._client is not None, "setup_environment connects to the scheduler"
         return self._client
+
+    @property
+    def _total_stages(self) -> int:
+        return self.num_stages * self.stages_per_worker
 
     @property
     def _worker(self) -> Worker:

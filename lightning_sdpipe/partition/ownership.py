@@ -28,10 +28,17 @@ class Ownership:
         return [(self.stages[name], name) for name, _ in module.named_parameters() if len(self.stages[name]) > 1]
 
 
-def assign_owners(module: nn.Module, chain: Sequence[str], spans: Sequence[range]) -> Ownership:
-    """Ownership of ``module``'s tensors when stage ``j`` runs the blocks ``chain[b] for b in spans[j]``."""
-    stage_of_block = {chain[block]: stage for stage, span in enumerate(spans) for block in span}
-    everywhere = set(range(len(spans)))
+def assign_owners(
+    module: nn.Module, chain: Sequence[str], spans: Sequence[range], num_workers: int | None = None
+) -> Ownership:
+    """Ownership of ``module``'s tensors when stage ``j`` runs the blocks ``chain[b] for b in spans[j]``.
+
+    With more spans than ``num_workers``, worker ``j`` runs the spans ``j``, ``j + num_workers`` and so on, and owns
+    what they hold together.
+    """
+    num_workers = num_workers or len(spans)
+    stage_of_block = {chain[block]: number % num_workers for number, span in enumerate(spans) for block in span}
+    everywhere = set(range(num_workers))
     named = _named_tensors(module)
     owners: dict[int, set[int]] = {}
     for name, tensor in named:

@@ -6,17 +6,26 @@ process which accumulates over the same micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.delays import DelayInjector
 from lightning_sdpipe.partition.cut_step import Boundary
 from lightning_sdpipe.pipeline.gradients import loss_with_gradients, put_back, set_aside
-from lightning_sdpipe.pipeline.micro_batches import split
+from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
 from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
@@ -24,32 +33,37 @@ from lightning_sdpipe.pipeline.step_log import StepLog
 
 
 class FlushPipeline:
-    """Trains this worker's stage.
+    """Trains this worker's stage, or stages: some schedules give a worker several that lie M apart.
 
     Args:
-        runner: runs this stage's part of a step.
-        parameters: this stage's trained parameters.
+        runners: run these stages' parts of a step.
+        num_workers: M, the workers of the pipeline.
+        parameters: the trained parameters of these stages.
         shared: those that other stages hold too.
         delays: makes this worker sleep before its forward and backward, if it was asked to.
-        schedule: ``"1f1b"`` or ``"gpipe"``.
+        schedule: ``"1f1b"`` or ``"gpipe"`` for one stage, ``"interleaved_1f1b"`` or ``"zero_bubble"`` for several.
         num_micro_batches: how many micro-batches a mini-batch is split into.
     """
 
     def __init__(
         self,
-        runner: StageRunner,
+        runners: Sequence[StageRunner],
+        num_workers: int,
         parameters: Sequence[nn.Parameter],
         shared: SharedParameters,
         delays: DelayInjector,
         schedule: str,
         num_micro_batches: int,
     ) -> None:
-        self._runner = runner
+        self._runners = runners
         self._parameters = parameters
         self._shared = shared
         self._delays = delays
-        self._stage = CutStage(runner.module, runner.link.stage, len(runner.link.ranks), runner.link)
-        self._schedule = _schedule(schedule, self._stage, num_micro_batches)
+        self._stages = [
+            CutStage(runner.module, runner.link.stage, len(runner.link.ranks), num_workers, runner.link)
+            for runner in runners
+        ]
+        self._schedule = _schedule(schedule, self._stages, num_micro_batches)
         self._num_micro_batches = num_micro_batches
 
     def train(self, batch: Any, step: Step, iteration: int) -> Tensor:
@@ -61,26 +75,63 @@ class FlushPipeline:
         micro_batches = split(batch, self._num_micro_batches)
         log = StepLog()
 
-        def forward(index: int, received: Boundary | None) -> Boundary | Tensor:
-            return self._runner.train(micro_batches[index], step, received, log)
-
         before = set_aside(self._parameters)
         self._delays.before_forward(iteration)
         keys = [step.key(micro_batch) for micro_batch in micro_batches]
-        self._stage.begin(keys, forward, lambda: self._delays.before_backward(iteration))
+        sleep = _once(lambda: self._delays.before_backward(iteration))
+        for runner, stage in zip(self._runners, self._stages, strict=True):
+            stage.begin(keys, partial(_forward, runner, micro_batches, step, log), sleep)
         losses: list[Tensor] = []
         indices = torch.arange(self._num_micro_batches)  # the schedules want a target to call the loss function
         self._schedule.step(target=indices, losses=losses, return_outputs=False)
-        self._runner.link.settle()
+        for runner in self._runners:
+            runner.link.settle()
         self._shared.sum_gradients()
-        log.replay(self._runner.module.log)
+        log.replay(self._runners[0].module.log)
         loss = torch.stack([part.detach() for part in losses]).sum() if losses else torch.zeros(())
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
-        return loss_with_gradients(loss.to(self._stage.device), self._parameters, gradients)
+        return loss_with_gradients(loss.to(self._stages[0].device), self._parameters, gradients)
 
 
-def _schedule(name: str, stage: CutStage, num_micro_batches: int) -> PipelineScheduleSingle:
+def _once(action: Callable[[], None]) -> Callable[[], None]:
+    done = False
+
+    def run() -> None:
+        nonlocal done
+        if not done:
+            done = True
+            action()
+
+    return run
+
+
+def _forward(
+    runner: StageRunner,
+    micro_batches: Sequence[MicroBatch],
+    step: Step,
+    log: StepLog,
+    index: int,
+    received: Boundary | None,
+) -> Boundary | Tensor:
+    return runner.train(micro_batches[index], step, received, log)
+
+
+def _schedule(
+    name: str, stages: Sequence[CutStage], num_micro_batches: int
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    options: Any = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
+    torch_stages: Any = list(stages)  # CutStage offers what the schedules call, without being torch's class
+    if name in ("interleaved_1f1b", "zero_bubble"):
+        kind = ScheduleInterleaved1F1B if name == "interleaved_1f1b" else ScheduleInterleavedZeroBubble
+        try:
+            return kind(torch_stages, num_micro_batches, **options)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"schedule={name!r} cannot order num_micro_batches={num_micro_batches} over {stages[0].num_stages} "
+                f"stages on {stages[0].group_size} workers ({error}). Use a multiple of {stages[0].group_size}."
+            ) from error
     # 1F1B needs a micro-batch for every stage; with fewer its order is GPipe's
-    kind = Schedule1F1B if name == "1f1b" and num_micro_batches >= stage.num_stages else ScheduleGPipe
-    return kind(stage, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)  # type: ignore[arg-type]
+    if name == "1f1b" and num_micro_batches >= stages[0].num_stages:
+        return Schedule1F1B(torch_stages[0], num_micro_batches, **options)
+    return ScheduleGPipe(torch_stages[0], num_micro_batches, **options)

@@ -20,8 +20,6 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.cut_step import Boundary
 from lightning_sdpipe.partition.structure import Structure, TensorMeta, decode_structures, encode_structures
 
-_SENDS_IN_FLIGHT = 2  # of one direction: one being taken by the neighbour, one ready for it
-
 
 @dataclass
 class StageLink:
@@ -29,10 +27,12 @@ class StageLink:
 
     Args:
         group: the pipeline's process group.
-        ranks: global rank of every stage of the pipeline.
+        ranks: global rank of every stage of the pipeline; a rank may hold several.
         stage: the stage whose neighbours these are.
         device: where received tensors go.
         dynamic_shapes: send a header before every message, for blocks whose output shapes depend on the data.
+        sends_in_flight: of one direction, before a further one waits for the oldest: one that the neighbour is taking
+            and one that is ready for it. None for no bound, where stages wait for each other in a ring.
     """
 
     group: dist.ProcessGroup
@@ -40,6 +40,7 @@ class StageLink:
     stage: int
     device: torch.device
     dynamic_shapes: bool = False
+    sends_in_flight: int | None = 2
     _incoming: dict[Hashable, list[Structure | None]] = field(default_factory=dict)
     _outgoing: dict[Hashable, list[Structure | None]] = field(default_factory=dict)
     _expected: deque[tuple[Hashable, p2p.Transfer]] = field(default_factory=deque)
@@ -62,7 +63,8 @@ class StageLink:
                 "SDPipeStrategy(dynamic_shapes=True)."
             )
         self._sent_down.append(p2p.send(boundary.tensors, self.ranks[to], self.group, tag, self._name(to)))
-        _settle(self._sent_down, 2 * _SENDS_IN_FLIGHT)
+        if self.sends_in_flight is not None:
+            _settle(self._sent_down, 2 * self.sends_in_flight)
 
     def expect_activations(self, key: Hashable) -> None:
         """Posts the receive of the next micro-batch, if its shapes are known."""
@@ -91,7 +93,8 @@ class StageLink:
         """Starts sending the gradients of a received micro-batch to the previous stage."""
         to, tag = self.stage - 1, 2 * self.stage - 1
         self._sent_up.append(p2p.send(gradients, self.ranks[to], self.group, tag, self._name(to)))
-        _settle(self._sent_up, _SENDS_IN_FLIGHT)
+        if self.sends_in_flight is not None:
+            _settle(self._sent_up, self.sends_in_flight)
 
     def receive_gradients(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Waits for the gradients of the tensors ``like``, which were sent to the next stage."""

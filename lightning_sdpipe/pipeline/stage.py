@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_sdpipe.partition.cut_step import Boundary
 from lightning_sdpipe.pipeline.link import StageLink
@@ -21,24 +22,27 @@ Forward = Callable[[int, Boundary | None], Boundary | Tensor]
 
 
 class CutStage:
-    """Stage ``stage_index`` of ``num_stages``.
+    """Stage ``stage_index`` of ``num_stages``, on one of ``num_workers`` workers in turn.
 
     A mini-batch begins with :meth:`begin`; then a schedule calls the other methods.
     """
 
-    def __init__(self, module: nn.Module, stage_index: int, num_stages: int, link: StageLink) -> None:
+    def __init__(self, module: nn.Module, stage_index: int, num_stages: int, num_workers: int, link: StageLink) -> None:
         self.submod = module
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = link.device
         self.group: dist.ProcessGroup = link.group
-        self.group_size = dist.get_world_size(link.group)
-        self.group_rank = dist.get_rank(link.group)
+        self.group_size = num_workers
+        self.group_rank = stage_index % num_workers  # the schedules number workers by their first stage
         self.is_first = stage_index == 0
         self.is_last = stage_index == num_stages - 1
         self.has_backward = True
         self.output_chunks: list[Any] = []
+        self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
+        self.act_send_info: dict[int, list[Any]] = {}
         self._link = link
+        self._weights = [p for p in module.parameters() if p.requires_grad and p.device.type != "meta"]
 
     def begin(self, keys: Sequence[Hashable], forward: Forward, before_backward: Callable[[], None]) -> None:
         """Prepares for a mini-batch.
@@ -47,14 +51,15 @@ class CutStage:
             keys: for each micro-batch, what identifies the shapes of its messages.
             forward: runs this stage's part of the step on micro-batch ``i``, given what was received; returns the
                 boundary to send, or on the last stage the loss.
-            before_backward: called once, before the first backward.
+            before_backward: called before each backward.
         """
-        self._before_backward: Callable[[], None] | None = before_backward
+        self._before_backward = before_backward
         self._keys = keys
         self._forward = forward
         self._next_expected = 0
         self._received: dict[int, Sequence[Tensor]] = {}
         self._sent: dict[int, Sequence[Tensor]] = {}
+        self._left: dict[int, Callable[[], object]] = {}
 
     def forward_one_chunk(self, index: int, *_: Any, **__: Any) -> Tensor | None:
         """Receives micro-batch ``index``, runs it and sends it on. Returns the loss on the last stage."""
@@ -71,21 +76,40 @@ class CutStage:
             return None
         return outcome
 
-    def backward_one_chunk(self, index: int, loss: Tensor | None = None, **_: Any) -> None:
+    def backward_one_chunk(self, index: int, loss: Tensor | None = None, full_backward: bool = True, **_: Any) -> None:
         """Receives the gradients of micro-batch ``index`` (on the last stage: starts from its loss), computes those of
-        the parameters and of what was received, and sends the latter back."""
-        if self._before_backward is not None:
-            self._before_backward()
-            self._before_backward = None
-        if self.is_last:
-            assert loss is not None
-            torch.autograd.backward(loss)
+        the parameters and of what was received, and sends the latter back.
+
+        Without ``full_backward`` the parameters' gradients are left for :meth:`backward_weight_one_chunk`.
+        """
+        self._before_backward()
+        outputs, gradients = self._outputs_and_gradients(index, loss)
+        inputs = self._received.pop(index, ())
+        if full_backward:
+            torch.autograd.backward(outputs, gradients)
+            found: Sequence[Tensor | None] = [t.grad for t in inputs]
+        elif self.is_first:  # nothing to send: all of it can wait
+            self._left[index] = lambda: torch.autograd.backward(outputs, gradients)
+            return
         else:
-            outputs = self._sent.pop(index)
-            torch.autograd.backward(outputs, self._link.receive_gradients(outputs))
+            outputs = [t.clone() if t._is_view() else t for t in outputs]  # torch detaches them in place
+            found, groups = stage_backward_input(outputs, gradients, list(inputs), iter(self._weights))
+            # a parameter that several groups use (a shared scale) needs the graph more than once
+            self._left[index] = lambda: stage_backward_weight(iter(self._weights), groups, retain_graph=True)
         if not self.is_first:
-            inputs = self._received.pop(index)
-            self._link.send_gradients([torch.zeros_like(t) if t.grad is None else t.grad for t in inputs])
+            self._link.send_gradients(
+                [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
+            )
+
+    def backward_weight_one_chunk(self, index: int, **_: Any) -> None:
+        """Computes the parameters' gradients of micro-batch ``index`` that :meth:`backward_one_chunk` left."""
+        self._left.pop(index)()
+
+    def _outputs_and_gradients(self, index: int, loss: Tensor | None) -> tuple[list[Tensor], list[Tensor] | None]:
+        if loss is not None:
+            return [loss], None
+        outputs = list(self._sent.pop(index))
+        return outputs, self._link.receive_gradients(outputs)
 
     # What follows is there because the schedules call it: communication happens above.
 

@@ -1,0 +1,19 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Lightning keeps seeds and ports in the environment, where the next test would find them."""
+    before = dict(os.environ)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

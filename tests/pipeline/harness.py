@@ -1,0 +1,117 @@
+"""Runs one pipeline on real processes, and one process to compare it with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.heterogeneity.delays import DelayInjector, Delays
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.partition import plan
+from lightning_sdpipe.partition.cut_step import CutModel
+from lightning_sdpipe.partition.ownership import assign_owners, keep_only
+from lightning_sdpipe.pipeline.flush import FlushPipeline
+from lightning_sdpipe.pipeline.link import StageLink
+from lightning_sdpipe.pipeline.micro_batches import split
+from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
+
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(seconds=20)
+TRAIN = Step("training_step", (0,), nullcontext)
+VALIDATE = Step("validation_step", (0,), nullcontext)
+Make = Callable[[], L.LightningModule]
+Outcome = tuple[Tensor, dict[str, Tensor]]  # the loss, and the gradients or the weights by name
+
+
+def one_process(make: Make, batches: Sequence[Any], num_micro_batches: int) -> tuple[list[Outcome], Any]:
+    """Loss and gradients of every batch, accumulated over its micro-batches, with an SGD step after each; then what
+    ``validation_step`` returns for the first batch."""
+    model, outcomes = make(), []
+    for batch in batches:
+        model.zero_grad()
+        total = torch.zeros(())
+        for part in split(batch, num_micro_batches):
+            loss = model.training_step(part.batch, 0) * part.weight
+            loss.backward()
+            total += loss.detach()
+        outcomes.append((total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}))
+        _step(model)
+    model.eval()
+    with torch.no_grad():
+        return outcomes, model.validation_step(batches[0], 0)
+
+
+def pipeline(
+    rank: int,
+    make: Make,
+    batches: Sequence[Any],
+    schedule: str,
+    num_stages: int,
+    num_micro_batches: int,
+    stages_per_worker: int = 1,
+    blocks: Sequence[str] | None = None,
+) -> tuple[list[Outcome], Any]:
+    """This rank's share of what :func:`one_process` returns; the loss is real on rank 0 only."""
+    groups = ProcessGroups.open(Mesh.build(num_stages, num_stages), TIMEOUT)
+    worker, _ = groups.mesh.locate(rank)
+    model = make()
+    stages = plan.plan(model, num_stages * stages_per_worker, "uniform", blocks, _no_measure)
+    spans, workers = stages.module_spans, tuple(groups.mesh.pipeline_ranks(0))
+    ownership = assign_owners(model, stages.chain, spans, num_stages)
+    shared = SharedParameters(model, ownership, groups, TIMEOUT)
+    keep_only(model, ownership, worker, CPU)
+    numbers = range(worker, len(spans), num_stages)
+    owned = [spans[number] for number in numbers]
+    cut_model = CutModel(model, stages.chain, owned, CPU)
+    bound = 2 if stages_per_worker == 1 else None
+    links = [StageLink(groups.pipeline, workers * stages_per_worker, n, CPU, sends_in_flight=bound) for n in numbers]
+    runners = [StageRunner(model, cut_model, span, link) for span, link in zip(owned, links, strict=True)]
+    held = [p for p in model.parameters() if p.device.type != "meta"]
+    delays = DelayInjector(Delays(), worker, 0)
+    runtime = FlushPipeline(runners, num_stages, held, shared, delays, schedule, num_micro_batches)
+    outcomes = []
+    for iteration, batch in enumerate(batches):
+        model.zero_grad()
+        loss = runtime.train(batch, TRAIN, iteration)
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        outcomes.append((loss.detach(), gradients))
+        _step(model)
+    model.eval()
+    with torch.no_grad():
+        evaluated = [runner.evaluate(batches[0], VALIDATE) for runner in runners][-1]
+    for link in links:
+        link.settle()
+    return outcomes, evaluated
+
+
+def _step(model: L.LightningModule) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p -= 0.1 * p.grad
+
+
+def _no_measure(_: Any) -> plan.Profile:
+    raise AssertionError("a uniform cut measures nothing")
+
+
+def assert_same(by_rank: Sequence[tuple[list[Outcome], Any]], expected: tuple[list[Outcome], Any]) -> None:
+    """Every rank's gradients are those of the one process, together they are all, and so are losses and outputs."""
+    for step, (loss, gradients) in enumerate(expected[0]):
+        torch.testing.assert_close(by_rank[0][0][step][0], loss, rtol=1e-5, atol=1e-5)
+        found = set()
+        for outcomes, _ in by_rank:
+            for name, gradient in outcomes[step][1].items():
+                torch.testing.assert_close(gradient, gradients[name], rtol=1e-5, atol=1e-5, msg=name)
+                found.add(name)
+        assert found == gradients.keys()
+    torch.testing.assert_close(by_rank[0][1], expected[1], rtol=1e-5, atol=1e-5)
