@@ -14,13 +14,11 @@ from __future__ import annotations
 import math
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import zmq
 
@@ -29,9 +27,7 @@ from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
 from lightning_sdpipe.scheduler.semi_decentralized import SemiDecentralizedPolicy
 from lightning_sdpipe.scheduler.specification import ADPSGDSpec, PolicySpec, SemiDecentralizedSpec
-
-Row = dict[str, Any]
-Ratios = dict[str, dict[str, Any]]
+from recipes.suites.ratios import Ratios, Row, ratio
 
 ECHO = """
 import zmq
@@ -47,6 +43,9 @@ POLICIES: dict[str, PolicySpec] = {
     "pairs": ADPSGDSpec(seed=0),
     "alone": SemiDecentralizedSpec(window=0.0, connectivity=None),
 }
+LOWER_IS_BETTER = frozenset(
+    {*(f"echo{kind}_{p}" for kind in ("", "_pairs", "_alone") for p in ("p50", "p99")), "policy_growth"}
+)
 SIGNALS_PER_MEASUREMENT = 8192
 POLICY_SIZES = (16, 256, 4096)
 PATIENCE_MS = 30_000
@@ -66,7 +65,7 @@ def run(*, clients: tuple[int, ...] = (16, 64, 256), repeats: int = 5, seed: int
                 ]
                 name = f"{key}_{column.removesuffix('_us')}/{count}"
                 meaning = f"last ready of a group to its group, {kind}, {count} clients: ours over the echo's"
-                ratios[name] = _ratio(quotients, goal, meaning)
+                ratios[name] = ratio(quotients, goal, meaning)
         if count == max(clients):
             for kind, key in (
                 ("one group", "echo_rate"),
@@ -78,7 +77,7 @@ def run(*, clients: tuple[int, ...] = (16, 64, 256), repeats: int = 5, seed: int
                     for ours, echo in zip(measured[kind], measured["echo"], strict=True)
                 ]
                 meaning = f"signals per second of one core, {kind}, {count} clients: ours over the echo's"
-                ratios[key] = _ratio(quotients, 0.5, meaning)
+                ratios[key] = ratio(quotients, 0.5, meaning)
     policy = _policy(repeats, seed)
     rows += [row for kind in policy.values() for row in kind]
     smallest, *larger = policy
@@ -87,7 +86,7 @@ def run(*, clients: tuple[int, ...] = (16, 64, 256), repeats: int = 5, seed: int
             (big["us_per_signal"] / small["us_per_signal"]) / (math.log(size) / math.log(smallest))
             for big, small in zip(policy[size], policy[smallest], strict=True)
         ]
-        ratios[f"policy_growth/{size}"] = _ratio(
+        ratios[f"policy_growth/{size}"] = ratio(
             quotients, 1.0, f"pure policy: cost per signal at {size} over {smallest} pipelines, by log N"
         )
     return rows, ratios
@@ -268,13 +267,3 @@ def _policy_cost(size: int, rng: random.Random) -> float:
             policy.ready(workers[pipeline], k, now)
             signals += 1
     return (time.perf_counter() - start) / signals
-
-
-def _ratio(values: list[float], goal: float, meaning: str) -> dict[str, Any]:
-    return {
-        "value": statistics.median(values),
-        "low": min(values),
-        "high": max(values),
-        "goal": goal,
-        "meaning": meaning,
-    }

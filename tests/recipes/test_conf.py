@@ -14,7 +14,9 @@ from lightning_sdpipe import SDPipeStrategy
 
 CONF = Path(__file__).parents[2] / "conf"
 OPTIONS = sorted(
-    f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml") if file.parent.name not in ("hydra",)
+    f"{file.parent.name}={file.stem}"
+    for file in CONF.glob("*/*.yaml")
+    if file.parent.name not in ("hydra", "suite")  # suites are for recipes.bench
 )
 
 

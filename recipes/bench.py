@@ -1,0 +1,131 @@
+"""The benchmarks: ``python -m recipes.bench suite=scheduler json=scheduler.json``.
+
+Prints what was measured, and how ratios of two things measured in the same run compare with what they should be.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.suites.ratios import Ratio, Ratios, Row
+
+PACKAGES = ("lightning-sdpipe", "torch", "lightning", "pyzmq", "msgspec", "transformers")
+
+
+def measure(name: str, parameters: Mapping[str, Any], seed: int, command: str) -> tuple[dict[str, Any], frozenset[str]]:
+    """Runs a suite.
+
+    Args:
+        name: of a module in ``recipes.suites``.
+        parameters: of its ``run``.
+        seed: of everything random.
+        command: what was asked for, for the record.
+
+    Returns:
+        What goes into the file, and which families of ratios (what is before the slash in their keys) are met from
+        below.
+    """
+    suite = importlib.import_module(f"recipes.suites.{name}")
+    load_before = os.getloadavg()[0]
+    rows, ratios = suite.run(**parameters, seed=seed)
+    report = {
+        "suite": name,
+        "command": command,
+        "seed": seed,
+        "versions": {"python": platform.python_version()} | {p: v for p in PACKAGES if (v := _version(p))},
+        "machine": _machine() | {"load_before": load_before, "load_after": os.getloadavg()[0]},
+        "rows": rows,
+        "ratios": ratios,
+    }
+    return report, suite.LOWER_IS_BETTER
+
+
+def is_met(key: str, ratio: Ratio, lower_is_better: Collection[str]) -> bool:
+    """Whether the value is on the right side of the goal."""
+    if key.partition("/")[0] in lower_is_better:
+        return bool(ratio["value"] <= ratio["goal"])
+    return bool(ratio["value"] >= ratio["goal"])
+
+
+def row_tables(rows: Sequence[Row]) -> str:
+    """One table for each run of rows with the same columns."""
+    tables = []
+    for columns, group in groupby(rows, key=_columns):
+        tables.append(_table([columns, *[[_shown(value) for value in row.values()] for row in group]]))
+    return "\n\n".join(tables)
+
+
+def ratio_table(ratios: Ratios, lower_is_better: Collection[str]) -> str:
+    """Each ratio beside its goal."""
+    lines = [("ratio", "value", "low to high", "goal", "", "meaning")]
+    for key, ratio in ratios.items():
+        sign = "≤" if key.partition("/")[0] in lower_is_better else "≥"
+        spread = f"{_shown(ratio['low'])} to {_shown(ratio['high'])}"
+        verdict = "met" if is_met(key, ratio, lower_is_better) else "missed"
+        lines.append(
+            (key, _shown(ratio["value"]), spread, f"{sign} {_shown(ratio['goal'])}", verdict, ratio["meaning"])
+        )
+    return _table(lines)
+
+
+def _columns(row: Row) -> tuple[str, ...]:
+    return tuple(row)
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _machine() -> dict[str, Any]:
+    cpu = Path("/proc/cpuinfo")
+    models = [line.partition(":")[2].strip() for line in cpu.read_text().splitlines() if line.startswith("model name")]
+    return {"system": platform.system(), "processor": (models or [platform.machine()])[0], "cores": os.cpu_count()}
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
+def main(config: DictConfig) -> None:
+    name = HydraConfig.get().runtime.choices["suite"]
+    parameters: Any = OmegaConf.to_container(config.suite, resolve=True)
+    command = shlex.join(["python", "-m", "recipes.bench", *sys.argv[1:]])
+    report, lower_is_better = measure(name, parameters, config.seed, command)
+    machine = report["machine"]
+    print(row_tables(report["rows"]))
+    print(f"\n{machine['processor']}, {machine['cores']} cores; load {machine['load_before']:.1f} before, ", end="")
+    print(f"{machine['load_after']:.1f} after\n")
+    print(ratio_table(report["ratios"], lower_is_better))
+    if config.json:
+        Path(config.json).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

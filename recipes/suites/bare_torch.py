@@ -1,0 +1,196 @@
+"""This runtime's 1F1B against that of ``torch.distributed.pipelining``, on the same BERT in the same processes.
+
+Both cut the model into the same stages, feed the same micro-batches and step the same optimizer. For torch the model
+is split by hand into stages that pass one tensor, which is the least that it can do. The embedding is not tied to the
+decoder, since bare torch would train the two copies apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from transformers import BertConfig, BertForMaskedLM
+
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.partition.chain import find_chain
+from lightning_sdpipe.partition.cut import cut
+from recipes.suites.processes import TRANSFER_TIMEOUT, run_processes
+from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.suites.stages import CPU, TRAINING, open_stage
+
+BLOCKS = ("model.bert.embeddings", "model.bert.encoder.layer.*", "model.cls")
+VOCABULARY = 1024
+LEARNING_RATE = 1e-3
+TIMEOUT_SECONDS = 300.0
+
+Batch = dict[str, Tensor]
+TrainStep = Callable[[Batch], Tensor]
+
+
+class MaskedLM(L.LightningModule):
+    """Hugging Face's BERT with four layers, as a user would bring it; no dropout, so that losses can be compared."""
+
+    def __init__(self, hidden_size: int, sequence: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.model = BertForMaskedLM(
+            BertConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=hidden_size,
+                num_hidden_layers=4,
+                num_attention_heads=max(1, hidden_size // 64),
+                intermediate_size=4 * hidden_size,
+                max_position_embeddings=sequence,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+                tie_word_embeddings=False,
+            )
+        )
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+
+def measure(
+    *,
+    stages: Sequence[int],
+    hidden_size: int,
+    sequence: int,
+    samples: int,
+    num_micro_batches: int,
+    steps: int,
+    repeats: int,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Throughput with each number of stages.
+
+    Args:
+        stages: numbers of stages M.
+        hidden_size: of the model.
+        sequence: tokens of a sample.
+        samples: of a micro-batch.
+        num_micro_batches: of a step.
+        steps: how many make one timing.
+        repeats: timings of each runtime.
+        seed: of the weights and the tokens.
+    """
+    rows: list[Row] = []
+    ratios: Ratios = {}
+    for num_stages in stages:
+        shape = (hidden_size, sequence, samples, num_micro_batches)
+        timings = run_processes(num_stages, _compare, *shape, steps, repeats, seed, timeout=TIMEOUT_SECONDS)[0]
+        for repeat, seconds in enumerate(timings):
+            for name, elapsed in seconds.items():
+                row = {"what": name, "stages": num_stages, "repeat": repeat}
+                rows.append(row | {"samples_per_s": samples * num_micro_batches * steps / elapsed})
+        ratios[f"bare_torch/M{num_stages}"] = ratio(
+            [seconds["bare torch"] / seconds["ours"] for seconds in timings],
+            0.97,
+            f"throughput of 1F1B, BERT of {hidden_size} × 4 layers, {num_stages} stages: ours over bare torch's",
+        )
+    return rows, ratios
+
+
+def _compare(
+    rank: int,
+    hidden_size: int,
+    sequence: int,
+    samples: int,
+    num_micro_batches: int,
+    steps: int,
+    repeats: int,
+    seed: int,
+) -> list[dict[str, float]]:
+    """Seconds of each runtime in each repeat."""
+    batch = _batch(samples * num_micro_batches, sequence, seed)
+    runtimes = {
+        "ours": _ours(MaskedLM(hidden_size, sequence, seed), num_micro_batches),
+        "bare torch": _bare_torch(MaskedLM(hidden_size, sequence, seed), hidden_size, batch, num_micro_batches),
+    }
+    _warm_up(runtimes, batch)
+    return [
+        {name: _seconds(runtimes[name], batch, steps) for name in rotated(list(runtimes), repeat)}
+        for repeat in range(repeats)
+    ]
+
+
+def _batch(size: int, sequence: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (2, size, sequence), generator=generator)
+    return {"input_ids": tokens[0], "labels": tokens[1]}
+
+
+def _ours(module: MaskedLM, num_micro_batches: int) -> TrainStep:
+    groups = ProcessGroups.open(Mesh.build(dist.get_world_size(), dist.get_world_size()), TRANSFER_TIMEOUT)
+    stage = open_stage(module, BLOCKS, groups)
+    pipeline = stage.flush("1f1b", num_micro_batches)
+    optimizer = torch.optim.SGD(stage.parameters, LEARNING_RATE)
+
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        loss = pipeline.train(batch, TRAINING, 0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _bare_torch(module: MaskedLM, hidden_size: int, batch: Batch, num_micro_batches: int) -> TrainStep:
+    index, num_stages = dist.get_rank(), dist.get_world_size()  # torch wants stage j on rank j; ours go the other way
+    chain = find_chain(module, BLOCKS)
+    span = cut(len(chain), num_stages)[index]
+    submodule = nn.Sequential(*[module.get_submodule(chain[block]) for block in span])
+    tokens = batch["input_ids"].chunk(num_micro_batches)[0]
+    hidden = torch.empty(*tokens.shape, hidden_size, requires_grad=True)
+    scores = torch.empty(*tokens.shape, VOCABULARY, requires_grad=True)
+    is_first, is_last = index == 0, index == num_stages - 1
+    stage = PipelineStage(
+        submodule,
+        index,
+        num_stages,
+        CPU,
+        input_args=tokens if is_first else hidden,
+        output_args=scores if is_last else hidden,
+        group=dist.new_group(list(range(num_stages)), timeout=TRANSFER_TIMEOUT),
+    )
+    schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=_loss)
+    optimizer = torch.optim.SGD(submodule.parameters(), LEARNING_RATE)
+
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        inputs = (batch["input_ids"],) if is_first else ()
+        schedule.step(*inputs, target=batch["labels"] if is_last else None, losses=losses, return_outputs=False)
+        optimizer.step()
+        return torch.stack(losses).mean().detach() if losses else torch.zeros(())
+
+    return step
+
+
+def _loss(scores: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(scores.view(-1, VOCABULARY), labels.view(-1))
+
+
+def _warm_up(runtimes: dict[str, TrainStep], batch: Batch) -> None:
+    """Two steps, which must give both the same losses: else they would not be comparable."""
+    losses = torch.stack([torch.stack([step(batch), step(batch)]) for step in runtimes.values()])
+    dist.all_reduce(losses)  # each is zero on all ranks but the one with the last stage
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+
+
+def _seconds(step: TrainStep, batch: Batch, steps: int) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step(batch)
+    dist.barrier()
+    return time.perf_counter() - start

@@ -1,0 +1,139 @@
+"""What a flush costs: PipeDream's asynchronous 1F1B against 1F1B with a flush, with *emulated* compute.
+
+Stages sleep for the time that they would compute, since on a machine with fewer cores than stages a bubble costs
+nothing: another process takes the core. Sending, scheduling and the optimizer are real. A flush leaves every stage
+idle for M − 1 of m + M − 1 micro-batches, so without it a mini-batch should take m / (m + M − 1) of the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+from lightning_sdpipe.mesh import Mesh
+from recipes.suites.processes import TRANSFER_TIMEOUT, run_processes
+from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.suites.stages import TRAINING, OpenStage, open_stage
+
+TIMEOUT_SECONDS = 300.0
+LEARNING_RATE = 1e-3
+FEATURES = 64
+
+
+class EmulatedChain(L.LightningModule):
+    """One emulated block per stage.
+
+    Args:
+        num_blocks: M.
+        forward_seconds: of one call of a block, whatever the batch.
+        backward_seconds: likewise.
+    """
+
+    def __init__(self, num_blocks: int, forward_seconds: float, backward_seconds: float) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[EmulatedBlock(forward_seconds, backward_seconds) for _ in range(num_blocks)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output: Tensor = self.blocks(batch)
+        return output.mean()
+
+
+def measure(
+    *,
+    num_stages: int,
+    num_micro_batches: Sequence[int],
+    forward_seconds: float,
+    backward_seconds: float,
+    steps: int,
+    repeats: int,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Seconds of a mini-batch under both schedules, once the pipelines are full.
+
+    Args:
+        num_stages: M.
+        num_micro_batches: each m to measure with.
+        forward_seconds: of a micro-batch on one stage; a whole mini-batch takes m times as long.
+        backward_seconds: likewise.
+        steps: mini-batches of one timing.
+        repeats: timings of each schedule.
+        seed: of the data.
+    """
+    rows: list[Row] = []
+    ratios: Ratios = {}
+    for count in num_micro_batches:
+        times = (forward_seconds, backward_seconds)
+        timings = run_processes(num_stages, _compare, count, *times, steps, repeats, seed, timeout=TIMEOUT_SECONDS)[0]
+        for repeat, seconds in enumerate(timings):
+            for name, elapsed in seconds.items():
+                row = {"what": f"{name}, emulated", "stages": num_stages, "micro_batches": count, "repeat": repeat}
+                rows.append(row | {"ms_per_mini_batch": 1e3 * elapsed})
+        expected = (count + num_stages - 1) / count
+        ratios[f"pipedream/m{count}"] = ratio(
+            [seconds["1f1b"] / seconds["pipedream"] for seconds in timings],
+            0.9 * expected,
+            f"throughput, {num_stages} stages, {count} micro-batches, emulated: pipedream over 1f1b with flush; "
+            f"the bubble's share is {expected:.3f}",
+        )
+    return rows, ratios
+
+
+def _compare(
+    rank: int, count: int, forward_seconds: float, backward_seconds: float, steps: int, repeats: int, seed: int
+) -> list[dict[str, float]]:
+    """Seconds per mini-batch on this rank, of each schedule in each repeat."""
+    size = dist.get_world_size()
+    groups = ProcessGroups.open(Mesh.build(size, size), TRANSFER_TIMEOUT)
+    split = open_stage(EmulatedChain(size, forward_seconds, backward_seconds), ["blocks.*"], groups)
+    whole = open_stage(EmulatedChain(size, count * forward_seconds, count * backward_seconds), ["blocks.*"], groups)
+    batch = torch.rand(count, FEATURES, generator=torch.Generator().manual_seed(seed))
+    measured = {
+        "1f1b": lambda: _flush(split, count, batch, steps),
+        "pipedream": lambda: _pipedream(whole, batch, steps),
+    }
+    timings = []
+    for repeat in range(repeats):
+        seconds = {}
+        for name in rotated(list(measured), repeat):
+            dist.barrier()
+            seconds[name] = measured[name]()
+        timings.append(seconds)
+    return timings
+
+
+def _flush(stage: OpenStage, num_micro_batches: int, batch: Tensor, steps: int) -> float:
+    pipeline, optimizer = stage.flush("1f1b", num_micro_batches), torch.optim.SGD(stage.parameters, LEARNING_RATE)
+    ends = []
+    for iteration in range(1 + steps):
+        optimizer.zero_grad()
+        pipeline.train(batch, TRAINING, iteration).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        ends.append(time.perf_counter())
+    return (ends[-1] - ends[0]) / steps
+
+
+def _pipedream(stage: OpenStage, batch: Tensor, steps: int) -> float:
+    """Counts from when the pipeline is full until its last mini-batch enters."""
+    pipeline, optimizer = stage.pipedream(), torch.optim.SGD(stage.parameters, LEARNING_RATE)
+    fill = dist.get_world_size()
+    ends = []
+    for iteration in range(fill + steps):
+        filling = pipeline.filling
+        optimizer.zero_grad()
+        pipeline.train(batch, TRAINING, iteration).backward()  # type: ignore[no-untyped-call]
+        if not filling:
+            optimizer.step()
+        ends.append(time.perf_counter())
+    while pipeline.draining:
+        optimizer.zero_grad()
+        pipeline.drain().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    stage.runner.link.settle()
+    return (ends[-1] - ends[fill - 1]) / steps

@@ -1,0 +1,31 @@
+"""The pipeline runtime against bare torch, against its own flush, and against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from recipes.suites import bare_torch as bare_torch_
+from recipes.suites import bubble
+from recipes.suites import memory as memory_
+from recipes.suites.ratios import Ratios, Row
+
+LOWER_IS_BETTER = frozenset({"memory"})
+
+
+def run(
+    *,
+    bare_torch: Mapping[str, Any],
+    pipedream: Mapping[str, Any],
+    memory: Mapping[str, Any],
+    repeats: int,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Rows and ratios of all three; the mappings are arguments of their ``measure``."""
+    parts = [
+        bare_torch_.measure(**bare_torch, repeats=repeats, seed=seed),
+        bubble.measure(**pipedream, repeats=repeats, seed=seed),
+        memory_.measure(**memory, repeats=repeats, seed=seed),
+    ]
+    rows = [row for part, _ in parts for row in part]
+    return rows, {key: value for _, part in parts for key, value in part.items()}

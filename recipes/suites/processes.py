@@ -1,0 +1,99 @@
+"""A function in several processes that gloo connects, on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+TRANSFER_TIMEOUT = timedelta(seconds=60)
+_GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class _Failure:
+    trace: str
+
+
+def run_processes(count: int, work: Callable[..., Result], *arguments: Any, timeout: float) -> list[Result]:
+    """What ``work(rank, *arguments)`` returns on each of ``count`` ranks.
+
+    The processes are forked, so that they share what this one has imported, and compute with one thread each. None
+    is left when this returns or raises.
+
+    Args:
+        count: world size.
+        work: its result must not hold tensors.
+        arguments: passed to it after the rank.
+        timeout: seconds for everything.
+
+    Raises:
+        RuntimeError: a rank raised, with its traceback, or died.
+        TimeoutError: a rank was not done in time.
+    """
+    context = multiprocessing.get_context("fork")
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        pending: dict[Any, int] = {}
+        for rank in range(count):
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run, args=(send, rank, count, f"file://{directory}/store", work, arguments), daemon=True
+            )
+            process.start()
+            send.close()  # the child alone holds it, so its death is an end of file here
+            stack.push(lambda error, *_, process=process: _end(process, error is not None))
+            pending[stack.enter_context(receive)] = rank
+        results: dict[int, Result] = {}
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(pending.values())} of {count} were not done within {timeout} s")
+            for connection in ready:
+                rank = pending.pop(connection)
+                results[rank] = _result(connection, rank)
+    return [results[rank] for rank in range(count)]
+
+
+def _result(connection: Any, rank: int) -> Any:
+    try:
+        outcome = connection.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {rank} died before it was done") from None
+    if isinstance(outcome, _Failure):
+        raise RuntimeError(f"rank {rank} failed:\n{outcome.trace}")
+    return outcome
+
+
+def _end(process: BaseProcess, error: bool) -> None:
+    process.join(0.0 if error else _GRACE_SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _run(
+    send: Connection, rank: int, count: int, store: str, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    outcome: Any
+    try:
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=TRANSFER_TIMEOUT)
+        outcome = work(rank, *arguments)
+    except BaseException:
+        outcome = _Failure(traceback.format_exc())
+    send.send(outcome)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,126 @@
+"""The benchmark app runs its suites and says what the format asks for; its numbers are not judged here."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+
+from recipes import bench
+from recipes.suites.processes import run_processes
+from recipes.suites.ratios import ratio, rotated
+
+ROOT = Path(__file__).parents[2]
+SUITES = sorted(file.stem for file in (ROOT / "conf/suite").glob("*.yaml"))
+SMALL = (
+    "suite.repeats=2",
+    *("suite.bare_torch.stages=[2]", "suite.bare_torch.hidden_size=64", "suite.bare_torch.sequence=4"),
+    *("suite.bare_torch.samples=1", "suite.bare_torch.num_micro_batches=2", "suite.bare_torch.steps=1"),
+    *("suite.pipedream.num_stages=2", "suite.pipedream.num_micro_batches=[2]", "suite.pipedream.steps=1"),
+    *("suite.pipedream.forward_seconds=0.001", "suite.pipedream.backward_seconds=0.001"),
+    *("suite.memory.num_stages=2", "suite.memory.width=512", "suite.memory.blocks=4"),
+)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_suite_takes_its_parameters_and_knows_which_way_its_goals_lie(name: str) -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("bench", [f"suite={name}"])
+    suite = importlib.import_module(f"recipes.suites.{name}")
+    inspect.signature(suite.run).bind(**config.suite, seed=config.seed)
+    assert all("/" not in family for family in suite.LOWER_IS_BETTER)
+
+
+@pytest.mark.distributed
+def test_the_app_prints_tables_and_writes_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.json"
+    arguments = ["suite=pipeline", f"json={file}", "seed=3", *SMALL]
+    command = [sys.executable, "-m", "recipes.bench", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    assert list(report) == ["suite", "command", "seed", "versions", "machine", "rows", "ratios"]
+    assert (report["suite"], report["seed"]) == ("pipeline", 3)
+    assert report["command"].startswith("python -m recipes.bench suite=pipeline")
+    assert report["versions"]["torch"] == torch.__version__
+    assert set(report["ratios"]) == {"bare_torch/M2", "pipedream/m2", "memory/M2"}
+    for key, value in report["ratios"].items():
+        assert list(value) == ["value", "low", "high", "goal", "meaning"]
+        assert 0 < value["low"] <= value["value"] <= value["high"]
+        assert key in done.stdout
+    assert {row["what"] for row in report["rows"]} == {
+        *("ours", "bare torch", "1f1b, emulated", "pipedream, emulated", "one process", "fullest of 2 ranks")
+    }
+
+
+def test_a_goal_is_met_from_its_own_side() -> None:
+    value = ratio([3.0, 1.0, 2.0], 1.5, "a over b")
+    assert value == {"value": 2.0, "low": 1.0, "high": 3.0, "goal": 1.5, "meaning": "a over b"}
+    assert bench.is_met("speed/4", value, {"memory"})
+    assert not bench.is_met("memory/4", value, {"memory"})
+    table = bench.ratio_table({"speed/4": value, "memory/4": value}, {"memory"}).splitlines()
+    assert "≥ 1.5" in table[1]
+    assert "≤ 1.5" in table[2]
+    assert ["met" in line.split() for line in table[1:]] == [True, False]
+
+
+def test_rows_of_the_same_columns_share_an_aligned_table() -> None:
+    tables = bench.row_tables([{"what": "a", "ms": 1.23456}, {"what": "long", "ms": 12345.6}, {"what": "b", "mib": 2}])
+    assert tables == "what  ms\na     1.23\nlong  12346\n\nwhat  mib\nb     2"
+
+
+def test_every_name_comes_first_in_turn() -> None:
+    assert [rotated(["a", "b", "c"], repeat)[0] for repeat in range(4)] == ["a", "b", "c", "a"]
+
+
+def _sum_of_ranks(rank: int, add: int) -> float:
+    total = torch.tensor(float(rank + add))
+    dist.all_reduce(total)
+    return float(total)
+
+
+def _raise(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("this one")
+    time.sleep(60)
+
+
+def _die(rank: int) -> None:
+    if rank == 0:
+        os._exit(1)
+    time.sleep(60)
+
+
+def _sleep(rank: int) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.distributed
+def test_processes_are_connected() -> None:
+    assert run_processes(3, _sum_of_ranks, 1, timeout=50) == [6.0, 6.0, 6.0]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("work", "timeout", "error", "message"),
+    [
+        (_raise, 50, RuntimeError, "rank 1 failed(.|\n)*this one"),
+        (_die, 50, RuntimeError, "rank 0 died"),
+        (_sleep, 3, TimeoutError, r"ranks \[0, 1\] of 2"),
+    ],
+)
+def test_no_process_is_left_when_one_fails(work, timeout, error, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=message):
+        run_processes(2, work, timeout=timeout)
+    assert not multiprocessing.active_children()
