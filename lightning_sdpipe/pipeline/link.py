@@ -44,6 +44,7 @@ class StageLink:
     _incoming: dict[Hashable, list[Structure | None]] = field(default_factory=dict)
     _outgoing: dict[Hashable, list[Structure | None]] = field(default_factory=dict)
     _expected: deque[tuple[Hashable, p2p.Transfer]] = field(default_factory=deque)
+    _idle: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = field(default_factory=dict)
     _sent_down: deque[p2p.Transfer] = field(default_factory=deque)
     _sent_up: deque[p2p.Transfer] = field(default_factory=deque)
 
@@ -89,6 +90,11 @@ class StageLink:
             tensor.requires_grad_(meta.requires_grad)
         return Boundary(tensors, structures)
 
+    def reuse(self, received: Sequence[Tensor]) -> None:
+        """Takes back what :meth:`receive_activations` gave, for later messages; its graph must be done with."""
+        for tensor in received:
+            self._idle.setdefault((tensor.shape, tensor.dtype), []).append(tensor.detach())
+
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Starts sending the gradients of a received micro-batch to the previous stage."""
         to, tag = self.stage - 1, 2 * self.stage - 1
@@ -108,9 +114,13 @@ class StageLink:
         _settle(self._sent_up, 0)
 
     def _post(self, metas: Sequence[TensorMeta]) -> p2p.Transfer:
-        buffers = [meta.empty(self.device) for meta in metas]
+        buffers = [self._buffer(meta) for meta in metas]
         source = self.stage - 1
         return p2p.receive(buffers, self.ranks[source], self.group, 2 * self.stage, self._name(source))
+
+    def _buffer(self, meta: TensorMeta) -> Tensor:
+        idle = self._idle.get((torch.Size(meta.shape), meta.dtype))
+        return idle.pop().detach() if idle else meta.empty(self.device)
 
     def _name(self, stage: int) -> str:
         return f"stage {stage} (rank {self.ranks[stage]})"

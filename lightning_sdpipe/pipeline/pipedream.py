@@ -121,6 +121,7 @@ class PipeDreamPipeline:
             runner.link.send_gradients(
                 [torch.zeros_like(t) if g is None else g for t, g in zip(oldest.inputs, to_send, strict=True)]
             )
+            runner.link.reuse(oldest.inputs)
         return loss_with_gradients(loss, self._parameters, to_apply)
 
 

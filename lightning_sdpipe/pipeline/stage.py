@@ -88,6 +88,7 @@ class CutStage:
         if full_backward:
             torch.autograd.backward(outputs, gradients)
             found: Sequence[Tensor | None] = [t.grad for t in inputs]
+            self._link.reuse(inputs)
         elif self.is_first:  # nothing to send: all of it can wait
             self._left[index] = lambda: torch.autograd.backward(outputs, gradients)
             return

@@ -37,7 +37,10 @@ class OpenStage:
     shared: SharedParameters
 
     def flush(self, schedule: str, num_micro_batches: int) -> FlushPipeline:
-        return FlushPipeline(self.runner, self.parameters, self.shared, _no_delays(), schedule, num_micro_batches)
+        num_workers = len(self.runner.link.ranks)
+        return FlushPipeline(
+            [self.runner], num_workers, self.parameters, self.shared, _no_delays(), schedule, num_micro_batches
+        )
 
     def pipedream(self) -> PipeDreamPipeline:
         return PipeDreamPipeline(self.runner, self.parameters, _no_delays())

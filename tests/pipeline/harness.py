@@ -58,6 +58,7 @@ def pipeline(
     num_micro_batches: int,
     stages_per_worker: int = 1,
     blocks: Sequence[str] | None = None,
+    dynamic_shapes: bool = False,
 ) -> tuple[list[Outcome], Any]:
     """This rank's share of what :func:`one_process` returns; the loss is real on rank 0 only."""
     groups = ProcessGroups.open(Mesh.build(num_stages, num_stages), TIMEOUT)
@@ -72,7 +73,7 @@ def pipeline(
     owned = [spans[number] for number in numbers]
     cut_model = CutModel(model, stages.chain, owned, CPU)
     bound = 2 if stages_per_worker == 1 else None
-    links = [StageLink(groups.pipeline, workers * stages_per_worker, n, CPU, sends_in_flight=bound) for n in numbers]
+    links = [StageLink(groups.pipeline, workers * stages_per_worker, n, CPU, dynamic_shapes, bound) for n in numbers]
     runners = [StageRunner(model, cut_model, span, link) for span, link in zip(owned, links, strict=True)]
     held = [p for p in model.parameters() if p.device.type != "meta"]
     delays = DelayInjector(Delays(), worker, 0)
