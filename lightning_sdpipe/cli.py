@@ -1,7 +1,7 @@
 """``sdpipe``: the operator's commands. Starts without torch.
 
 ``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, and
-``sdpipe status ADDRESS`` shows how it goes.
+``sdpipe status ADDRESS`` shows how it goes. ``sdpipe partition`` shows how a model would be cut.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -34,7 +35,10 @@ from lightning_sdpipe.scheduler.stop_signals import stop_signals
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 2 when it cannot be carried out."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["partition"]:  # needs torch, which the others do without
+        return int(import_module("lightning_sdpipe.partition.__main__").main(given[1:]))
+    options = _parser().parse_args(given)
     try:
         status: int = options.run(options)
     except (ConfigurationError, SchedulerError) as error:
@@ -50,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="sdpipe", description="The scheduler of lightning_sdpipe: keys, service, status."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    commands.add_parser("partition", help="show the chain of a model and where it would be cut", add_help=False)
 
     keygen = commands.add_parser("keygen", help="make the keys of a run, readable by you only")
     keygen.add_argument("directory", type=Path, help="where scheduler.key and worker.key are written")
