@@ -33,6 +33,7 @@ from lightning_sdpipe.partition.chain import Block, find_blocks
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation, materialise
 from lightning_sdpipe.partition.ownership import assign_owners, keep_only
+from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_seed
 from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
@@ -165,6 +166,7 @@ class SDPipeStrategy(DDPStrategy):
             raise
         if self._groups is None:
             self._groups = ProcessGroups.open(self.mesh, self._run_timeout)
+        self._data_seed = shared_seed(self._groups)
         self._client = self._connect_to_scheduler()
 
     def _connect_to_scheduler(self) -> SchedulerClient:
@@ -264,6 +266,12 @@ class SDPipeStrategy(DDPStrategy):
         for tensor in (*(bucket.buffer for bucket in buckets), *buffers):
             dist.broadcast(tensor, min(groups.mesh.stage_ranks(stage)), group=groups.stage)
         self._sync = ModelAveraging(self.client, groups.stage, groups.mesh.stage_ranks(stage), buckets, buffers)
+        self._assemble(owned, here, shared)
+
+    def _assemble(self, owned: Sequence[range], here: Sequence[nn.Parameter], shared: SharedParameters) -> None:
+        """Puts the pipeline together that runs the spans ``owned``, with the parameters that are ``here``."""
+        assert self._cut_model is not None
+        module, groups, stage = self.module, self.groups, self._worker.stage
         workers = groups.mesh.pipeline_ranks(self._worker.pipeline)
         links = [
             StageLink(
@@ -311,9 +319,14 @@ class SDPipeStrategy(DDPStrategy):
         _, pipeline = self.mesh.locate(self.global_rank)
         return {"num_replicas": self.mesh.num_pipelines, "rank": pipeline}
 
+    def process_dataloader(self, dataloader: Any) -> PipelineLoader:
+        return PipelineLoader(dataloader, self._data_seed, self._worker.pipeline)
+
     # ------------------------------------------------------------------- steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._mini_batches == 0:
+            check_equal(batch, self.groups)
         self._sync.resume()
 
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:

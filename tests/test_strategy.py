@@ -46,7 +46,14 @@ def data(samples: int) -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
-def fit(directory: Path, strategy: Any, devices: int, batch_size: int, **options: Any) -> tuple[L.Trainer, Regression]:
+def fit(
+    directory: Path,
+    strategy: Any,
+    devices: int,
+    batch_size: int,
+    module: Regression | None = None,
+    **options: Any,
+) -> tuple[L.Trainer, Regression]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -58,8 +65,9 @@ def fit(directory: Path, strategy: Any, devices: int, batch_size: int, **options
         num_sanity_val_steps=1,
         **{"max_epochs": 2, **options},
     )
-    model = Regression()
-    trainer.fit(model, train_loader(batch_size, devices), DataLoader(data(20), 5))
+    model = module or Regression()
+    train = None if module else train_loader(batch_size, devices)
+    trainer.fit(model, train, DataLoader(data(20), 5))
     return trainer, model
 
 

@@ -1,0 +1,129 @@
+"""The same batches on every stage of a pipeline, random augmentation and masking included.
+
+The sampler gives the stages of a pipeline the same samples. What a dataset or a collate function draws at random must
+be equal too: the first stage needs the masked words and the last one the labels that belong to them. But the stages'
+global generators drift apart as soon as one stage drops out more than another. So batches are fetched with a random
+state of their own, which all stages of a pipeline share and the model never sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import ProcessGroups
+
+_State = tuple[Tensor, Any, Any]
+
+
+class PipelineLoader:
+    """A data loader whose random draws come from a seed of the pipeline.
+
+    Args:
+        loader: any iterable of batches; its other attributes stay reachable.
+        seed: equal on all stages of the pipeline; every epoch draws differently.
+        pipeline: seeds the loader's workers, instead of the rank by which Lightning would seed them.
+    """
+
+    def __init__(self, loader: Iterable[Any], seed: int, pipeline: int) -> None:
+        self._loader = loader
+        self._seed = seed
+        self._epoch = 0
+        init = getattr(loader, "worker_init_fn", None)
+        if isinstance(init, partial) and init.func is pl_worker_init_function:
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=pipeline)  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # a TypeError is what callers expect of one without
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = _RandomStream(self._seed + self._epoch)
+        self._epoch += 1
+        with stream.active():
+            batches = iter(self._loader)
+        while True:
+            with stream.active():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+
+class _RandomStream:
+    """A state of the global generators on the CPU that is active only while batches are fetched."""
+
+    def __init__(self, seed: int) -> None:
+        before = _collect()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        self._state = _collect()
+        _restore(before)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        before = _collect()
+        _restore(self._state)
+        try:
+            yield
+        finally:
+            self._state = _collect()
+            _restore(before)
+
+
+def _collect() -> _State:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _restore(state: _State) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    np.random.set_state(state[2])
+
+
+def shared_seed(groups: ProcessGroups) -> int:
+    """A seed that the stages of a pipeline share: that of its first stage's generator, and the pipeline's number."""
+    _, pipeline = groups.mesh.locate(groups.rank)
+    seed = torch.tensor(torch.initial_seed() % 2**62)
+    dist.broadcast(seed, groups.mesh.rank(0, pipeline), group=groups.pipeline)
+    return int(seed) + 1_000_003 * pipeline
+
+
+def check_equal(batch: Any, groups: ProcessGroups) -> None:
+    """Compares a batch between the stages of this pipeline; all of them must call it.
+
+    Raises:
+        ConfigurationError: they were given different batches.
+    """
+    digest = hashlib.sha256()
+
+    def add(tensor: Tensor) -> None:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+    apply_to_collection(batch, Tensor, add)
+    mine = torch.frombuffer(bytearray(digest.digest()[:8]), dtype=torch.int64)
+    stages = [torch.zeros_like(mine) for _ in range(groups.mesh.num_stages)]
+    dist.all_gather(stages, mine, group=groups.pipeline)
+    if any(not torch.equal(other, mine) for other in stages):
+        raise ConfigurationError(
+            "The stages of a pipeline were given different batches, so outputs would not belong to labels. Draw random "
+            "numbers in the dataset and in collate_fn from the generators of torch, numpy and random (which are in "
+            "step here), not from one that is seeded per process, and let a custom sampler depend on "
+            "trainer.strategy.distributed_sampler_kwargs instead of the rank."
+        )

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.pipeline.data import PipelineLoader
+from tests.test_strategy import Regression, data, fit
+
+
+def noisy(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+    return x + torch.randn(x.shape) * random.random() * np.random.rand(), y
+
+
+def batches(loader: PipelineLoader, disturb: bool) -> list[Tensor]:
+    fetched = []
+    for x, _ in loader:
+        fetched.append(x)
+        if disturb:  # a model that draws random numbers between batches
+            torch.rand(7)
+            random.random()
+            np.random.rand()
+    return fetched
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stages_that_draw_differently_get_equal_batches(num_workers: int) -> None:
+    def loader(pipeline: int = 0, seed: int = 3) -> PipelineLoader:
+        plain = DataLoader(data(16), 4, shuffle=True, collate_fn=noisy, num_workers=num_workers)
+        return PipelineLoader(plain, seed, pipeline)
+
+    torch.manual_seed(1)
+    first = loader()
+    ours = batches(first, disturb=False)
+    torch.manual_seed(2)
+    theirs = batches(loader(), disturb=True)
+    assert len(first) == len(ours) == 4
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not torch.equal(ours[0], batches(loader(seed=4), disturb=False)[0])
+    assert not torch.equal(ours[0], batches(first, disturb=False)[0]), "the next epoch draws anew"
+
+
+def test_fetching_leaves_the_models_generators_alone() -> None:
+    torch.manual_seed(1)
+    loader = PipelineLoader(DataLoader(data(8), 4, shuffle=True, collate_fn=noisy), 0, 0)
+    state = torch.get_rng_state()
+    batches(loader, disturb=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert loader.batch_size == 4
+
+
+class PerProcess(Regression):
+    """Draws its noise from a generator that differs between processes."""
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(self.global_rank)
+        return DataLoader(data(16), 4, collate_fn=lambda s: (noisy(s)[0] + torch.rand(1, generator=generator), s[0][1]))
+
+
+@pytest.mark.distributed
+def test_different_batches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="The stages of a pipeline were given different batches"):
+        fit(tmp_path, SDPipeStrategy(2, start_method="fork"), 2, 4, module=PerProcess())
