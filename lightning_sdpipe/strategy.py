@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,6 +29,7 @@ from lightning_sdpipe.last_resort import LastResort
 from lightning_sdpipe.launcher import CheckingLauncher, WholeModelLauncher
 from lightning_sdpipe.measure import measure_on_rank_zero
 from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.chain import Block, find_blocks
 from lightning_sdpipe.partition.cut_step import CutModel
@@ -77,6 +79,8 @@ class SDPipeStrategy(DDPStrategy):
         scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
             ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
         scheduler_key_file: the workers' keys for it, as ``sdpipe keygen`` made them; ``SDPIPE_KEY_FILE`` by default.
+        variance_correction: correct the second moments of an optimizer of the Adam family for the averaging of models
+            (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the mean group size so far.
         dynamic_shapes: a block's output shape may differ between batches of equal shapes.
         timeout: how long any transfer or answer may take before the run ends with an error.
         **kwargs: as for :class:`~lightning.pytorch.strategies.DDPStrategy`, for example ``start_method`` or
@@ -98,6 +102,7 @@ class SDPipeStrategy(DDPStrategy):
         delays: Delays | None = None,
         scheduler: str | None = None,
         scheduler_key_file: str | Path | None = None,
+        variance_correction: bool = False,
         dynamic_shapes: bool = False,
         timeout: timedelta = timedelta(minutes=30),
         **kwargs: Any,
@@ -121,6 +126,7 @@ class SDPipeStrategy(DDPStrategy):
         self.blocks = blocks
         self.delays = delays or Delays()
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
+        self.variance_correction = variance_correction
         self.dynamic_shapes = dynamic_shapes
         self._run_timeout = timeout
         self._groups: ProcessGroups | None = None
@@ -307,6 +313,12 @@ class SDPipeStrategy(DDPStrategy):
         (optimizer,) = self.optimizers
         self._optimizer_parts = checkpoint.OptimizerParts(optimizer, self.module, self._ownership, self._worker.stage)
         self._optimizer_parts.drop_foreign(optimizer)
+        if self.variance_correction and is_adam_family(optimizer):
+            self.optimizers = [VarianceCorrection(optimizer, num_workers=self.mesh.num_pipelines)]
+        elif self.variance_correction:
+            rank_zero_info(
+                f"variance_correction=True does not apply to {type(optimizer).__name__}: not of Adam's family."
+            )
 
     def model_to_device(self) -> None:
         """Nothing: :func:`keep_only` has moved this stage's part, and the rest stays on ``meta``."""
@@ -359,6 +371,10 @@ class SDPipeStrategy(DDPStrategy):
         self._updates += 1
         with self._first_failure():
             self._sync.synchronise()
+        if isinstance(
+            optimizer, VarianceCorrection
+        ):  # a new value costs a pass over the moments: keep small changes out
+            optimizer.num_workers = max(1.0, round(self.statistics.mean_group_size, 1))
         return output
 
     def on_train_start(self) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe.optim import VarianceCorrection
 
 
 class Regression(L.LightningModule):
@@ -52,6 +54,7 @@ def fit(
     devices: int,
     batch_size: int,
     module: Regression | None = None,
+    ckpt_path: Path | None = None,
     **options: Any,
 ) -> tuple[L.Trainer, Regression]:
     trainer = L.Trainer(
@@ -66,8 +69,9 @@ def fit(
         **{"max_epochs": 2, **options},
     )
     model = module or Regression()
-    train = None if module else train_loader(batch_size, devices)
-    trainer.fit(model, train, DataLoader(data(20), 5))
+    own_loader = is_overridden("train_dataloader", model)
+    train = None if own_loader else train_loader(batch_size, devices)
+    trainer.fit(model, train, DataLoader(data(20), 5), ckpt_path=ckpt_path)
     return trainer, model
 
 
@@ -133,6 +137,39 @@ def test_a_script_fits_validates_and_fits_again(tmp_path: Path) -> None:
     assert outcome["fitted_again"] < outcome["fitted"]
     (log,) = tmp_path.glob("**/metrics.csv")
     assert {"loss_step", "loss_epoch", "val_loss"} <= set(log.read_text().splitlines()[0].split(","))
+
+
+class AdamRegression(Regression):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        assert isinstance(optimizer, VarianceCorrection)
+        assert optimizer.num_workers == self.trainer.world_size // 2  # everybody is in every group
+
+
+def train_adam(directory: Path, devices: int, epochs: int, ckpt_path: Path | None = None) -> AdamRegression:
+    strategy = SDPipeStrategy(2, sync=AllReduce(), variance_correction=True, start_method="fork")
+    module = AdamRegression()
+    fit(directory, strategy, devices, 4, module, ckpt_path, max_epochs=epochs)
+    return module
+
+
+@pytest.mark.distributed
+def test_variance_correction_wraps_adam_and_knows_the_group_size(tmp_path: Path) -> None:
+    before = AdamRegression().net[0].weight
+    assert not torch.equal(train_adam(tmp_path, 4, 1).net[0].weight, before)
+
+
+@pytest.mark.distributed
+def test_the_state_of_corrected_adam_is_resumed(tmp_path: Path) -> None:
+    # with one pipeline: of several, a checkpoint holds the moments of the first
+    whole = train_adam(tmp_path / "whole", 2, 2)
+    train_adam(tmp_path / "half", 2, 1)
+    (path,) = (tmp_path / "half").glob("**/*.ckpt")
+    resumed = train_adam(tmp_path / "resumed", 2, 2, path)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value)
 
 
 def test_the_strategy_is_known_by_name() -> None:

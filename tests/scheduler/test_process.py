@@ -89,7 +89,8 @@ def test_the_scheduler_needs_no_torch() -> None:
 
 def test_training_goes_on_when_a_killed_scheduler_is_restarted() -> None:
     """Every iteration of every worker is answered once, by a group all of whose members got it."""
-    spec = SemiDecentralizedSpec(window=0.005, connectivity=3)
+    # nothing is enforced, since a worker that waits at the barrier below could be the one that others had to wait for
+    spec = SemiDecentralizedSpec(window=0.005, connectivity=None)
     workers = [W(j, i) for j in range(2) for i in range(3)]
     first = EmbeddedScheduler.start(spec, 2, 3)
     halfway, restarted = threading.Barrier(len(workers) + 1), threading.Event()
