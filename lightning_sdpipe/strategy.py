@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdpipe import checkpoint, lockstep
-from lightning_sdpipe.averaging.buckets import flatten
+from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.epoch_callback import EpochCallback
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.heterogeneity.delays import DelayInjector, Delays
+from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.last_resort import LastResort
 from lightning_sdpipe.launcher import CheckingLauncher, WholeModelLauncher
 from lightning_sdpipe.measure import measure_on_rank_zero
@@ -32,15 +32,12 @@ from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.chain import Block, find_blocks
-from lightning_sdpipe.partition.cut_step import CutModel
-from lightning_sdpipe.partition.materialise import Initialisation, materialise
-from lightning_sdpipe.partition.ownership import assign_owners, keep_only
+from lightning_sdpipe.partition.materialise import Initialisation
+from lightning_sdpipe.partition.ownership import keep_only
 from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_seed
-from lightning_sdpipe.pipeline.flush import FlushPipeline
-from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
-from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
+from lightning_sdpipe.pipeline.stage_runner import Step
+from lightning_sdpipe.refusals import refuse_unsupported
 from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
@@ -132,7 +129,7 @@ class SDPipeStrategy(DDPStrategy):
         self._groups: ProcessGroups | None = None
         self._scheduler: EmbeddedScheduler | None = None
         self._client: SchedulerClient | None = None
-        self._cut_model: CutModel | None = None
+        self._assembled: Assembled | None = None
         self._initialisation = Initialisation()
         self._plan: tuple[nn.Module, plan.Plan] | None = None
         self._optimizer_parts: checkpoint.OptimizerParts | None = None
@@ -193,7 +190,7 @@ class SDPipeStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._refuse_unsupported(trainer)
+        refuse_unsupported(trainer, self.schedule, self.num_stages)
         lockstep.release(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
@@ -205,32 +202,6 @@ class SDPipeStrategy(DDPStrategy):
     def _put_first(self, trainer: Any, callback: EpochCallback) -> None:
         others = (c for c in trainer.callbacks if not isinstance(c, EpochCallback))  # a second fit has the first's
         trainer.callbacks = [callback, *others]
-
-    def _refuse_unsupported(self, trainer: Trainer) -> None:
-        module = self.module
-        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-            raise ConfigurationError(
-                f"{type(module).__name__} uses manual optimization. A pipeline runs forward and backward of several "
-                "micro-batches in an order of its own, so the optimization must be automatic."
-            )
-        if self.schedule == "pipedream" and trainer.accumulate_grad_batches > 1:
-            raise ConfigurationError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not go with schedule='pipedream', "
-                "which applies every gradient at once. Use a larger batch, or schedule='1f1b'."
-            )
-        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value" and self.num_stages > 1:
-            raise ConfigurationError(
-                "gradient_clip_val clips by the norm of all parameters, and no worker holds them all. "
-                'Use Trainer(gradient_clip_algorithm="value") for now.'
-            )
-
-    def _refuse_shared(self, shared: Sequence[tuple[tuple[int, ...], str]]) -> None:
-        trained = [name for _, name in shared if self.module.get_parameter(name).requires_grad]
-        if trained:
-            raise ConfigurationError(
-                f"{trained[0]!r} lives on several stages (tied weights, or outside of every block). Its gradients are "
-                "summed over them, which needs a flush: use schedule='1f1b', or keep its users on one stage."
-            )
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -253,55 +224,21 @@ class SDPipeStrategy(DDPStrategy):
 
     def _cut(self, trainer: Trainer) -> None:
         """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
-        module, groups = self.module, self.groups
-        stage, _ = groups.mesh.locate(groups.rank)
+        options = Options(
+            self.num_stages,
+            self.schedule,
+            self.stages_per_worker,
+            self.num_micro_batches,
+            self.dynamic_shapes,
+            self.delays,
+            self._run_timeout,
+        )
         stages = self._plan_stages(trainer)
-        chain, spans = stages.chain, stages.module_spans
-        self._ownership = assign_owners(module, chain, spans, self.num_stages)
-        if self.schedule == "pipedream":
-            self._refuse_shared(self._ownership.shared_parameters(module))
-        shared = SharedParameters(module, self._ownership, groups, self._run_timeout)
-        materialise(module, self._ownership, stage, self._initialisation)
-        keep_only(module, self._ownership, stage, self.root_device)
-        owned = spans[stage :: self.num_stages]
-        self._cut_model = CutModel(module, chain, owned, self.root_device)
-        here = [p for p in module.parameters() if p.device.type != "meta"]
-        buffers = [b for b in module.buffers() if b.device.type != "meta"]
-        buckets = flatten(here)
-        shared.make_equal()
-        for tensor in (*(bucket.buffer for bucket in buckets), *buffers):
-            dist.broadcast(tensor, min(groups.mesh.stage_ranks(stage)), group=groups.stage)
-        self._sync = ModelAveraging(self.client, groups.stage, groups.mesh.stage_ranks(stage), buckets, buffers)
-        self._assemble(owned, here, shared)
-
-    def _assemble(self, owned: Sequence[range], here: Sequence[nn.Parameter], shared: SharedParameters) -> None:
-        """Puts the pipeline together that runs the spans ``owned``, with the parameters that are ``here``."""
-        assert self._cut_model is not None
-        module, groups, stage = self.module, self.groups, self._worker.stage
-        workers = groups.mesh.pipeline_ranks(self._worker.pipeline)
-        links = [
-            StageLink(
-                groups.pipeline,
-                tuple(workers) * self.stages_per_worker,
-                number,
-                self.root_device,
-                self.dynamic_shapes,
-                sends_in_flight=None if self.stages_per_worker > 1 else 2,
-            )
-            for number in range(stage, self._total_stages, self.num_stages)
-        ]
-        self._runners = [
-            StageRunner(module, self._cut_model, span, link) for span, link in zip(owned, links, strict=True)
-        ]
-        trained = [p for p in here if p.requires_grad]
-        injector = DelayInjector(self.delays, stage, self._worker.pipeline)
-        self._pipeline: FlushPipeline | PipeDreamPipeline
-        if self.schedule == "pipedream":
-            self._pipeline = PipeDreamPipeline(self._runners[0], trained, injector)
-        else:
-            self._pipeline = FlushPipeline(
-                self._runners, self.num_stages, trained, shared, injector, self.schedule, self.num_micro_batches
-            )
+        self._assembled = assemble(self.module, stages, self.groups, options, self._initialisation, self.root_device)
+        replicas = self.groups.mesh.stage_ranks(self._worker.stage)
+        self._sync = ModelAveraging(
+            self.client, self.groups.stage, replicas, self._assembled.buckets, self._assembled.buffers
+        )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -311,7 +248,9 @@ class SDPipeStrategy(DDPStrategy):
                 "Use one optimizer with several parameter groups."
             )
         (optimizer,) = self.optimizers
-        self._optimizer_parts = checkpoint.OptimizerParts(optimizer, self.module, self._ownership, self._worker.stage)
+        self._optimizer_parts = checkpoint.OptimizerParts(
+            optimizer, self.module, self._parts.ownership, self._worker.stage
+        )
         self._optimizer_parts.drop_foreign(optimizer)
         if self.variance_correction and is_adam_family(optimizer):
             self.optimizers = [VarianceCorrection(optimizer, num_workers=self.mesh.num_pipelines)]
@@ -344,7 +283,7 @@ class SDPipeStrategy(DDPStrategy):
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
         with self._step():
             step = Step("training_step", arguments, self.precision_plugin.train_step_context)
-            loss = self._pipeline.train(batch, step, self._mini_batches)
+            loss = self._parts.pipeline.train(batch, step, self._mini_batches)
         self._mini_batches += 1
         if self._update_follows:
             self._sync.announce(self._updates)
@@ -357,7 +296,7 @@ class SDPipeStrategy(DDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if isinstance(self._pipeline, PipeDreamPipeline) and self._pipeline.filling:
+        if isinstance(self._parts.pipeline, PipeDreamPipeline) and self._parts.pipeline.filling:
             return closure()
         return self._update(optimizer, closure, model, **kwargs)
 
@@ -382,16 +321,16 @@ class SDPipeStrategy(DDPStrategy):
 
     def _pause(self) -> None:
         """Finishes what is in the pipeline and makes all replicas equal."""
-        if isinstance(self._pipeline, PipeDreamPipeline):
+        if isinstance(self._parts.pipeline, PipeDreamPipeline):
             with torch.inference_mode(False), torch.enable_grad(), self._first_failure():
-                while self._pipeline.draining:
+                while self._parts.pipeline.draining:
                     self._update(self.optimizers[0], self._drain)
                 self._settle()
         self._sync.pause()
 
     def _drain(self) -> Tensor:
-        assert isinstance(self._pipeline, PipeDreamPipeline)
-        loss = self._pipeline.drain()
+        assert isinstance(self._parts.pipeline, PipeDreamPipeline)
+        loss = self._parts.pipeline.drain()
         self._sync.announce(self._updates)
         self.optimizers[0].zero_grad()
         return self.backward(loss, self.optimizers[0])
@@ -413,10 +352,10 @@ class SDPipeStrategy(DDPStrategy):
     def _evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
         with self._step():
             step = Step(name, arguments, context)
-            return [runner.evaluate(batch, step) for runner in self._runners][-1]
+            return [runner.evaluate(batch, step) for runner in self._parts.runners][-1]
 
     def _settle(self) -> None:
-        for runner in self._runners:
+        for runner in self._parts.runners:
             runner.link.settle()
 
     @contextmanager
@@ -454,11 +393,11 @@ class SDPipeStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._pause()
-        return checkpoint.gather_module_state(self.module, self._ownership, self.groups)
+        return checkpoint.gather_module_state(self.module, self._parts.ownership, self.groups)
 
     def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:
         state = checkpoint_["state_dict"]
-        checkpoint.load_module_state(self.module, self._ownership, self._worker.stage, state, strict)
+        checkpoint.load_module_state(self.module, self._parts.ownership, self._worker.stage, state, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self._optimizer_parts is not None
@@ -503,11 +442,10 @@ class SDPipeStrategy(DDPStrategy):
             atexit.register(self._launcher.end_children, _GRACE)  # after the error has been printed
 
     def teardown(self) -> None:
-        if self._cut_model is not None:
-            self._cut_model.restore()
+        if self._assembled is not None:
+            self._assembled.cut_model.restore()
             stage, _ = self.mesh.locate(self.global_rank)
-            keep_only(self.module, self._ownership, stage, torch.device("cpu"))
-            self._cut_model = None
+            keep_only(self.module, self._assembled.ownership, stage, torch.device("cpu"))
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -534,6 +472,11 @@ class SDPipeStrategy(DDPStrategy):
     def client(self) -> SchedulerClient:
         assert self._client is not None, "setup_environment connects to the scheduler"
         return self._client
+
+    @property
+    def _parts(self) -> Assembled:
+        assert self._assembled is not None, "setup assembles the pipeline"
+        return self._assembled
 
     @property
     def _total_stages(self) -> int:

@@ -11,17 +11,13 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_sdpipe.assembly import Options, assemble
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.heterogeneity.delays import DelayInjector, Delays
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition import plan
-from lightning_sdpipe.partition.cut_step import CutModel
-from lightning_sdpipe.partition.ownership import assign_owners, keep_only
-from lightning_sdpipe.pipeline.flush import FlushPipeline
-from lightning_sdpipe.pipeline.link import StageLink
+from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.pipeline.micro_batches import split
-from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
+from lightning_sdpipe.pipeline.stage_runner import Step
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=20)
@@ -62,22 +58,11 @@ def pipeline(
 ) -> tuple[list[Outcome], Any]:
     """This rank's share of what :func:`one_process` returns; the loss is real on rank 0 only."""
     groups = ProcessGroups.open(Mesh.build(num_stages, num_stages), TIMEOUT)
-    worker, _ = groups.mesh.locate(rank)
     model = make()
     stages = plan.plan(model, num_stages * stages_per_worker, "uniform", blocks, _no_measure)
-    spans, workers = stages.module_spans, tuple(groups.mesh.pipeline_ranks(0))
-    ownership = assign_owners(model, stages.chain, spans, num_stages)
-    shared = SharedParameters(model, ownership, groups, TIMEOUT)
-    keep_only(model, ownership, worker, CPU)
-    numbers = range(worker, len(spans), num_stages)
-    owned = [spans[number] for number in numbers]
-    cut_model = CutModel(model, stages.chain, owned, CPU)
-    bound = 2 if stages_per_worker == 1 else None
-    links = [StageLink(groups.pipeline, workers * stages_per_worker, n, CPU, dynamic_shapes, bound) for n in numbers]
-    runners = [StageRunner(model, cut_model, span, link) for span, link in zip(owned, links, strict=True)]
-    held = [p for p in model.parameters() if p.device.type != "meta"]
-    delays = DelayInjector(Delays(), worker, 0)
-    runtime = FlushPipeline(runners, num_stages, held, shared, delays, schedule, num_micro_batches)
+    options = Options(num_stages, schedule, stages_per_worker, num_micro_batches, dynamic_shapes, timeout=TIMEOUT)
+    parts = assemble(model, stages, groups, options, Initialisation(), CPU)
+    runtime, runners = parts.pipeline, parts.runners
     outcomes = []
     for iteration, batch in enumerate(batches):
         model.zero_grad()
@@ -89,8 +74,8 @@ def pipeline(
     model.eval()
     with torch.no_grad():
         evaluated = [runner.evaluate(batches[0], VALIDATE) for runner in runners][-1]
-    for link in links:
-        link.settle()
+    for runner in runners:
+        runner.link.settle()
     return outcomes, evaluated
 
 

@@ -1,0 +1,106 @@
+"""Putting together what one worker runs: its part of the module, its links, and its pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_sdpipe.averaging.buckets import FlatBucket, flatten
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.heterogeneity.delays import DelayInjector, Delays
+from lightning_sdpipe.partition.cut_step import CutModel
+from lightning_sdpipe.partition.materialise import Initialisation, materialise
+from lightning_sdpipe.partition.ownership import Ownership, assign_owners, keep_only
+from lightning_sdpipe.partition.plan import Plan
+from lightning_sdpipe.pipeline.flush import FlushPipeline
+from lightning_sdpipe.pipeline.link import StageLink
+from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
+from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
+from lightning_sdpipe.pipeline.stage_runner import StageRunner
+from lightning_sdpipe.refusals import refuse_shared
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the pipelines run; see :class:`~lightning_sdpipe.strategy.SDPipeStrategy` for each."""
+
+    num_stages: int
+    schedule: str = "1f1b"
+    stages_per_worker: int = 1
+    num_micro_batches: int = 1
+    dynamic_shapes: bool = False
+    delays: Delays = Delays()  # noqa: RUF009  # frozen
+    timeout: timedelta | None = None
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What a worker runs and holds."""
+
+    ownership: Ownership
+    cut_model: CutModel
+    runners: Sequence[StageRunner]  # of its stages, in order
+    pipeline: FlushPipeline | PipeDreamPipeline
+    buckets: Sequence[FlatBucket]  # its parameters
+    buffers: Sequence[Tensor]
+
+
+def assemble(
+    module: LightningModule,
+    plan: Plan,
+    groups: ProcessGroups,
+    options: Options,
+    initialisation: Initialisation,
+    device: torch.device,
+) -> Assembled:
+    """Keeps this rank's part of ``module``, equal on all pipelines, on ``device``, and the rest on ``meta``.
+
+    Every rank must call it.
+
+    Raises:
+        ConfigurationError: the module does not go with the schedule.
+    """
+    worker, pipeline_number = groups.mesh.locate(groups.rank)
+    chain, spans = plan.chain, plan.module_spans
+    ownership = assign_owners(module, chain, spans, options.num_stages)
+    if options.schedule == "pipedream":
+        refuse_shared(module, ownership.shared_parameters(module))
+    shared = SharedParameters(module, ownership, groups, options.timeout)
+    materialise(module, ownership, worker, initialisation)
+    keep_only(module, ownership, worker, device)
+    parameters = [p for p in module.parameters() if p.device.type != "meta"]
+    buffers = [b for b in module.buffers() if b.device.type != "meta"]
+    buckets = flatten(parameters)
+    shared.make_equal()
+    for tensor in (*(bucket.buffer for bucket in buckets), *buffers):
+        dist.broadcast(tensor, min(groups.mesh.stage_ranks(worker)), group=groups.stage)
+
+    numbers = range(worker, len(spans), options.num_stages)
+    cut_model = CutModel(module, chain, [spans[number] for number in numbers], device)
+    ranks = tuple(groups.mesh.pipeline_ranks(pipeline_number)) * options.stages_per_worker
+    bound = 2 if options.stages_per_worker == 1 else None
+    runners = [
+        StageRunner(
+            module,
+            cut_model,
+            spans[number],
+            StageLink(groups.pipeline, ranks, number, device, options.dynamic_shapes, bound),
+        )
+        for number in numbers
+    ]
+    trained = [p for p in parameters if p.requires_grad]
+    delays = DelayInjector(options.delays, worker, pipeline_number)
+    pipeline: FlushPipeline | PipeDreamPipeline
+    if options.schedule == "pipedream":
+        pipeline = PipeDreamPipeline(runners[0], trained, delays)
+    else:
+        pipeline = FlushPipeline(
+            runners, options.num_stages, trained, shared, delays, options.schedule, options.num_micro_batches
+        )
+    return Assembled(ownership, cut_model, runners, pipeline, buckets, buffers)
