@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_sdpipe.errors import ConfigurationError
 
@@ -78,7 +78,7 @@ class Ghost(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        ghosts = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Ghost)]
+        ghosts = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Ghost)]
         if func in _FROM_METADATA:
             return func(*tree_map_only(Ghost, _without_values, args), **kwargs)
         if func is _aten._local_scalar_dense.default:
@@ -115,11 +115,9 @@ class SkippedCutError(ConfigurationError):
 
 def refuse_ghosts(value: Any, where: str) -> None:
     """Raises :class:`SkippedCutError` if a ghost is anywhere in ``value``, which ``where`` is about to compute with."""
-
-    def refuse(ghost: Ghost) -> None:
-        raise SkippedCutError(ghost, f"is used by {where}")
-
-    tree_map_only(Ghost, refuse, value)
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Ghost):
+            raise SkippedCutError(leaf, f"is used by {where}")
 
 
 def _writes_to_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Structure:
                 return {key: build(item) for key, item in content.items()}
             return content
 
-        return build(json.loads(self.skeleton))
+        return build(_parsed(self.skeleton))
 
     def encode(self) -> dict[str, Any]:
         tensors = [[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in self.tensors]
@@ -59,6 +60,13 @@ class Structure:
     def decode(cls, data: Mapping[str, Any]) -> Structure:
         tensors = (TensorMeta(tuple(shape), getattr(torch, dtype), grad) for shape, dtype, grad in data["tensors"])
         return cls(data["skeleton"], tuple(tensors))
+
+
+@lru_cache(maxsize=1024)
+def _parsed(skeleton: str) -> list[Any]:
+    """Not to be changed by those who get it: a few skeletons are rebuilt in every micro-batch."""
+    nodes: list[Any] = json.loads(skeleton)
+    return nodes
 
 
 def take_apart(output: Any, block: str) -> tuple[list[Tensor], Structure]:

@@ -32,6 +32,7 @@ TIMEOUT_SECONDS = 300.0
 
 Batch = dict[str, Tensor]
 TrainStep = Callable[[Batch], Tensor]
+Timing = tuple[float, float]  # seconds of wall clock, and of processor time of this process
 
 
 class MaskedLM(L.LightningModule):
@@ -70,7 +71,7 @@ def measure(
     repeats: int,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Throughput with each number of stages.
+    """Throughput with each number of stages, by the clock and by processor time, which other load disturbs less.
 
     Args:
         stages: numbers of stages M.
@@ -86,15 +87,21 @@ def measure(
     ratios: Ratios = {}
     for num_stages in stages:
         shape = (hidden_size, sequence, samples, num_micro_batches)
-        timings = run_processes(num_stages, _compare, *shape, steps, repeats, seed, timeout=TIMEOUT_SECONDS)[0]
-        for repeat, seconds in enumerate(timings):
-            for name, elapsed in seconds.items():
+        by_rank = run_processes(num_stages, _compare, *shape, steps, repeats, seed, timeout=TIMEOUT_SECONDS)
+        speedups, shares = [], []
+        for repeat, of_ranks in enumerate(zip(*by_rank, strict=True)):
+            wall = {name: elapsed for name, (elapsed, _) in of_ranks[0].items()}
+            used = {name: sum(timing[name][1] for timing in of_ranks) for name in wall}
+            for name, elapsed in wall.items():
                 row = {"what": name, "stages": num_stages, "repeat": repeat}
-                rows.append(row | {"samples_per_s": samples * num_micro_batches * steps / elapsed})
-        ratios[f"bare_torch/M{num_stages}"] = ratio(
-            [seconds["bare torch"] / seconds["ours"] for seconds in timings],
-            0.97,
-            f"throughput of 1F1B, BERT of {hidden_size} × 4 layers, {num_stages} stages: ours over bare torch's",
+                throughput = samples * num_micro_batches * steps / elapsed
+                rows.append(row | {"samples_per_s": throughput, "processor_s": used[name]})
+            speedups.append(wall["bare torch"] / wall["ours"])
+            shares.append(used["bare torch"] / used["ours"])
+        what = f"1F1B, BERT of {hidden_size} × 4 layers, {num_stages} stages"
+        ratios[f"bare_torch/M{num_stages}"] = ratio(speedups, 0.97, f"throughput, {what}: ours over bare torch's")
+        ratios[f"bare_torch_processor/M{num_stages}"] = ratio(
+            shares, 0.97, f"samples per second of processor time of all ranks, {what}: ours over bare torch's"
         )
     return rows, ratios
 
@@ -108,8 +115,8 @@ def _compare(
     steps: int,
     repeats: int,
     seed: int,
-) -> list[dict[str, float]]:
-    """Seconds of each runtime in each repeat."""
+) -> list[dict[str, Timing]]:
+    """What each runtime took on this rank in each repeat."""
     batch = _batch(samples * num_micro_batches, sequence, seed)
     runtimes = {
         "ours": _ours(MaskedLM(hidden_size, sequence, seed), num_micro_batches),
@@ -117,7 +124,7 @@ def _compare(
     }
     _warm_up(runtimes, batch)
     return [
-        {name: _seconds(runtimes[name], batch, steps) for name in rotated(list(runtimes), repeat)}
+        {name: _timed(runtimes[name], batch, steps) for name in rotated(list(runtimes), repeat)}
         for repeat in range(repeats)
     ]
 
@@ -187,10 +194,10 @@ def _warm_up(runtimes: dict[str, TrainStep], batch: Batch) -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
 
 
-def _seconds(step: TrainStep, batch: Batch, steps: int) -> float:
+def _timed(step: TrainStep, batch: Batch, steps: int) -> Timing:
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step(batch)
     dist.barrier()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - used

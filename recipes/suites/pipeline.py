@@ -18,14 +18,13 @@ def run(
     bare_torch: Mapping[str, Any],
     pipedream: Mapping[str, Any],
     memory: Mapping[str, Any],
-    repeats: int,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
     """Rows and ratios of all three; the mappings are arguments of their ``measure``."""
     parts = [
-        bare_torch_.measure(**bare_torch, repeats=repeats, seed=seed),
-        bubble.measure(**pipedream, repeats=repeats, seed=seed),
-        memory_.measure(**memory, repeats=repeats, seed=seed),
+        bare_torch_.measure(**bare_torch, seed=seed),
+        bubble.measure(**pipedream, seed=seed),
+        memory_.measure(**memory, seed=seed),
     ]
     rows = [row for part, _ in parts for row in part]
     return rows, {key: value for _, part in parts for key, value in part.items()}
