@@ -37,7 +37,7 @@ class Model(L.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def on_train_start(self) -> None:
+    def on_fit_start(self) -> None:  # later, one process has drawn the seed of its data loader
         assert self.net is not None
         here = {name: t.clone() for name, t in self.state_dict().items() if t.device.type != "meta"}
         torch.save((here, torch.get_rng_state()), self.directory / f"{self.global_rank}.pt")
