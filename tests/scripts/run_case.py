@@ -36,6 +36,7 @@ class Model(L.LightningModule):
 
 
 def main(case: str) -> None:
+    L.seed_everything(1)  # every process makes the same data
     options = {
         "stages": {"num_stages": 3},
         "too_many_stages": {"num_stages": 4},
