@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -35,7 +35,7 @@ class Options:
     stages_per_worker: int = 1
     num_micro_batches: int = 1
     dynamic_shapes: bool = False
-    delays: Delays = Delays()  # noqa: RUF009  # frozen
+    delays: Delays = field(default_factory=Delays)
     timeout: timedelta | None = None
 
 
