@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_sdpipe import p2p
@@ -13,7 +14,7 @@ from lightning_sdpipe.groups import ProcessGroups
 
 
 class EpochCallback(Callback):
-    """Ends an epoch with equal replicas, and gives all stages the metrics that only the last one has, so that
+    """Ends an epoch with equal replicas, and gives everybody the metrics of rank 0, which holds a last stage, so that
     ModelCheckpoint, EarlyStopping and plateau schedulers decide alike everywhere. The strategy puts it first."""
 
     def __init__(self, groups: ProcessGroups, pause: Callable[[], None]) -> None:
@@ -31,11 +32,10 @@ class EpochCallback(Callback):
         self._share_metrics(trainer)
 
     def _share_metrics(self, trainer: Trainer) -> None:
-        mesh = self._groups.mesh
-        stage, pipeline = mesh.locate(self._groups.rank)
-        last = mesh.num_stages - 1
+        everybody = dist.group.WORLD
+        assert everybody is not None
         metrics = trainer.callback_metrics  # the Trainer's own dict: updating it is what makes monitors see the values
-        mine = {name: float(value) for name, value in metrics.items()} if stage == last else {}
-        data = p2p.broadcast_bytes(json.dumps(mine).encode(), mesh.rank(last, pipeline), self._groups.pipeline)
-        if stage != last:
+        mine = {name: float(value) for name, value in metrics.items()} if self._groups.rank == 0 else {}
+        data = p2p.broadcast_bytes(json.dumps(mine).encode(), 0, everybody)
+        if self._groups.rank != 0:
             metrics.update({name: torch.tensor(value) for name, value in json.loads(data).items()})

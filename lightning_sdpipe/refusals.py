@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -23,10 +29,46 @@ def refuse_unsupported(trainer: Trainer, schedule: str, num_stages: int) -> None
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not go with schedule='pipedream', "
             "which applies every gradient at once. Use a larger batch, or schedule='1f1b'."
         )
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value" and num_stages > 1:
+    if schedule == "pipedream" and num_stages > 1:
+        _refuse_for_pipedream(trainer)
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
         raise ConfigurationError(
-            "gradient_clip_val clips by the norm of all parameters, and no worker holds them all. "
-            'Use Trainer(gradient_clip_algorithm="value") for now.'
+            "sync_batchnorm=True would make every pipeline wait for all others in every layer. Leave it out: the "
+            "statistics of BatchNorm are averaged over the pipelines before every validation and checkpoint."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        _refuse_callback(callback)
+
+
+def _refuse_for_pipedream(trainer: Trainer) -> None:
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+        raise ConfigurationError(
+            f"gradient_clip_val={trainer.gradient_clip_val} clips by the norm over all stages, which with "
+            "schedule='pipedream' step at different times. Use gradient_clip_algorithm='value', or schedule='1f1b'."
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ConfigurationError(
+            "precision='16-mixed' skips the steps that overflow on all stages together, which with "
+            "schedule='pipedream' step at different times. Use precision='bf16-mixed', or schedule='1f1b'."
+        )
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "GradientAccumulationScheduler does not go with schedule='pipedream', which applies every gradient at "
+            "once. Use schedule='1f1b'."
+        )
+
+
+def _refuse_callback(callback: Callback) -> None:
+    name = type(callback).__name__
+    if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        raise ConfigurationError(
+            f"{name} keeps a second copy of the whole model, and each worker holds its own stage only. Leave it out; "
+            "average the weights of several checkpoints afterwards instead."
+        )
+    if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+        raise ConfigurationError(
+            f"{name} would save a checkpoint after a failure, when the stages that are gone cannot give their part. "
+            "Save at intervals: ModelCheckpoint(every_n_train_steps=...)."
         )
 
 

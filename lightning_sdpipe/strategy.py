@@ -21,12 +21,15 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe import checkpoint, lockstep
 from lightning_sdpipe.assembly import Assembled, Options, assemble
+from lightning_sdpipe.clipping import clip_over_stages
 from lightning_sdpipe.epoch_callback import EpochCallback
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.last_resort import LastResort
+from lightning_sdpipe.last_stage import gather_metrics_over, leave_results_to_the_last_stage
 from lightning_sdpipe.launcher import CheckingLauncher, WholeModelLauncher
+from lightning_sdpipe.loss_scale import agree_on_overflow, loss_scale
 from lightning_sdpipe.measure import measure_on_rank_zero
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
@@ -37,6 +40,7 @@ from lightning_sdpipe.partition.ownership import keep_only
 from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_seed
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.stage_runner import Step
+from lightning_sdpipe.predictions import collect, deal_batches
 from lightning_sdpipe.refusals import refuse_unsupported
 from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.policy import Worker
@@ -130,6 +134,7 @@ class SDPipeStrategy(DDPStrategy):
         self._scheduler: EmbeddedScheduler | None = None
         self._client: SchedulerClient | None = None
         self._assembled: Assembled | None = None
+        self._undo: Sequence[Callable[[], None]] = ()
         self._initialisation = Initialisation()
         self._plan: tuple[nn.Module, plan.Plan] | None = None
         self._optimizer_parts: checkpoint.OptimizerParts | None = None
@@ -195,9 +200,20 @@ class SDPipeStrategy(DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
         self._put_first(trainer, EpochCallback(self.groups, self._pause))
+        self._adapt(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def _adapt(self, trainer: Any) -> None:
+        """Makes what Lightning, torchmetrics and the precision plugin do per rank right for a stage of a pipeline."""
+        is_last = self._worker.stage == self.num_stages - 1
+        self._undo = [
+            leave_results_to_the_last_stage(self.module, trainer.callbacks, is_last),
+            gather_metrics_over(self.module, self.groups.stage),
+        ]
+        clip_over_stages(self.precision_plugin, self.module, self._parts.ownership, self.groups)
+        agree_on_overflow(self.precision_plugin, self.groups)
 
     def _put_first(self, trainer: Any, callback: EpochCallback) -> None:
         others = (c for c in trainer.callbacks if not isinstance(c, EpochCallback))  # a second fit has the first's
@@ -266,11 +282,14 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every stage of a pipeline sees the same batches."""
-        _, pipeline = self.mesh.locate(self.global_rank)
-        return {"num_replicas": self.mesh.num_pipelines, "rank": pipeline}
+        """Every stage of a pipeline sees the same batches. For prediction, whole batches are dealt out later."""
+        if self.module.trainer.predicting:
+            return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.mesh.num_pipelines, "rank": self._worker.pipeline}
 
     def process_dataloader(self, dataloader: Any) -> PipelineLoader:
+        if self.module.trainer.predicting:
+            deal_batches(dataloader, self.groups)
         return PipelineLoader(dataloader, self._data_seed, self._worker.pipeline)
 
     # ------------------------------------------------------------------- steps
@@ -282,7 +301,8 @@ class SDPipeStrategy(DDPStrategy):
 
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
         with self._step():
-            step = Step("training_step", arguments, self.precision_plugin.train_step_context)
+            scale = loss_scale(self.precision_plugin, self.root_device)
+            step = Step("training_step", arguments, self.precision_plugin.train_step_context, scale)
             loss = self._parts.pipeline.train(batch, step, self._mini_batches)
         self._mini_batches += 1
         if self._update_follows:
@@ -347,7 +367,13 @@ class SDPipeStrategy(DDPStrategy):
     def on_validation_end(self) -> None:
         self._settle()
 
-    on_test_end = on_predict_end = on_validation_end
+    on_test_end = on_validation_end
+
+    def on_predict_end(self) -> None:
+        self._settle()
+        loop = self.module.trainer.predict_loop
+        if loop.return_predictions and loop._combined_loader is not None:
+            collect(loop._predictions, loop._combined_loader.flattened, self.groups)
 
     def _evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
         with self._step():
@@ -442,6 +468,8 @@ class SDPipeStrategy(DDPStrategy):
             atexit.register(self._launcher.end_children, _GRACE)  # after the error has been printed
 
     def teardown(self) -> None:
+        for undo in self._undo:
+            undo()
         if self._assembled is not None:
             self._assembled.cut_model.restore()
             stage, _ = self.mesh.locate(self.global_rank)

@@ -88,10 +88,11 @@ class FlushPipeline:
             runner.link.settle()
         self._shared.sum_gradients()
         log.replay(self._runners[0].module.log)
-        loss = torch.stack([part.detach() for part in losses]).sum() if losses else torch.zeros(())
+        device = self._stages[0].device
+        loss = torch.stack([part.detach() for part in losses]).sum() if losses else torch.zeros((), device=device)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
-        return loss_with_gradients(loss.to(self._stages[0].device), self._parameters, gradients)
+        return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale)
 
 
 def _once(action: Callable[[], None]) -> Callable[[], None]:

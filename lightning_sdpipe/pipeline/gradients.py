@@ -22,33 +22,51 @@ def put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | No
         p.grad = grad
 
 
-def loss_with_gradients(loss: Tensor, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Tensor:
+def loss_with_gradients(
+    loss: Tensor,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor | None],
+    scale: Tensor | None = None,
+) -> Tensor:
     """The loss, as a tensor whose ``backward`` adds ``gradients``, times the gradient it is given, to ``parameters``.
 
     Lightning zeroes gradients between ``training_step``, where a pipeline computes them, and ``backward``. This way
     gradient accumulation, loss scaling and users' own ``backward`` hooks work as they do without a pipeline.
+
+    Args:
+        loss: a scalar; multiplied by ``scale``, as ``gradients`` are.
+        parameters: what the gradients belong to.
+        gradients: in the order of the parameters.
+        scale: is taken out again, of the loss here and of the gradients in the backward.
     """
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     deposit: Any = _Deposit.apply  # untyped in torch
-    return deposit(anchor, loss.detach(), list(parameters), list(gradients))  # type: ignore[no-any-return]
+    loss = loss.detach() if scale is None else loss.detach() / scale
+    return deposit(anchor, loss, list(parameters), list(gradients), scale)  # type: ignore[no-any-return]
 
 
 class _Deposit(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, loss: Tensor, parameters: list[nn.Parameter], gradients: list[Tensor | None]
+        ctx: Any,
+        anchor: Tensor,
+        loss: Tensor,
+        parameters: list[nn.Parameter],
+        gradients: list[Tensor | None],
+        scale: Tensor | None,
     ) -> Tensor:
-        ctx.parameters, ctx.gradients = parameters, gradients
+        ctx.parameters, ctx.gradients, ctx.scale = parameters, gradients, scale
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
         present = [grad for grad in ctx.gradients if grad is not None]
+        factor = grad_output if ctx.scale is None else grad_output / ctx.scale
         # reading the factor would wait for a GPU; on a CPU it saves a pass over the gradients
-        if present and (grad_output.device.type != "cpu" or grad_output.item() != 1.0):
-            torch._foreach_mul_(present, grad_output)
+        if present and (factor.device.type != "cpu" or factor.item() != 1.0):
+            torch._foreach_mul_(present, factor)
         for p, grad in zip(ctx.parameters, ctx.gradients, strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
         ctx.gradients = ctx.parameters = ()
-        return torch.zeros_like(grad_output), None, None, None
+        return torch.zeros_like(grad_output), None, None, None, None

@@ -27,6 +27,7 @@ class Step:
     name: str  # "training_step", "validation_step", "test_step" or "predict_step"
     arguments: tuple[Any, ...]
     context: StepContext  # the precision plugin's
+    loss_scale: Tensor | None = None  # of training in 16-bit mixed precision
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """What identifies the shapes of the messages that this step sends for a micro-batch, on both ends."""
@@ -51,10 +52,14 @@ class StageRunner:
         return self.link.stage == len(self.link.ranks) - 1
 
     def train(self, micro_batch: MicroBatch, step: Step, received: Boundary | None, log: StepLog) -> Boundary | Tensor:
-        """The boundary to send on; on the last stage the loss, weighted by the micro-batch's share of the samples."""
+        """The boundary to send on; on the last stage the loss, weighted by the micro-batch's share of the samples and
+        scaled."""
         with logging_through(self.module, log.record(micro_batch.size)):
             outcome = self._run(micro_batch, step, received)
-        return outcome if isinstance(outcome, Boundary) else _loss(outcome) * micro_batch.weight
+        if isinstance(outcome, Boundary):
+            return outcome
+        loss = _loss(outcome) * micro_batch.weight
+        return loss if step.loss_scale is None else loss * step.loss_scale
 
     def evaluate(self, batch: Any, step: Step) -> Any:
         """Runs the forward of a whole mini-batch. Stages work on successive batches at the same time.

@@ -1,0 +1,38 @@
+"""16-bit mixed precision with a loss scale, in a pipeline.
+
+The backward of a micro-batch runs inside ``training_step``, before Lightning scales the loss. So the loss of each
+micro-batch is scaled there, and the gradients are divided by that scale when Lightning's ``backward`` brings it again.
+"""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from lightning_sdpipe.groups import ProcessGroups
+
+
+def agree_on_overflow(precision: Precision, groups: ProcessGroups) -> None:
+    """Makes the stages of a pipeline skip the same steps: an overflow on one of them counts on all."""
+    if not isinstance(precision, MixedPrecision) or precision.scaler is None:
+        return
+    scaler = precision.scaler
+    if isinstance(scaler, ShardedGradScaler):  # of an earlier run of this strategy
+        return
+    precision.scaler = ShardedGradScaler(
+        device=scaler._device,
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        enabled=scaler.is_enabled(),
+        process_group=groups.pipeline,
+    )
+
+
+def loss_scale(precision: Precision, device: torch.device) -> Tensor | None:
+    """The factor that losses are multiplied by now, a scalar on ``device``; None if they are not."""
+    scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
+    return scaler.scale(torch.ones((), device=device)) if scaler is not None and scaler.is_enabled() else None

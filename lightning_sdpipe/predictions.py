@@ -1,0 +1,103 @@
+"""Predictions of all pipelines as one process would return them: whole batches are dealt out in turn, and collected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler, _IndexBatchSamplerWrapper
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.partition.structure import Structure, take_apart
+
+_TAG = 2**31 - 2
+
+
+class _SizedIterable(Protocol):
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[list[int]]: ...
+
+
+class _Dealt:
+    """Every N-th batch, from that of ``pipeline`` on. With fewer batches than pipelines, those without one of their
+    own repeat one, since Lightning wants every rank to have work; :func:`collect` leaves it out."""
+
+    def __init__(self, batches: _SizedIterable, pipeline: int, num_pipelines: int) -> None:
+        self._batches = batches
+        self._first = pipeline if pipeline < len(batches) else pipeline % max(1, len(batches))
+        self._num_pipelines = num_pipelines
+
+    def __len__(self) -> int:
+        return len(range(self._first, len(self._batches), self._num_pipelines))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(self._batches, self._first, None, self._num_pipelines)
+
+
+def deal_batches(loader: Any, groups: ProcessGroups) -> None:
+    """Gives this pipeline its share of a loader for prediction that Lightning has given a distributed sampler.
+
+    Others stay as they are: an iterable data set, or one whose sampler is the user's own.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(batches, _IndexBatchSamplerWrapper) and isinstance(sampler, UnrepeatedDistributedSampler):
+        _, pipeline = groups.mesh.locate(groups.rank)
+        batches._batch_sampler = _Dealt(batches._batch_sampler, pipeline, groups.mesh.num_pipelines)
+
+
+def collect(predictions: list[list[Any]], loaders: Iterable[Any], groups: ProcessGroups) -> None:
+    """On rank 0, puts the predictions of all pipelines into those of its own, in the order of the batches.
+
+    Every rank must call it.
+
+    Args:
+        predictions: for each loader, what ``predict_step`` returned for each batch.
+        loaders: what :func:`deal_batches` was given; of others rank 0 keeps its own predictions.
+
+    Raises:
+        ConfigurationError: they hold something that cannot be sent.
+    """
+    mesh = groups.mesh
+    stage, _ = mesh.locate(groups.rank)
+    if stage != mesh.num_stages - 1:
+        return
+    for mine, loader in zip(predictions, loaders, strict=True):
+        dealt = getattr(getattr(loader, "batch_sampler", None), "_batch_sampler", None)
+        if not isinstance(dealt, _Dealt):
+            continue
+        sources = mesh.stage_ranks(stage)[: len(dealt._batches)]  # the others have repeated a batch
+        if groups.rank != 0:
+            if groups.rank in sources:
+                _send(mine, groups)
+            continue
+        parts = [mine, *(_receive(source, groups) for source in sources if source != 0)]
+        mine[:] = [parts[b % len(parts)][b // len(parts)] for b in range(sum(map(len, parts)))]
+
+
+def _send(predictions: Sequence[Any], groups: ProcessGroups) -> None:
+    try:
+        tensors, structure = take_apart(list(predictions), "predict_step")
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            "predict_step returned something other than tensors, numbers, strings and None in tuples, lists and "
+            "dicts, and only these are brought to rank 0. Return such, or call predict(return_predictions=False) and "
+            "write them with a BasePredictionWriter."
+        ) from error
+    header = json.dumps(structure.encode()).encode()
+    p2p.send_bytes(header, 0, groups.stage, _TAG, "rank 0").wait()
+    p2p.send(tensors, 0, groups.stage, _TAG, "rank 0").wait()
+
+
+def _receive(source: int, groups: ProcessGroups) -> list[Any]:
+    peer = f"rank {source}"
+    structure = Structure.decode(json.loads(p2p.receive_bytes(source, groups.stage, _TAG, peer)))
+    tensors = [meta.empty(torch.device("cpu")) for meta in structure.tensors]
+    p2p.receive(tensors, source, groups.stage, _TAG, peer).wait()
+    parts: list[Any] = structure.rebuild(lambda i, _: tensors[i])
+    return parts

@@ -1,0 +1,123 @@
+"""Two pipelines of two stages in real processes, as torchrun would start them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_sdpipe import AllReduce, SDPipeStrategy
+from tests.workers import run_workers
+
+BATCH = 4  # of one pipeline
+SAMPLES = 32
+
+
+def on_four_ranks(work: Callable[..., Any], *arguments: Any, count: int = 4) -> list[Any]:
+    """What ``work(*arguments)`` returns on each rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return run_workers(count, _as_torchrun, port, count, work, arguments)
+
+
+def _as_torchrun(rank: int, port: int, count: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    own = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "features"}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    return work(*arguments)
+
+
+def pipelines(directory: Path, strategy: SDPipeStrategy | None = None, **options: Any) -> L.Trainer:
+    """A Trainer on four ranks."""
+    strategy = strategy or SDPipeStrategy(num_stages=2, sync=AllReduce())
+    return _trainer(directory, strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), **options)
+
+
+def one_process(directory: Path, **options: Any) -> L.Trainer:
+    """What the pipelines are compared with."""
+    return _trainer(directory, devices=1, **options)
+
+
+def trainer_of_this_process(directory: Path, **options: Any) -> L.Trainer:
+    """On four ranks or alone: for a function that runs in both ways, to be compared."""
+    return pipelines(directory, **options) if on_pipelines() else one_process(directory, **options)
+
+
+def _trainer(directory: Path, **options: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 2}
+    return L.Trainer(accelerator="cpu", default_root_dir=directory, **{**quiet, **options})
+
+
+class Regression(L.LightningModule):
+    """A chain of four blocks with plain SGD, for which averaging gradients and averaging models is the same."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+
+def samples(count: int = SAMPLES) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def on_pipelines() -> bool:
+    return "WORLD_SIZE" in os.environ
+
+
+def train_loader(count: int = SAMPLES, **options: Any) -> DataLoader[Any]:
+    """Two batches of 4 on two pipelines hold what one batch of 8 holds in one process: Lightning's distributed sampler
+    shuffles the samples and deals them out in turn."""
+    data = samples(count)
+    if on_pipelines():
+        return DataLoader(data, BATCH, **options)
+    return DataLoader(data, 2 * BATCH, sampler=DistributedSampler(data, num_replicas=1, rank=0), **options)
+
+
+def eval_loader(count: int = SAMPLES) -> DataLoader[Any]:
+    return DataLoader(samples(count), BATCH if on_pipelines() else 2 * BATCH)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds."""
+    return {name: value.clone() for name, value in module.state_dict().items() if value.device.type != "meta"}
+
+
+def assert_same(parts: list[dict[str, Tensor]], whole: dict[str, Tensor], **tolerance: float) -> None:
+    """The parts of all ranks make up ``whole``."""
+    assert set().union(*parts) == set(whole)
+    for part in parts:
+        for name, value in part.items():
+            torch.testing.assert_close(value, whole[name], **{"rtol": 1e-5, "atol": 1e-6, **tolerance})

@@ -1,0 +1,71 @@
+"""The table of docs/lightning.md, made from the tests of this folder: ``python -m tests.features.table`` writes it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import tests.features
+
+Test = TypeVar("Test", bound=Callable[..., None])
+DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
+START, END = "<!-- table -->\n", "<!-- end of table -->\n"
+
+
+@dataclass(frozen=True)
+class Feature:
+    area: str
+    name: str
+    verdict: str  # what the table says: yes, or the error
+    note: str
+
+
+def supported(area: str, name: str, note: str = "") -> Callable[[Test], Test]:
+    """Marks a test that shows that ``name`` works."""
+    return _marked(Feature(area, name, "yes", note))
+
+
+def refused(area: str, name: str, error: str, note: str = "") -> Callable[[Test], Test]:
+    """Marks a test that shows that ``name`` is refused with ``error``, a part of the message, which it must check."""
+    return _marked(Feature(area, name, f"no: “{error} …”", note))
+
+
+def _marked(feature: Feature) -> Callable[[Test], Test]:
+    def mark(test: Test) -> Test:
+        test.__dict__["feature"] = feature
+        return test
+
+    return mark
+
+
+def features() -> Iterator[Feature]:
+    """Of all tests of this folder, in the order of the files."""
+    for module in pkgutil.iter_modules(tests.features.__path__):
+        if module.name.startswith("test_"):
+            found = importlib.import_module(f"tests.features.{module.name}")
+            yield from (test.feature for test in vars(found).values() if hasattr(test, "feature"))
+
+
+def table() -> str:
+    lines = ["| | works | |", "|---|---|---|"]
+    area = ""
+    for feature in features():
+        if feature.area != area:
+            area = feature.area
+            lines.append(f"| **{area}** | | |")
+        lines.append(f"| {feature.name} | {feature.verdict} | {feature.note} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    text = DOCUMENT.read_text()
+    before, after = text.partition(START)[0], text.partition(END)[2]
+    DOCUMENT.write_text(f"{before}{START}{table()}{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

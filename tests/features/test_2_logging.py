@@ -1,0 +1,149 @@
+"""What is logged, and where it arrives."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
+from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
+
+from tests.features.running import (
+    Regression,
+    eval_loader,
+    on_four_ranks,
+    train_loader,
+    trainer_of_this_process,
+)
+from tests.features.table import supported
+
+pytestmark = pytest.mark.distributed
+
+
+class Logging(Regression):
+    """Logs in all the ways there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_error = MeanAbsoluteError()
+        self.val_metrics = MetricCollection({"r2": R2Score(), "mae": MeanAbsoluteError()})
+        self.computed = MeanAbsoluteError()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        outputs = self.net(batch[0])
+        loss = torch.nn.functional.mse_loss(outputs, batch[1])
+        self.log("epoch_only", loss, on_step=False, on_epoch=True)
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        self.log("largest", loss.detach(), on_step=False, on_epoch=True, reduce_fx="max", batch_size=len(batch[0]))
+        self.log_dict({"a": loss * 2, "b": float(batch_idx)}, on_step=False, on_epoch=True)
+        self.train_error(outputs, batch[1])
+        self.log("train_error", self.train_error, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        outputs = self.net(batch[0])
+        self.val_metrics.update(outputs, batch[1])
+        self.log_dict(self.val_metrics)
+        self.computed.update(outputs, batch[1])
+        loss = torch.nn.functional.mse_loss(outputs, batch[1])
+        self.losses.append(loss)
+        self.log("val_loss", loss, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("computed", self.computed.compute())
+        self.computed.reset()
+        self.log("stacked", torch.stack(self.losses).mean(), sync_dist=True)
+        self.losses.clear()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch", float(self.current_epoch))
+
+
+def _fit(directory: Path, options: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    trainer = trainer_of_this_process(directory, **options)
+    trainer.fit(Logging(), train_loader(), eval_loader())
+    return (
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        {name: float(value) for name, value in trainer.progress_bar_metrics.items()},
+    )
+
+
+@supported("Logging", "`self.log`, `self.log_dict` with `on_step`, `on_epoch`, `prog_bar`, `reduce_fx`, `batch_size`",
+           "values of an epoch are those of one process, to 1e-5; those of a step are rank 0's pipeline's, its "
+           "micro-batches averaged")  # fmt: skip
+def test_logged_values(tmp_path: Path) -> None:
+    ranks = on_four_ranks(_fit, tmp_path, {})
+    expected, shown = _fit(tmp_path, {})
+    # the largest loss is of a micro-batch's mean, which another split of the samples changes
+    compared = [name for name in expected if not name.endswith("_step") and name not in ("both", "largest")]
+    for metrics, _ in ranks:  # every rank knows them
+        assert set(metrics) == set(expected)
+        assert {n: metrics[n] for n in compared} == pytest.approx({n: expected[n] for n in compared}, rel=1e-5)
+    assert set(ranks[0][1]) == set(shown)
+    assert ranks[0][1]["both_epoch"] == pytest.approx(shown["both_epoch"], rel=1e-5)
+
+
+class Counting(Regression):
+    """Logs how often it is asked, and a value of each micro-batch that is known beforehand."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.log("mean", batch[0].mean(), on_step=True)
+        self.log("sum", float(len(batch[0])), on_step=True, reduce_fx="sum")
+        return self.loss(batch)
+
+
+def _steps(directory: Path) -> tuple[float, float, Tensor]:
+    trainer = trainer_of_this_process(directory, max_steps=1)
+    seen: list[Tensor] = []
+    module = Counting()
+    module.on_train_batch_end = lambda outputs, batch, batch_idx: seen.append(batch[0])  # type: ignore[method-assign]
+    trainer.fit(module, train_loader())
+    return float(trainer.callback_metrics["mean"]), float(trainer.callback_metrics["sum"]), seen[0]
+
+
+@supported("Logging", "micro-batches of one step are averaged (or summed, as `reduce_fx` says), not overwritten")
+def test_micro_batches(tmp_path: Path) -> None:
+    mean, total, batch = on_four_ranks(_steps, tmp_path)[0]
+    assert mean == pytest.approx(float(batch.mean()), rel=1e-6)
+    assert total == len(batch) == 4
+
+
+@supported("Logging", "torchmetrics objects, logged or computed at the end of an epoch, and `MetricCollection`",
+           "gathered from all pipelines")  # fmt: skip
+def test_metrics(tmp_path: Path) -> None:
+    metrics, expected = on_four_ranks(_fit, tmp_path, {})[0][0], _fit(tmp_path, {})[0]
+    for name in ("train_error", "r2", "mae", "computed"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+@supported("Logging", "`on_validation_epoch_end` that works on collected outputs",
+           "this hook, those of test and predict, and `on_*_batch_end` of evaluation run on last stages only, where "
+           "the outputs are; `on_train_epoch_end` runs on every stage")  # fmt: skip
+def test_collected_outputs(tmp_path: Path) -> None:
+    metrics, expected = on_four_ranks(_fit, tmp_path, {})[0][0], _fit(tmp_path, {})[0]
+    assert metrics["stacked"] == pytest.approx(expected["stacked"], rel=1e-5)
+
+
+def _log_to(directory: Path) -> None:
+    options = {"logger": [CSVLogger(directory), TensorBoardLogger(directory)], "log_every_n_steps": 1}
+    _fit(directory, options)
+
+
+@supported("Logging", "CSV and TensorBoard loggers", "written by rank 0")
+def test_loggers(tmp_path: Path) -> None:
+    on_four_ranks(_log_to, tmp_path)
+    (table,) = tmp_path.glob("**/metrics.csv")
+    rows = list(csv.DictReader(table.open()))
+    assert [row["step"] for row in rows if row["both_step"]] == [str(step) for step in range(8)]
+    assert len([row for row in rows if row["val_loss"]]) == 2
+    (events,) = tmp_path.glob("**/events.out.tfevents.*")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    assert [event.step for event in accumulator.Scalars("both_step")] == list(range(8))
