@@ -23,9 +23,9 @@ def clip_over_stages(precision: Precision, module: nn.Module, ownership: Ownersh
 
 
 def _clip_by_norm(
-    counted: Sequence[nn.Parameter], pipeline: dist.ProcessGroup, optimizer: Optimizer, val: float
+    counted: Sequence[nn.Parameter], pipeline: dist.ProcessGroup, optimizer: Optimizer, clip_val: float
 ) -> None:
-    """Scales all gradients by ``val / norm`` if that is below one.
+    """Scales all gradients by ``clip_val / norm`` if that is below one.
 
     Args:
         counted: whose gradients make up this stage's part of the norm; a shared parameter counts on one stage only.

@@ -1,13 +1,15 @@
-"""What must happen on every worker before any user's callback sees the end of an epoch."""
+"""What must happen on every worker before any user's callback sees the end of an epoch, or saves a checkpoint."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.groups import ProcessGroups
@@ -24,6 +26,13 @@ class EpochCallback(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause()
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if any(_saves_now(callback, trainer) for callback in trainer.checkpoint_callbacks):
+            self._pause()
+            self._share_metrics(trainer)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause()
         self._share_metrics(trainer)
@@ -34,8 +43,23 @@ class EpochCallback(Callback):
     def _share_metrics(self, trainer: Trainer) -> None:
         everybody = dist.group.WORLD
         assert everybody is not None
-        metrics = trainer.callback_metrics  # the Trainer's own dict: updating it is what makes monitors see the values
-        mine = {name: float(value) for name, value in metrics.items()} if self._groups.rank == 0 else {}
+        mine = {name: float(value) for name, value in trainer.callback_metrics.items()}  # reduces: on every rank
         data = p2p.broadcast_bytes(json.dumps(mine).encode(), 0, everybody)
         if self._groups.rank != 0:
-            metrics.update({name: torch.tensor(value) for name, value in json.loads(data).items()})
+            _adopt(trainer, {name: torch.tensor(value) for name, value in json.loads(data).items()})
+
+
+def _adopt(trainer: Any, values: Mapping[str, Tensor]) -> None:
+    """Makes ``trainer.callback_metrics`` hold ``values``: it is made anew from the results at each access."""
+    on_step = trainer._logger_connector._first_loop_iter is not None
+    results = trainer._results
+    for _, result in results.valid_items() if results else ():
+        _, name = results._forked_name(result, on_step)
+        if name in values:
+            setattr(result, "_forward_cache" if on_step else "_computed", values[name])
+    trainer.callback_metrics.update(values)
+
+
+def _saves_now(callback: Callback, trainer: Trainer) -> bool:
+    every = getattr(callback, "_every_n_train_steps", 0)
+    return every > 0 and trainer.global_step % every == 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
+    LearningRateFinder,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -37,7 +38,7 @@ def refuse_unsupported(trainer: Trainer, schedule: str, num_stages: int) -> None
             "statistics of BatchNorm are averaged over the pipelines before every validation and checkpoint."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        _refuse_callback(callback)
+        _refuse_callback(trainer, callback)
 
 
 def _refuse_for_pipedream(trainer: Trainer) -> None:
@@ -58,14 +59,20 @@ def _refuse_for_pipedream(trainer: Trainer) -> None:
         )
 
 
-def _refuse_callback(callback: Callback) -> None:
+def _refuse_callback(trainer: Trainer, callback: Callback) -> None:
     name = type(callback).__name__
     if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
         raise ConfigurationError(
             f"{name} keeps a second copy of the whole model, and each worker holds its own stage only. Leave it out; "
             "average the weights of several checkpoints afterwards instead."
         )
+    if isinstance(callback, LearningRateFinder):
+        raise ConfigurationError(
+            f"{name} stops where the loss grows, and the loss exists on last stages only. Find the learning rate with "
+            "a smaller model in one process."
+        )
     if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+        trainer.callbacks.remove(callback)  # type: ignore[attr-defined]  # else it acts on this very exception
         raise ConfigurationError(
             f"{name} would save a checkpoint after a failure, when the stages that are gone cannot give their part. "
             "Save at intervals: ModelCheckpoint(every_n_train_steps=...)."

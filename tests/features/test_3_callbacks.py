@@ -1,0 +1,216 @@
+"""Callbacks of Lightning and hooks of users."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.errors import ConfigurationError
+from tests.features.running import (
+    Regression,
+    assert_same,
+    eval_loader,
+    on_four_ranks,
+    pipelines,
+    train_loader,
+    trainer_of_this_process,
+    weights,
+)
+from tests.features.table import refused, supported
+
+pytestmark = pytest.mark.distributed
+
+
+def _files(directory: Path, options: dict[str, Any]) -> tuple[list[str], str, float]:
+    callback = ModelCheckpoint(directory / "saved", **options)
+    trainer = trainer_of_this_process(directory, callbacks=[callback], max_epochs=3)
+    trainer.fit(Regression(), train_loader(), eval_loader())
+    files = sorted(path.name for path in (directory / "saved").iterdir())
+    return files, Path(callback.best_model_path).name, float(callback.best_model_score or 0)
+
+
+@supported("Callbacks", "`ModelCheckpoint`: `monitor`, `save_top_k`, `save_last`, `every_n_train_steps`")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "filename": "{epoch}"},
+        {"monitor": "val_loss", "mode": "max", "save_top_k": 1, "filename": "{epoch}"},
+        {"every_n_train_steps": 5, "save_top_k": -1, "filename": "{step}"},
+        {"every_n_train_steps": 5, "monitor": "loss_step", "save_top_k": 1, "filename": "{step}"},
+    ],
+)
+def test_model_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
+    ranks = on_four_ranks(_files, tmp_path / "four", options)
+    expected = _files(tmp_path / "one", options)
+    assert all(rank == ranks[0] for rank in ranks)
+    if options.get("monitor") != "loss_step":  # which is the loss of one pipeline
+        assert ranks[0][:2] == expected[:2]
+        assert ranks[0][2] == pytest.approx(expected[2], rel=1e-5)
+
+
+def _stopped(directory: Path) -> tuple[int, int]:
+    callback = EarlyStopping("val_loss", patience=1, min_delta=0.5)
+    trainer = trainer_of_this_process(directory, callbacks=[callback], max_epochs=20)
+    trainer.fit(Regression(), train_loader(), eval_loader())
+    return trainer.current_epoch, callback.stopped_epoch
+
+
+@supported("Callbacks", "`EarlyStopping`")
+def test_early_stopping(tmp_path: Path) -> None:
+    expected = _stopped(tmp_path / "one")
+    assert 0 < expected[1] < 19
+    assert set(on_four_ranks(_stopped, tmp_path / "four")) == {expected}
+
+
+def _logged(directory: Path, callbacks: list[L.Callback]) -> str:
+    options = {"logger": CSVLogger(directory), "log_every_n_steps": 1, "callbacks": callbacks, "max_epochs": 1}
+    trainer = pipelines(directory, **options)
+    trainer.fit(Regression(), train_loader(), eval_loader())
+    return next(directory.glob("**/metrics.csv")).read_text().splitlines()[0] if trainer.is_global_zero else ""
+
+
+@supported("Callbacks", "`LearningRateMonitor`")
+def test_learning_rate_monitor(tmp_path: Path) -> None:
+    assert "lr-SGD" in on_four_ranks(_logged, tmp_path, [LearningRateMonitor("step")])[0]
+
+
+@supported("Callbacks", "`ThroughputMonitor`", "takes every worker for a replica: divide what it gives for all devices "
+           "by `num_stages`")  # fmt: skip
+def test_throughput_monitor(tmp_path: Path) -> None:
+    monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=3)
+    assert "train/device/samples_per_sec" in on_four_ranks(_logged, tmp_path, [monitor])[0]
+
+
+class Summary(ModelSummary):
+    total: int | None = None
+
+    def summarize(self, summary_data: Any, total_parameters: int, *arguments: Any, **options: Any) -> None:  # type: ignore[override]
+        self.total = total_parameters
+
+
+def _show(directory: Path) -> int | None:
+    summary = Summary()
+    options = {"enable_progress_bar": True, "callbacks": [TQDMProgressBar(), summary], "max_epochs": 1}
+    pipelines(directory, **options).fit(Regression(), train_loader(), eval_loader())
+    return summary.total
+
+
+@supported("Callbacks", "progress bar and `ModelSummary`", "shown by rank 0; the summary counts the whole model")
+def test_progress_bar_and_summary(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    totals = on_four_ranks(_show, tmp_path)
+    assert totals == [sum(p.numel() for p in Regression().parameters()), None, None, None]
+    assert "Epoch 0: 100%" in capfd.readouterr().out
+
+
+def _accumulate(directory: Path) -> tuple[dict[str, Tensor], int]:
+    callback = GradientAccumulationScheduler({0: 1, 1: 2})
+    trainer, module = trainer_of_this_process(directory, callbacks=[callback]), Regression()
+    trainer.fit(module, train_loader())
+    return weights(module), trainer.global_step
+
+
+@supported("Callbacks", "`GradientAccumulationScheduler`", 'not with `schedule="pipedream"`')
+def test_accumulation_scheduler(tmp_path: Path) -> None:
+    ranks, expected = on_four_ranks(_accumulate, tmp_path / "four"), _accumulate(tmp_path / "one")
+    assert {steps for _, steps in ranks} == {expected[1]} == {6}
+    assert_same([parts for parts, _ in ranks], expected[0])
+
+
+_HOOKS = [name for name in dir(L.Callback) if name.startswith("on_")]
+
+
+class Hooks(L.Callback):
+    """Counts what is called."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        for name in _HOOKS:
+            setattr(self, name, self._count(name))
+
+    def _count(self, name: str) -> Any:
+        def count(*_: Any, **__: Any) -> None:
+            self.calls[name] += 1
+
+        return count
+
+
+def _calls(directory: Path) -> Counter[str]:
+    hooks = Hooks()
+    trainer = trainer_of_this_process(directory, callbacks=[hooks], accumulate_grad_batches=2)
+    trainer.fit(Regression(), train_loader(), eval_loader())
+    return hooks.calls
+
+
+@supported("Callbacks", "`on_*` hooks are called as often as in one process, on every rank")
+def test_hooks(tmp_path: Path) -> None:
+    expected = _calls(tmp_path / "one")
+    assert expected["on_before_optimizer_step"] == 4
+    assert expected["on_after_backward"] == 8
+    assert all(calls == expected for calls in on_four_ranks(_calls, tmp_path / "four"))
+
+
+def _refuse(directory: Path, callback: L.Callback, error: str, strategy: SDPipeStrategy | None = None) -> None:
+    trainer = pipelines(directory, strategy, callbacks=[callback])
+    with pytest.raises((ConfigurationError, MisconfigurationException), match=re.escape(error)):
+        trainer.fit(Regression(), train_loader())
+
+
+_SECOND_COPY = "keeps a second copy of the whole model, and each worker holds its own stage only"
+
+
+@refused("Callbacks", "`StochasticWeightAveraging`", _SECOND_COPY)
+def test_weight_averaging(tmp_path: Path) -> None:
+    on_four_ranks(_refuse, tmp_path, StochasticWeightAveraging(1e-2), _SECOND_COPY)
+
+
+@refused("Callbacks", "`WeightAveraging`, `EMAWeightAveraging`", _SECOND_COPY)
+def test_stochastic_weight_averaging(tmp_path: Path) -> None:
+    on_four_ranks(_refuse, tmp_path, WeightAveraging(), _SECOND_COPY)
+
+
+_AFTER_FAILURE = "would save a checkpoint after a failure, when the stages that are gone cannot give their part"
+
+
+@refused("Callbacks", "`OnExceptionCheckpoint`, `ModelCheckpoint(save_on_exception=True)`", _AFTER_FAILURE)
+@pytest.mark.parametrize("callback", [OnExceptionCheckpoint("."), ModelCheckpoint(save_on_exception=True)])
+def test_checkpoint_on_exception(tmp_path: Path, callback: L.Callback) -> None:
+    on_four_ranks(_refuse, tmp_path, callback, _AFTER_FAILURE)
+
+
+_DISTRIBUTED = "The Batch size finder is not supported with distributed strategies"
+
+
+@refused("Callbacks", "`BatchSizeFinder`", _DISTRIBUTED, "Lightning's own rule for all distributed strategies")
+def test_batch_size_finder(tmp_path: Path) -> None:
+    on_four_ranks(_refuse, tmp_path, BatchSizeFinder(), _DISTRIBUTED)
+
+
+_NO_LOSS = "stops where the loss grows, and the loss exists on last stages only"
+
+
+@refused("Callbacks", "`LearningRateFinder`, `Tuner.lr_find`", _NO_LOSS)
+def test_learning_rate_finder(tmp_path: Path) -> None:
+    on_four_ranks(_refuse, tmp_path, LearningRateFinder(), _NO_LOSS)
