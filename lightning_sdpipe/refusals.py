@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -77,6 +78,20 @@ def _refuse_callback(trainer: Trainer, callback: Callback) -> None:
             f"{name} would save a checkpoint after a failure, when the stages that are gone cannot give their part. "
             "Save at intervals: ModelCheckpoint(every_n_train_steps=...)."
         )
+
+
+@contextmanager
+def refuse_several_optimizers() -> Iterator[None]:
+    """Around Lightning's call of ``configure_optimizers``, whose own error recommends manual optimization."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise ConfigurationError(
+            "configure_optimizers returned several optimizers; a pipeline steps exactly one. Use one optimizer with "
+            "several parameter groups."
+        ) from error
 
 
 def refuse_shared(module: LightningModule, shared: Sequence[tuple[tuple[int, ...], str]]) -> None:

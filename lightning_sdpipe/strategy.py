@@ -41,7 +41,7 @@ from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_s
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.predictions import collect, deal_batches
-from lightning_sdpipe.refusals import refuse_unsupported
+from lightning_sdpipe.refusals import refuse_several_optimizers, refuse_unsupported
 from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
@@ -257,12 +257,8 @@ class SDPipeStrategy(DDPStrategy):
         )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        if len(self.optimizers) != 1:
-            raise ConfigurationError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers; a pipeline steps exactly one. "
-                "Use one optimizer with several parameter groups."
-            )
+        with refuse_several_optimizers():
+            super().setup_optimizers(trainer)
         (optimizer,) = self.optimizers
         self._optimizer_parts = checkpoint.OptimizerParts(
             optimizer, self.module, self._parts.ownership, self._worker.stage

@@ -1,0 +1,238 @@
+"""Precision, gradients, optimizers and learning-rate schedules."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.errors import ConfigurationError
+from tests.features.running import (
+    Regression,
+    assert_same,
+    eval_loader,
+    on_four_ranks,
+    on_pipelines,
+    pipelines,
+    train_loader,
+    trainer_of_this_process,
+    weights,
+)
+from tests.features.table import refused, supported
+
+pytestmark = pytest.mark.distributed
+
+
+def _fit(directory: Path, module: type[Regression], options: dict[str, Any]) -> tuple[dict[str, Tensor], Regression]:
+    trainer, model = trainer_of_this_process(directory, **options), module()
+    trainer.fit(model, train_loader(), eval_loader())
+    return weights(model), model
+
+
+def _weights(directory: Path, module: type[Regression], options: dict[str, Any]) -> dict[str, Tensor]:
+    return _fit(directory, module, options)[0]
+
+
+def _compare(directory: Path, module: type[Regression] = Regression, tolerance: float = 1e-5, **options: Any) -> None:
+    """Trains on four ranks and in one process; the weights must be the same, and others than without training."""
+    ranks = on_four_ranks(_weights, directory / "four", module, options)
+    expected = _weights(directory / "one", module, options)
+    assert_same(ranks, expected, rtol=tolerance, atol=tolerance / 10)
+    assert not torch.equal(expected["net.0.weight"], module().net[0].weight.to(expected["net.0.weight"]))
+
+
+def _half_precision(directory: Path, precision: str) -> tuple[dict[str, Tensor], set[torch.dtype]]:
+    seen: set[torch.dtype] = set()
+    trainer, model = trainer_of_this_process(directory, precision=precision), Regression()
+    if not on_pipelines() or trainer.global_rank % 2:  # whoever holds the first block
+        model.net[0].register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+    trainer.fit(model, train_loader())
+    return weights(model), seen
+
+
+@supported("Precision", "`32-true`, `bf16-mixed`", "the same as in one process, up to rounding")
+def test_bf16_mixed(tmp_path: Path) -> None:
+    ranks = on_four_ranks(_half_precision, tmp_path / "four", "bf16-mixed")
+    expected, seen = _half_precision(tmp_path / "one", "bf16-mixed")
+    assert seen == {torch.bfloat16}
+    assert set().union(*(dtypes for _, dtypes in ranks)) == seen
+    assert_same([parts for parts, _ in ranks], expected, rtol=0.05, atol=0.01)
+
+
+@supported("Precision", "`bf16-true`")
+def test_bf16_true(tmp_path: Path) -> None:
+    ranks = on_four_ranks(_half_precision, tmp_path / "four", "bf16-true")
+    expected, _ = _half_precision(tmp_path / "one", "bf16-true")
+    assert {value.dtype for parts, _ in ranks for value in parts.values()} == {torch.bfloat16}
+    assert_same([parts for parts, _ in ranks], expected, rtol=0.1, atol=0.05)
+
+
+def _scaled(directory: Path) -> tuple[dict[str, Tensor], float, int]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    trainer, model = trainer_of_this_process(directory, plugins=[plugin], max_epochs=1), Regression()
+    held = model.net[3].weight
+    held.register_hook(lambda gradient: gradient * (float("inf") if trainer.global_step == 1 else 1.0))
+    trainer.fit(model, train_loader())
+    assert plugin.scaler is not None
+    return weights(model), plugin.scaler.get_scale(), trainer.global_step
+
+
+@supported("Precision", "`16-mixed`", "with a loss scale; a step that overflows on one stage is skipped on all. Not "
+           "with `schedule=\"pipedream\"`")  # fmt: skip
+def test_16_mixed(tmp_path: Path) -> None:
+    ranks, expected = on_four_ranks(_scaled, tmp_path / "four"), _scaled(tmp_path / "one")
+    assert expected[1] == 512.0
+    assert {scale for _, scale, _ in ranks} == {expected[1]}
+    assert_same([parts for parts, _, _ in ranks], expected[0], rtol=0.02, atol=0.005)
+
+
+class Tied(Regression):
+    """The first and the last stage share a parameter, which counts once in the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 1))
+        self.net[2].weight = self.net[0].weight
+
+
+@supported(
+    "Gradients",
+    "`gradient_clip_val` by norm",
+    'the norm over all stages of a pipeline. Not with `schedule="pipedream"`',
+)
+@pytest.mark.parametrize("module", [Regression, Tied])
+def test_clip_by_norm(tmp_path: Path, module: type[Regression]) -> None:
+    _compare(tmp_path, module, gradient_clip_val=0.05)
+
+
+@supported("Gradients", "`gradient_clip_val` by value")
+def test_clip_by_value(tmp_path: Path) -> None:
+    _compare(tmp_path, gradient_clip_val=0.02, gradient_clip_algorithm="value")
+
+
+_CLIP = "clips by the norm over all stages, which with schedule='pipedream' step at different times"
+
+
+def _refuse(directory: Path, strategy: SDPipeStrategy, module: Regression, error: str, **options: Any) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(error)):
+        pipelines(directory, strategy, **options).fit(module, train_loader())
+
+
+def _refuse_clipping(directory: Path) -> None:
+    strategy = SDPipeStrategy(num_stages=2, schedule="pipedream")
+    _refuse(directory, strategy, Regression(), _CLIP, gradient_clip_val=0.1)
+
+
+@refused("Gradients", 'clipping by norm with `schedule="pipedream"`', _CLIP)
+def test_clip_by_norm_with_pipedream(tmp_path: Path) -> None:
+    on_four_ranks(_refuse_clipping, tmp_path)
+
+
+@supported("Gradients", "`accumulate_grad_batches`", 'beside micro-batches. Not with `schedule="pipedream"`')
+def test_accumulation(tmp_path: Path) -> None:
+    _compare(tmp_path, accumulate_grad_batches=2)
+
+
+class Overriding(Regression):
+    """Uses the hooks that users override around an optimizer step."""
+
+    norms: list[float]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.2 / (1 + self.global_step)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+@supported("Gradients", "`configure_gradient_clipping`, `optimizer_step`, `optimizer_zero_grad`, "
+           "`on_before_optimizer_step` overridden")  # fmt: skip
+def test_overridden_hooks(tmp_path: Path) -> None:
+    _compare(tmp_path, Overriding)
+
+
+class Scheduled(Regression):
+    kind = "step"
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.net[0].parameters(), "lr": 0.02}, {"params": [*self.net[2:].parameters()]}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        total = int(self.trainer.estimated_stepping_batches)
+        assert total == 8
+        schedule: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2], total_steps=total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Epochs(Scheduled):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)]
+
+
+class Plateau(Scheduled):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.99)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+@supported("Optimizers", "learning-rate schedules by step, by epoch and `ReduceLROnPlateau`; "
+           "`estimated_stepping_batches`; several parameter groups")  # fmt: skip
+@pytest.mark.parametrize("module", [Scheduled, Epochs, Plateau])
+def test_schedules(tmp_path: Path, module: type[Regression]) -> None:
+    _compare(tmp_path, module, max_epochs=2 if module is Scheduled else 4)
+
+
+class Manual(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+_MANUAL = "uses manual optimization"
+
+
+def _refuse_manual(directory: Path) -> None:
+    _refuse(directory, SDPipeStrategy(num_stages=2), Manual(), _MANUAL)
+
+
+@refused("Optimizers", "manual optimization", _MANUAL, "a schedule decides when which backward runs")
+def test_manual_optimization(tmp_path: Path) -> None:
+    on_four_ranks(_refuse_manual, tmp_path)
+
+
+class Several(Regression):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[:2].parameters(), 0.1), torch.optim.SGD(self.net[2:].parameters(), 0.1)]
+
+
+_SEVERAL = "configure_optimizers returned several optimizers; a pipeline steps exactly one"
+
+
+def _refuse_several(directory: Path) -> None:
+    _refuse(directory, SDPipeStrategy(num_stages=2), Several(), _SEVERAL)
+
+
+@refused("Optimizers", "several optimizers", _SEVERAL, "Lightning wants manual optimization for them")
+def test_several_optimizers(tmp_path: Path) -> None:
+    on_four_ranks(_refuse_several, tmp_path)
