@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sdpipe.averaging.buckets import FlatBucket, flatten
 from lightning_sdpipe.groups import ProcessGroups
@@ -48,6 +48,7 @@ class Assembled:
     runners: Sequence[StageRunner]  # of its stages, in order
     pipeline: FlushPipeline | PipeDreamPipeline
     buckets: Sequence[FlatBucket]  # its parameters
+    trained: Sequence[nn.Parameter]  # those that get gradients, about in the order in which a backward completes them
     buffers: Sequence[Tensor]
 
 
@@ -94,7 +95,8 @@ def assemble(
         )
         for number in numbers
     ]
-    trained = [p for p in parameters if p.requires_grad]
+    late = {id(p) for p in shared.parameters}  # complete when all owners are
+    trained = sorted((p for p in reversed(parameters) if p.requires_grad), key=lambda p: id(p) in late)
     delays = DelayInjector(options.delays, worker, pipeline_number)
     pipeline: FlushPipeline | PipeDreamPipeline
     if options.schedule == "pipedream":
@@ -103,4 +105,4 @@ def assemble(
         pipeline = FlushPipeline(
             runners, options.num_stages, trained, shared, delays, options.schedule, options.num_micro_batches
         )
-    return Assembled(ownership, cut_model, runners, pipeline, buckets, buffers)
+    return Assembled(ownership, cut_model, runners, pipeline, buckets, trained, buffers)

@@ -45,10 +45,9 @@ from lightning_sdpipe.refusals import refuse_several_optimizers, refuse_unsuppor
 from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
-from lightning_sdpipe.scheduler.specification import PolicySpec
 from lightning_sdpipe.sync import SemiDecentralized
-from lightning_sdpipe.sync.model_averaging import ModelAveraging, SyncStatistics
 from lightning_sdpipe.sync.rendezvous import connect, standing_scheduler, start_scheduler
+from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatistics
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
 _LOOPED = ("interleaved_1f1b", "zero_bubble")
@@ -94,7 +93,7 @@ class SDPipeStrategy(DDPStrategy):
     def __init__(
         self,
         num_stages: int = 1,
-        sync: PolicySpec | None = None,
+        sync: SyncMethod | None = None,
         schedule: Schedule = "1f1b",
         stages_per_worker: int = 2,
         num_micro_batches: int | None = None,
@@ -112,7 +111,9 @@ class SDPipeStrategy(DDPStrategy):
         if num_micro_batches is not None and num_micro_batches < 1:
             raise ConfigurationError(f"num_micro_batches={num_micro_batches} is not allowed; use 1 or more.")
         self.num_stages = num_stages
-        self.sync = sync if sync is not None else SemiDecentralized()
+        self.sync: SyncMethod = sync if sync is not None else SemiDecentralized()
+        if not isinstance(self.sync, SyncMethod):
+            raise ConfigurationError(f"sync={sync!r} is no synchronisation method; use one of lightning_sdpipe.sync.")
         if schedule not in get_args(Schedule):
             raise ConfigurationError(f"schedule={schedule!r} is not known; use one of {list(get_args(Schedule))}.")
         if schedule in _LOOPED and (num_stages < 2 or stages_per_worker < 2):
@@ -140,6 +141,7 @@ class SDPipeStrategy(DDPStrategy):
         self._optimizer_parts: checkpoint.OptimizerParts | None = None
         self._in_step = False
         self._update_follows = False
+        self._accumulated = False  # gradients of earlier mini-batches wait for the next update
 
     # ------------------------------------------------------------------ launch
 
@@ -180,7 +182,7 @@ class SDPipeStrategy(DDPStrategy):
     def _connect_to_scheduler(self) -> SchedulerClient:
         where = self._standing_scheduler
         if where is None:
-            self._scheduler, where = start_scheduler(self.sync, self.mesh, self._bind())
+            self._scheduler, where = start_scheduler(self.sync.policy, self.mesh, self._bind())
         self._last_resort = LastResort(self._describe)
         return connect(where, self.mesh, self._run_timeout.total_seconds(), self._last_resort.arm)
 
@@ -251,9 +253,9 @@ class SDPipeStrategy(DDPStrategy):
         )
         stages = self._plan_stages(trainer)
         self._assembled = assemble(self.module, stages, self.groups, options, self._initialisation, self.root_device)
-        replicas = self.groups.mesh.stage_ranks(self._worker.stage)
-        self._sync = ModelAveraging(
-            self.client, self.groups.stage, replicas, self._assembled.buckets, self._assembled.buffers
+        parts = self._assembled
+        self._sync = self.sync.build(
+            Replica(self.client, self.groups, parts.buckets, parts.buffers, parts.trained, self._run_timeout)
         )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -265,7 +267,7 @@ class SDPipeStrategy(DDPStrategy):
         )
         self._optimizer_parts.drop_foreign(optimizer)
         if self.variance_correction and is_adam_family(optimizer):
-            self.optimizers = [VarianceCorrection(optimizer, num_workers=self.mesh.num_pipelines)]
+            self.optimizers = [VarianceCorrection(optimizer, num_workers=self._sync.models_averaged)]
         elif self.variance_correction:
             rank_zero_info(
                 f"variance_correction=True does not apply to {type(optimizer).__name__}: not of Adam's family."
@@ -299,8 +301,10 @@ class SDPipeStrategy(DDPStrategy):
         with self._step():
             scale = loss_scale(self.precision_plugin, self.root_device)
             step = Step("training_step", arguments, self.precision_plugin.train_step_context, scale)
-            loss = self._parts.pipeline.train(batch, step, self._mini_batches)
+            exchange = self._sync.gradients if self._update_follows else None
+            loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated)
         self._mini_batches += 1
+        self._accumulated = not self._update_follows
         if self._update_follows:
             self._sync.announce(self._updates)
         return loss
@@ -317,7 +321,7 @@ class SDPipeStrategy(DDPStrategy):
         return self._update(optimizer, closure, model, **kwargs)
 
     def _update(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Steps with the gradients that ``closure`` puts in place, and averages the outcome with a group."""
+        """Steps with the gradients that ``closure`` puts in place, and synchronises the outcome."""
         self._update_follows = True
         try:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -329,11 +333,12 @@ class SDPipeStrategy(DDPStrategy):
         if isinstance(
             optimizer, VarianceCorrection
         ):  # a new value costs a pass over the moments: keep small changes out
-            optimizer.num_workers = max(1.0, round(self.statistics.mean_group_size, 1))
+            optimizer.num_workers = max(1.0, round(self._sync.models_averaged, 1))
         return output
 
     def on_train_start(self) -> None:
         self._mini_batches = self._updates = 0
+        self._accumulated = False
 
     def _pause(self) -> None:
         """Finishes what is in the pipeline and makes all replicas equal."""
@@ -346,7 +351,7 @@ class SDPipeStrategy(DDPStrategy):
 
     def _drain(self) -> Tensor:
         assert isinstance(self._parts.pipeline, PipeDreamPipeline)
-        loss = self._parts.pipeline.drain()
+        loss = self._parts.pipeline.drain(self._sync.gradients)
         self._sync.announce(self._updates)
         self.optimizers[0].zero_grad()
         return self.backward(loss, self.optimizers[0])
@@ -435,6 +440,11 @@ class SDPipeStrategy(DDPStrategy):
     def statistics(self) -> SyncStatistics:
         """How this worker's synchronisation went: group sizes and seconds spent."""
         return self._sync.statistics
+
+    @property
+    def seconds_waiting_for_pipeline(self) -> float:
+        """What this worker stood still for the neighbouring stages of its pipeline, validation included."""
+        return sum(runner.link.seconds_waiting for runner in self._parts.runners)
 
     @contextmanager
     def _first_failure(self) -> Iterator[None]:

@@ -149,7 +149,7 @@ class AdamRegression(Regression):
 
 
 def train_adam(directory: Path, devices: int, epochs: int, ckpt_path: Path | None = None) -> AdamRegression:
-    strategy = SDPipeStrategy(2, sync=AllReduce(), variance_correction=True, start_method="fork")
+    strategy = SDPipeStrategy(2, sync=SemiDecentralized(window=math.inf), variance_correction=True, start_method="fork")
     module = AdamRegression()
     fit(directory, strategy, devices, 4, module, ckpt_path, max_epochs=epochs)
     return module

@@ -7,6 +7,7 @@ process which accumulates over the same micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,13 @@ from torch.distributed.pipelining.schedules import (
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.delays import DelayInjector
 from lightning_sdpipe.partition.cut_step import Boundary
-from lightning_sdpipe.pipeline.gradients import loss_with_gradients, put_back, set_aside
+from lightning_sdpipe.pipeline.gradients import (
+    GradientExchange,
+    loss_with_gradients,
+    put_back,
+    reported_to,
+    set_aside,
+)
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
@@ -66,8 +73,22 @@ class FlushPipeline:
         self._schedule = _schedule(schedule, self._stages, num_micro_batches)
         self._num_micro_batches = num_micro_batches
 
-    def train(self, batch: Any, step: Step, iteration: int) -> Tensor:
+    def train(
+        self,
+        batch: Any,
+        step: Step,
+        iteration: int,
+        exchange: GradientExchange | None = None,
+        accumulated: bool = False,
+    ) -> Tensor:
         """Runs forward and backward of a mini-batch.
+
+        Args:
+            batch: the whole mini-batch.
+            step: the user's method.
+            iteration: counts mini-batches.
+            exchange: what an update that follows replaces gradients by.
+            accumulated: earlier mini-batches have left gradients for the same update.
 
         Returns:
             The loss, a scalar whose ``backward`` puts the gradients in place; zero on all stages but the last.
@@ -79,8 +100,9 @@ class FlushPipeline:
         self._delays.before_forward(iteration)
         keys = [step.key(micro_batch) for micro_batch in micro_batches]
         sleep = _once(lambda: self._delays.before_backward(iteration))
+        last_backward = self._reporting(exchange if not accumulated else None)
         for runner, stage in zip(self._runners, self._stages, strict=True):
-            stage.begin(keys, partial(_forward, runner, micro_batches, step, log), sleep)
+            stage.begin(keys, partial(_forward, runner, micro_batches, step, log), sleep, last_backward)
         losses: list[Tensor] = []
         indices = torch.arange(self._num_micro_batches)  # the schedules want a target to call the loss function
         self._schedule.step(target=indices, losses=losses, return_outputs=False)
@@ -92,7 +114,15 @@ class FlushPipeline:
         loss = torch.stack([part.detach() for part in losses]).sum() if losses else torch.zeros((), device=device)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
-        return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale)
+        return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale, exchange, accumulated)
+
+    def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
+        """Around a stage's last backward, which completes the gradients of all that no other stage adds to."""
+        if exchange is None or len(self._stages) > 1:
+            return nullcontext()
+        shared = {id(p) for p in self._shared.parameters}
+        private = [number for number, p in enumerate(self._parameters) if id(p) not in shared]
+        return reported_to(exchange, self._parameters, private)
 
 
 def _once(action: Callable[[], None]) -> Callable[[], None]:

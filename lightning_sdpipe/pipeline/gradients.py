@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,50 @@ def put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | No
         p.grad = grad
 
 
+class GradientExchange(Protocol):
+    """Replaces the gradients of an update by other ones, such as their means over replicas.
+
+    Parameters are known by number: their place in the sequence that the pipeline and the exchange were both made with.
+    """
+
+    def ready(self, number: int, gradient: Tensor) -> None:
+        """The gradient of parameter ``number`` is final; the backward goes on. It may change when this has returned."""
+
+    def complete(self, gradients: Sequence[Tensor | None]) -> None:
+        """The backward is over: these are all gradients, those that :meth:`ready` had among them. Does not wait."""
+
+    def finish(self) -> list[Tensor | None]:
+        """Waits for the gradients that take the place of those given to :meth:`complete`."""
+
+
+@contextmanager
+def reported_to(
+    exchange: GradientExchange, parameters: Sequence[nn.Parameter], numbers: Iterable[int]
+) -> Iterator[None]:
+    """Within, ``exchange`` is told of each of these parameters as soon as a backward has added to its gradient."""
+
+    def report(number: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        exchange.ready(number, parameter.grad)
+
+    hooks = [
+        parameters[n].register_post_accumulate_grad_hook(partial(report, n))  # type: ignore[no-untyped-call]
+        for n in numbers
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def loss_with_gradients(
     loss: Tensor,
     parameters: Sequence[nn.Parameter],
     gradients: Sequence[Tensor | None],
     scale: Tensor | None = None,
+    exchange: GradientExchange | None = None,
+    accumulated: bool = False,
 ) -> Tensor:
     """The loss, as a tensor whose ``backward`` adds ``gradients``, times the gradient it is given, to ``parameters``.
 
@@ -38,11 +79,16 @@ def loss_with_gradients(
         parameters: what the gradients belong to.
         gradients: in the order of the parameters.
         scale: is taken out again, of the loss here and of the gradients in the backward.
+        exchange: replaces ``gradients``, some of which it may have already, before they are added.
+        accumulated: earlier mini-batches have left gradients for the same update. Then ``gradients`` are added first,
+            and the exchange replaces the sums.
     """
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     deposit: Any = _Deposit.apply  # untyped in torch
     loss = loss.detach() if scale is None else loss.detach() / scale
-    return deposit(anchor, loss, list(parameters), list(gradients), scale)  # type: ignore[no-any-return]
+    if exchange is not None and not accumulated:
+        exchange.complete(gradients)
+    return deposit(anchor, loss, list(parameters), list(gradients), scale, exchange, accumulated)  # type: ignore[no-any-return]
 
 
 class _Deposit(torch.autograd.Function):
@@ -54,12 +100,17 @@ class _Deposit(torch.autograd.Function):
         parameters: list[nn.Parameter],
         gradients: list[Tensor | None],
         scale: Tensor | None,
+        exchange: GradientExchange | None,
+        accumulated: bool,
     ) -> Tensor:
         ctx.parameters, ctx.gradients, ctx.scale = parameters, gradients, scale
+        ctx.exchange, ctx.accumulated = exchange, accumulated
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.exchange is not None and not ctx.accumulated:
+            ctx.gradients = ctx.exchange.finish()
         present = [grad for grad in ctx.gradients if grad is not None]
         factor = grad_output if ctx.scale is None else grad_output / ctx.scale
         # reading the factor would wait for a GPU; on a CPU it saves a pass over the gradients
@@ -68,5 +119,8 @@ class _Deposit(torch.autograd.Function):
         for p, grad in zip(ctx.parameters, ctx.gradients, strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
+        if ctx.exchange is not None and ctx.accumulated:
+            ctx.exchange.complete([p.grad for p in ctx.parameters])
+            put_back(ctx.parameters, ctx.exchange.finish())
         ctx.gradients = ctx.parameters = ()
-        return torch.zeros_like(grad_output), None, None, None, None
+        return torch.zeros_like(grad_output), None, None, None, None, None, None

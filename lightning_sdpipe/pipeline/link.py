@@ -7,6 +7,7 @@ Sends start at once and are waited for later; the next receive is posted before 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class StageLink:
     device: torch.device
     dynamic_shapes: bool = False
     sends_in_flight: int | None = 2
+    seconds_waiting: float = 0.0  # for the neighbours, so far
     _incoming: dict[Hashable, list[Structure | None]] = field(default_factory=dict)
     _outgoing: dict[Hashable, list[Structure | None]] = field(default_factory=dict)
     _expected: deque[tuple[Hashable, p2p.Transfer]] = field(default_factory=deque)
@@ -65,7 +67,7 @@ class StageLink:
             )
         self._sent_down.append(p2p.send(boundary.tensors, self.ranks[to], self.group, tag, self._name(to)))
         if self.sends_in_flight is not None:
-            _settle(self._sent_down, 2 * self.sends_in_flight)
+            self._settle(self._sent_down, 2 * self.sends_in_flight)
 
     def expect_activations(self, key: Hashable) -> None:
         """Posts the receive of the next micro-batch, if its shapes are known."""
@@ -85,7 +87,7 @@ class StageLink:
                 self._incoming[key] = decode_structures(header)
             transfer = self._post(_crossing(self._incoming[key]))
         structures = self._incoming[key]
-        tensors = transfer.wait()
+        tensors = self._wait(transfer)
         for tensor, meta in zip(tensors, _crossing(structures), strict=True):
             tensor.requires_grad_(meta.requires_grad)
         return Boundary(tensors, structures)
@@ -100,18 +102,28 @@ class StageLink:
         to, tag = self.stage - 1, 2 * self.stage - 1
         self._sent_up.append(p2p.send(gradients, self.ranks[to], self.group, tag, self._name(to)))
         if self.sends_in_flight is not None:
-            _settle(self._sent_up, self.sends_in_flight)
+            self._settle(self._sent_up, self.sends_in_flight)
 
     def receive_gradients(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Waits for the gradients of the tensors ``like``, which were sent to the next stage."""
         source, tag = self.stage + 1, 2 * self.stage + 1
         buffers = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in like]
-        return p2p.receive(buffers, self.ranks[source], self.group, tag, self._name(source)).wait()
+        return self._wait(p2p.receive(buffers, self.ranks[source], self.group, tag, self._name(source)))
 
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""
-        _settle(self._sent_down, 0)
-        _settle(self._sent_up, 0)
+        self._settle(self._sent_down, 0)
+        self._settle(self._sent_up, 0)
+
+    def _settle(self, transfers: deque[p2p.Transfer], leave: int) -> None:
+        while len(transfers) > leave:
+            self._wait(transfers.popleft())
+
+    def _wait(self, transfer: p2p.Transfer) -> list[Tensor]:
+        start = time.perf_counter()
+        tensors = transfer.wait()
+        self.seconds_waiting += time.perf_counter() - start
+        return tensors
 
     def _post(self, metas: Sequence[TensorMeta]) -> p2p.Transfer:
         buffers = [self._buffer(meta) for meta in metas]
@@ -130,8 +142,3 @@ def _crossing(structures: Sequence[Structure | None]) -> Sequence[TensorMeta]:
     last = structures[-1]
     assert last is not None, "take_apart gave the boundary a structure"
     return last.tensors
-
-
-def _settle(transfers: deque[p2p.Transfer], leave: int) -> None:
-    while len(transfers) > leave:
-        transfers.popleft().wait()

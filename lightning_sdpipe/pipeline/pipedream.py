@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.func import functional_call
 
 from lightning_sdpipe.heterogeneity.delays import DelayInjector
 from lightning_sdpipe.partition.cut_step import Boundary
-from lightning_sdpipe.pipeline.gradients import loss_with_gradients
+from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients
 from lightning_sdpipe.pipeline.micro_batches import whole
 from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
 from lightning_sdpipe.pipeline.step_log import StepLog
@@ -72,8 +73,22 @@ class PipeDreamPipeline:
         """Backwards are left that only :meth:`drain` will run."""
         return bool(self._in_flight)
 
-    def train(self, batch: Any, step: Step, iteration: int) -> Tensor:
+    def train(
+        self,
+        batch: Any,
+        step: Step,
+        iteration: int,
+        exchange: GradientExchange | None = None,
+        accumulated: bool = False,
+    ) -> Tensor:
         """Runs the forward of a mini-batch and the backward that is due.
+
+        Args:
+            batch: the whole mini-batch.
+            step: the user's method.
+            iteration: counts mini-batches.
+            exchange: what an update that follows replaces gradients by; not used while the pipeline fills.
+            accumulated: False; every gradient is applied at once.
 
         Returns:
             The loss of this mini-batch, a scalar (zero on all stages but the last). Its ``backward`` puts the gradient
@@ -81,11 +96,11 @@ class PipeDreamPipeline:
         """
         filling = self.filling
         loss = self._forward(batch, step, iteration)
-        return loss_with_gradients(loss, [], []) if filling else self._backward(loss)
+        return loss_with_gradients(loss, [], []) if filling else self._backward(loss, exchange)
 
-    def drain(self) -> Tensor:
+    def drain(self, exchange: GradientExchange | None = None) -> Tensor:
         """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
-        return self._backward(torch.zeros((), device=self._runner.link.device))
+        return self._backward(torch.zeros((), device=self._runner.link.device), exchange)
 
     def _forward(self, batch: Any, step: Step, iteration: int) -> Tensor:
         runner, log = self._runner, StepLog()
@@ -110,19 +125,27 @@ class PipeDreamPipeline:
     def _stash(self) -> list[Tensor]:
         return [p.detach().clone().requires_grad_() for p in self._parameters]
 
-    def _backward(self, loss: Tensor) -> Tensor:
+    def _backward(self, loss: Tensor, exchange: GradientExchange | None) -> Tensor:
         runner, oldest = self._runner, self._in_flight.popleft()
         gradients = None if runner.is_last else runner.link.receive_gradients(oldest.outputs)
         self._delays.before_backward(oldest.iteration)
         leaves = [*oldest.inputs, *oldest.weights]
+        hooks = []
+        if exchange is not None:
+            hooks = [
+                leaf.register_hook(partial(exchange.ready, number))  # type: ignore[no-untyped-call]
+                for number, leaf in enumerate(oldest.weights)
+            ]
         results = torch.autograd.grad(oldest.outputs, leaves, gradients, allow_unused=True)
+        for hook in hooks:
+            hook.remove()
         to_send, to_apply = results[: len(oldest.inputs)], results[len(oldest.inputs) :]
         if not runner.is_first:
             runner.link.send_gradients(
                 [torch.zeros_like(t) if g is None else g for t, g in zip(oldest.inputs, to_send, strict=True)]
             )
             runner.link.reuse(oldest.inputs)
-        return loss_with_gradients(loss, self._parameters, to_apply)
+        return loss_with_gradients(loss, self._parameters, to_apply, exchange=exchange)
 
 
 class _Steps(nn.Module):

@@ -35,6 +35,11 @@ class SharedParameters:
                     names = [name for these, name in shared if these == owners]
                     self._copies.append((group, ranks[0], names))
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of this stage."""
+        return [self._module.get_parameter(name) for _, _, names in self._copies for name in names]
+
     def make_equal(self) -> None:
         """Gives every copy the value of the first stage that holds it."""
         for group, first, names in self._copies:

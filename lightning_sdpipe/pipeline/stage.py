@@ -8,6 +8,7 @@ schedules the same methods, and does its communication itself, inside the forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,7 +45,13 @@ class CutStage:
         self._link = link
         self._weights = [p for p in module.parameters() if p.requires_grad and p.device.type != "meta"]
 
-    def begin(self, keys: Sequence[Hashable], forward: Forward, before_backward: Callable[[], None]) -> None:
+    def begin(
+        self,
+        keys: Sequence[Hashable],
+        forward: Forward,
+        before_backward: Callable[[], None],
+        last_backward: AbstractContextManager[object],
+    ) -> None:
         """Prepares for a mini-batch.
 
         Args:
@@ -52,7 +59,10 @@ class CutStage:
             forward: runs this stage's part of the step on micro-batch ``i``, given what was received; returns the
                 boundary to send, or on the last stage the loss.
             before_backward: called before each backward.
+            last_backward: entered around the last backward, if that one computes parameters' gradients.
         """
+        self._last_backward = last_backward
+        self._backwards_left = len(keys)
         self._before_backward = before_backward
         self._keys = keys
         self._forward = forward
@@ -85,8 +95,10 @@ class CutStage:
         self._before_backward()
         outputs, gradients = self._outputs_and_gradients(index, loss)
         inputs = self._received.pop(index, ())
+        self._backwards_left -= 1
         if full_backward:
-            torch.autograd.backward(outputs, gradients)
+            with nullcontext() if self._backwards_left else self._last_backward:
+                torch.autograd.backward(outputs, gradients)
             found: Sequence[Tensor | None] = [t.grad for t in inputs]
             self._link.reuse(inputs)
         elif self.is_first:  # nothing to send: all of it can wait

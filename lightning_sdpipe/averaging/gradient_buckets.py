@@ -1,0 +1,185 @@
+"""Averaging gradients over replicas in flat buckets, each as soon as the backward has filled it.
+
+The order of buckets is that of the parameters' numbers, so it is the same on all replicas, and a bucket never overtakes
+the one before it. After the last bucket every replica sends flags: whether it trains at all, and which parameters got
+a gradient. So replicas that have nothing to add can take part, and a parameter that nobody used has no gradient
+afterwards, as in one process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """The outcome of a round: the mean gradients by number, over ``members`` replicas that train."""
+
+    gradients: list[Tensor | None]
+    members: int
+    seconds_waiting: float  # until every replica had computed its gradients
+    seconds_averaging: float  # from then on
+
+
+@dataclass
+class _Bucket:
+    numbers: list[int]
+    flat: Tensor | None = None
+    views: dict[int, Tensor] = field(default_factory=dict)
+    filled: set[int] = field(default_factory=set)
+    work: dist.Work | None = None
+
+
+class GradientBuckets:
+    """Gradients of ``parameters``, numbered by their place, averaged over the members of ``group``.
+
+    A round is: any number of :meth:`ready`, one :meth:`complete`, one :meth:`finish`. All members run the same rounds.
+
+    Args:
+        parameters: equal in shape and order on all members.
+        group: the replicas.
+        cap: bytes after which a bucket is full.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, cap: int) -> None:
+        self._parameters = parameters
+        self._group = group
+        self._size = dist.get_world_size(group)
+        self._layout = _layout(parameters, cap)
+        self._bucket_of = {number: index for index, numbers in enumerate(self._layout) for number in numbers}
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self._begin()
+
+    def _begin(self) -> None:
+        # fresh memory in every round: the optimizer's gradients are views of the last round's
+        self._buckets = [_Bucket(numbers) for numbers in self._layout]
+        self._launched = 0
+        self._used: set[int] = set()
+        self._flags: tuple[Tensor, dist.Work] | None = None
+
+    def ready(self, number: int, gradient: Tensor) -> None:
+        """The gradient of parameter ``number`` is complete. Starts averaging its bucket if it was the last one.
+
+        Raises:
+            ConfigurationError: the gradient is sparse, or grew after it had been sent.
+        """
+        if gradient.is_sparse:
+            raise ConfigurationError(
+                f"A parameter of shape {tuple(gradient.shape)} has a sparse gradient, which sync=AllReduce() cannot "
+                "average. Use dense gradients (Embedding(sparse=False))."
+            )
+        bucket = self._buckets[self._bucket_of[number]]
+        if bucket.work is not None:
+            raise ConfigurationError(
+                f"The gradient of a parameter of shape {tuple(gradient.shape)} changed after it had been sent: one "
+                "backward computed it in several parts. Use torch.utils.checkpoint with use_reentrant=False."
+            )
+        torch.div(gradient, self._size, out=self._views(bucket)[number])
+        bucket.filled.add(number)
+        self._used.add(number)
+        if len(bucket.filled) == len(bucket.numbers):
+            self._launch()
+
+    def complete(self, gradients: Sequence[Tensor | None], trains: bool = True) -> None:
+        """The backward is over: ``gradients`` are all there are, by number; :meth:`ready` may have had some before.
+
+        Args:
+            gradients: None for parameters that got none.
+            trains: False for a replica that only takes part for the sake of the others.
+        """
+        for number, gradient in enumerate(gradients):
+            if gradient is not None and number not in self._used:
+                self.ready(number, gradient)
+        for bucket in self._buckets:
+            for number in bucket.numbers:
+                if number not in bucket.filled:
+                    self._views(bucket)[number].zero_()
+                    bucket.filled.add(number)
+        self._launch()
+        flags = torch.zeros(1 + len(self._parameters), dtype=torch.float32)
+        flags[0] = trains
+        flags[[1 + number for number in self._used]] = 1
+        flags = flags.to(self.device)
+        self._flags = flags, self._reduce(flags)
+
+    def finish(self) -> Averaged:
+        """Waits for the means. They are over the replicas that train; a parameter that none of them used has none.
+
+        Raises:
+            WorkerFailedError: another replica broke off, or did not come within the group's timeout.
+        """
+        assert self._flags is not None, "complete() comes before finish()"
+        start = time.perf_counter()
+        flags, work = self._flags
+        self._wait(work)
+        trains, *used = flags.tolist()
+        all_there = time.perf_counter()
+        gradients: list[Tensor | None] = [None] * len(self._parameters)
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            assert bucket.flat is not None
+            self._wait(bucket.work)
+            if 0 < trains < self._size:
+                bucket.flat.mul_(self._size / trains)
+            for number in bucket.numbers:
+                if used[number]:
+                    gradients[number] = bucket.views[number]
+        self._begin()
+        return Averaged(gradients, int(trains), all_there - start, time.perf_counter() - all_there)
+
+    def _views(self, bucket: _Bucket) -> dict[int, Tensor]:
+        if bucket.flat is None:
+            parameters = [self._parameters[number] for number in bucket.numbers]
+            total = sum(p.numel() for p in parameters)
+            bucket.flat = torch.empty(total, dtype=parameters[0].dtype, device=parameters[0].device)
+            parts = torch.split_with_sizes(bucket.flat, [p.numel() for p in parameters])
+            bucket.views = {
+                number: part.view(p.shape) for number, part, p in zip(bucket.numbers, parts, parameters, strict=True)
+            }
+        return bucket.views
+
+    def _launch(self) -> None:
+        """Starts those buckets that are full and whose turn it is."""
+        while self._launched < len(self._buckets):
+            bucket = self._buckets[self._launched]
+            if len(bucket.filled) < len(bucket.numbers):
+                return
+            assert bucket.flat is not None
+            bucket.work = self._reduce(bucket.flat)
+            self._launched += 1
+
+    def _reduce(self, tensor: Tensor) -> dist.Work:
+        work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            ranks = dist.get_process_group_ranks(self._group)
+            raise WorkerFailedError(
+                f"averaging gradients among ranks {ranks} failed: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def _layout(parameters: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
+    """Consecutive numbers of one type and device, until a bucket holds ``cap`` bytes."""
+    buckets: list[list[int]] = []
+    size = 0
+    for number, p in enumerate(parameters):
+        last = parameters[number - 1]
+        if not buckets or size >= cap or (p.dtype, p.device) != (last.dtype, last.device):
+            buckets.append([])
+            size = 0
+        buckets[-1].append(number)
+        size += p.numel() * p.element_size()
+    return buckets

@@ -1,0 +1,61 @@
+"""A worker's half of all-reduce data parallelism: gradients are averaged before the optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sdpipe.averaging.gradient_buckets import GradientBuckets
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+
+
+class GradientAveraging(Synchronizer):
+    """Averages every gradient over the replicas of the stage that train in the same round.
+
+    A pipeline whose data ends earlier than that of others keeps taking part until they have finished too, with nothing
+    to add. The mean is over those that still train, and at the end it takes over their parameters.
+    """
+
+    def __init__(self, replica: Replica, bucket_bytes: int) -> None:
+        super().__init__(replica)
+        self._buckets = GradientBuckets(replica.trained, replica.groups.stage, bucket_bytes)
+        self._rounds = 0
+        self._members = 1
+        self.gradients = self
+
+    def ready(self, number: int, gradient: Tensor) -> None:
+        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two."""
+        self._buckets.ready(number, gradient)
+
+    def complete(self, gradients: Sequence[Tensor | None]) -> None:
+        self._buckets.complete(gradients)
+
+    def finish(self) -> list[Tensor | None]:
+        outcome = self._buckets.finish()
+        self._rounds += 1
+        self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
+        return outcome.gradients
+
+    def synchronise(self) -> None:
+        """Nothing: equal parameters took an equal step."""
+
+    def _make_parameters_equal(self) -> None:
+        nothing: list[Tensor | None] = [None] * len(self.replica.trained)
+        while True:  # until all pipelines are here
+            self._buckets.complete(nothing, trains=False)
+            if self._buckets.finish().members == 0:
+                break
+        source = self.replica.ranks[self._furthest()]
+        for bucket in self.replica.parameters:
+            dist.broadcast(bucket.buffer, source, group=self.replica.groups.stage)
+
+    def _furthest(self) -> int:
+        """The first pipeline among those that trained in the last round."""
+        group = self.replica.groups.stage
+        mine = torch.zeros(len(self.replica.ranks), dtype=torch.int64, device=self._buckets.device)
+        mine[self.replica.pipeline] = self._rounds
+        dist.all_reduce(mine, group=group)
+        return int(mine.argmax())

@@ -1,0 +1,91 @@
+"""The synchronisation methods that a user chooses from: values, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.scheduler.specification import (
+    ADPSGDSpec,
+    LocalSGDSpec,
+    NoSyncSpec,
+    PolicySpec,
+    SemiDecentralizedSpec,
+)
+from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
+from lightning_sdpipe.sync.model_averaging import ModelAveraging
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+
+
+class SemiDecentralized(SemiDecentralizedSpec, frozen=True):
+    """SDPipe: models are averaged after every step, in groups of those that are ready within a window.
+
+    ``window`` is in seconds, ``"auto"``, or inf, which makes one group of everybody. ``connectivity`` is P in rounds,
+    None to enforce nothing. Groups below ``min_group`` widen the window of who opened them; larger ones than
+    ``max_group`` are split, into pairs beyond eight pipelines if it is None.
+    """
+
+    @property
+    def policy(self) -> PolicySpec:
+        return self
+
+    def build(self, replica: Replica) -> Synchronizer:
+        return ModelAveraging(replica)
+
+
+class LocalSGD(LocalSGDSpec, frozen=True):
+    """Models are averaged with everybody in each update that ``every`` divides, and nobody waits in the others."""
+
+    @property
+    def policy(self) -> PolicySpec:
+        return self
+
+    def build(self, replica: Replica) -> Synchronizer:
+        return ModelAveraging(replica, self.every)
+
+
+class ADPSGD(ADPSGDSpec, frozen=True):
+    """AD-PSGD (Lian et al. 2018) as SDPipe §5.1 compares with it: models are averaged in pairs after every step.
+
+    The pairs are drawn from ``seed``, afresh for every iteration, and the two wait for each other.
+    """
+
+    @property
+    def policy(self) -> PolicySpec:
+        return self
+
+    def build(self, replica: Replica) -> Synchronizer:
+        return ModelAveraging(replica)
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Gradients are averaged over all replicas before every step, as DistributedDataParallel does it.
+
+    They travel in flat buckets of about ``bucket_mib`` MiB, each as soon as the backward has filled it.
+    """
+
+    bucket_mib: float = 25.0
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mib > 0:
+            raise ConfigurationError(f"bucket_mib={self.bucket_mib} is not allowed; give MiB above 0.")
+
+    @property
+    def policy(self) -> PolicySpec:
+        return NoSyncSpec()  # everybody meets everybody: there is nothing to decide
+
+    def build(self, replica: Replica) -> Synchronizer:
+        return GradientAveraging(replica, int(self.bucket_mib * 2**20))
+
+
+@dataclass(frozen=True)
+class NoSync:
+    """Pipelines train alone until the next pause: the bound on throughput that no method can beat."""
+
+    @property
+    def policy(self) -> PolicySpec:
+        return NoSyncSpec()
+
+    def build(self, replica: Replica) -> Synchronizer:
+        return Synchronizer(replica)
