@@ -1,0 +1,1 @@
+"""Hydra configuration: a folder for each group, a file for each option."""
