@@ -8,6 +8,7 @@ schedules the same methods, and does its communication itself, inside the forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,7 +45,13 @@ class CutStage:
         self._link = link
         self._weights = [p for p in module.parameters() if p.requires_grad and p.device.type != "meta"]
 
-    def begin(self, keys: Sequence[Hashable], forward: Forward, before_backward: Callable[[], None]) -> None:
+    def begin(
+        self,
+        keys: Sequence[Hashable],
+        forward: Forward,
+        before_backward: Callable[[], None],
+        computing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """Prepares for a mini-batch.
 
         Args:
@@ -52,7 +59,9 @@ class CutStage:
             forward: runs this stage's part of the step on micro-batch ``i``, given what was received; returns the
                 boundary to send, or on the last stage the loss.
             before_backward: called before each backward.
+            computing: held while gradients are computed.
         """
+        self._computing = computing
         self._before_backward = before_backward
         self._keys = keys
         self._forward = forward
@@ -86,7 +95,8 @@ class CutStage:
         outputs, gradients = self._outputs_and_gradients(index, loss)
         inputs = self._received.pop(index, ())
         if full_backward:
-            torch.autograd.backward(outputs, gradients)
+            with self._computing():
+                torch.autograd.backward(outputs, gradients)
             found: Sequence[Tensor | None] = [t.grad for t in inputs]
             self._link.reuse(inputs)
         elif self.is_first:  # nothing to send: all of it can wait
@@ -94,7 +104,8 @@ class CutStage:
             return
         else:
             outputs = [t.clone() if t._is_view() else t for t in outputs]  # torch detaches them in place
-            found, groups = stage_backward_input(outputs, gradients, list(inputs), iter(self._weights))
+            with self._computing():
+                found, groups = stage_backward_input(outputs, gradients, list(inputs), iter(self._weights))
             # a parameter that several groups use (a shared scale) needs the graph more than once
             self._left[index] = lambda: stage_backward_weight(iter(self._weights), groups, retain_graph=True)
         if not self.is_first:
@@ -104,7 +115,8 @@ class CutStage:
 
     def backward_weight_one_chunk(self, index: int, **_: Any) -> None:
         """Computes the parameters' gradients of micro-batch ``index`` that :meth:`backward_one_chunk` left."""
-        self._left.pop(index)()
+        with self._computing():
+            self._left.pop(index)()
 
     def _outputs_and_gradients(self, index: int, loss: Tensor | None) -> tuple[list[Tensor], list[Tensor] | None]:
         if loss is not None:
