@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.averaging.buckets import FlatBucket, flatten
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.heterogeneity.delays import DelayInjector, Delays
+from lightning_sdpipe.heterogeneity.delays import Delays
+from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation, materialise
 from lightning_sdpipe.partition.ownership import Ownership, assign_owners, keep_only
@@ -35,7 +37,7 @@ class Options:
     stages_per_worker: int = 1
     num_micro_batches: int = 1
     dynamic_shapes: bool = False
-    delays: Delays = field(default_factory=Delays)
+    delays: Heterogeneity = field(default_factory=Delays)
     timeout: timedelta | None = None
 
 
@@ -50,6 +52,7 @@ class Assembled:
     buckets: Sequence[FlatBucket]  # its parameters
     trained: Sequence[nn.Parameter]  # those that get gradients, about in the order in which a backward completes them
     buffers: Sequence[Tensor]
+    delays: DelayInjector
 
 
 def assemble(
@@ -97,7 +100,8 @@ def assemble(
     ]
     late = {id(p) for p in shared.parameters}  # complete when all owners are
     trained = sorted((p for p in reversed(parameters) if p.requires_grad), key=lambda p: id(p) in late)
-    delays = DelayInjector(options.delays, worker, pipeline_number)
+    settle = None if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
+    delays = DelayInjector(options.delays, worker, pipeline_number, groups.rank, settle=settle)
     pipeline: FlushPipeline | PipeDreamPipeline
     if options.schedule == "pipedream":
         pipeline = PipeDreamPipeline(runners[0], trained, delays)
@@ -105,4 +109,4 @@ def assemble(
         pipeline = FlushPipeline(
             runners, options.num_stages, trained, shared, delays, options.schedule, options.num_micro_batches
         )
-    return Assembled(ownership, cut_model, runners, pipeline, buckets, trained, buffers)
+    return Assembled(ownership, cut_model, runners, pipeline, buckets, trained, buffers, delays)

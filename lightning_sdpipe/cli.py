@@ -1,7 +1,8 @@
 """``sdpipe``: the operator's commands. Starts without torch.
 
 ``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, and
-``sdpipe status ADDRESS`` shows how it goes. ``sdpipe partition`` shows how a model would be cut.
+``sdpipe status ADDRESS`` shows how it goes. ``sdpipe partition`` shows how a model would be cut, and
+``sdpipe record FILE`` writes down how fast a device is over time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -57,6 +59,14 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("partition", help="show the chain of a model and where it would be cut", add_help=False)
 
+    record = commands.add_parser("record", help="record a device's relative speed over time, to replay it elsewhere")
+    record.add_argument("file", type=Path, help="the trace to write")
+    record.add_argument("--device", default="cpu", help="as torch names it, as in cuda:0 (default: %(default)s)")
+    record.add_argument("--seconds", type=float, default=300.0, help="length in all (default: %(default)s)")
+    record.add_argument("--interval", type=float, default=1.0, help="seconds between samples (default: %(default)s)")
+    record.add_argument("--share", type=float, default=0.2, help="of the interval that is used (default: %(default)s)")
+    record.set_defaults(run=_record)
+
     keygen = commands.add_parser("keygen", help="make the keys of a run, readable by you only")
     keygen.add_argument("directory", type=Path, help="where scheduler.key and worker.key are written")
     keygen.set_defaults(run=_keygen)
@@ -93,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for an answer")
     status.set_defaults(run=_status)
     return parser
+
+
+def _record(options: argparse.Namespace) -> int:
+    module = import_module("lightning_sdpipe.heterogeneity.record")  # needs torch, which the others do without
+    speeds = module.record(options.file, options.device, options.seconds, options.interval, options.share)
+    print(f"{options.file}: {len(speeds)} samples; relative speed {min(speeds):.2f} to 1, mean {fmean(speeds):.2f}")
+    return 0
 
 
 def _keygen(options: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from lightning_sdpipe.epoch_callback import EpochCallback
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.delays import Delays
+from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.last_resort import LastResort
 from lightning_sdpipe.last_stage import gather_metrics_over, leave_results_to_the_last_stage
 from lightning_sdpipe.launcher import CheckingLauncher, WholeModelLauncher
@@ -75,7 +76,8 @@ class SDPipeStrategy(DDPStrategy):
             :class:`~lightning_sdpipe.partition.plan.Balanced` with options, or the number of blocks of each stage.
         blocks: paths of the modules that form the chain, in the order in which they run, if the automatic choice does
             not fit; ``*`` stands for one part of a path.
-        delays: seconds that workers sleep at random, to study stragglers.
+        delays: what slows workers down while they train, to study stragglers; from
+            :mod:`lightning_sdpipe.heterogeneity`.
         scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
             ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
         scheduler_key_file: the workers' keys for it, as ``sdpipe keygen`` made them; ``SDPIPE_KEY_FILE`` by default.
@@ -99,7 +101,7 @@ class SDPipeStrategy(DDPStrategy):
         num_micro_batches: int | None = None,
         partition: plan.Partition = "uniform",
         blocks: Sequence[str] | None = None,
-        delays: Delays | None = None,
+        delays: Heterogeneity | None = None,
         scheduler: str | None = None,
         scheduler_key_file: str | Path | None = None,
         variance_correction: bool = False,
@@ -126,7 +128,7 @@ class SDPipeStrategy(DDPStrategy):
         self.num_micro_batches = num_micro_batches or num_stages
         self.partition = partition
         self.blocks = blocks
-        self.delays = delays or Delays()
+        self.delays: Heterogeneity = delays if delays is not None else Delays()
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
         self.variance_correction = variance_correction
         self.dynamic_shapes = dynamic_shapes
@@ -445,6 +447,11 @@ class SDPipeStrategy(DDPStrategy):
     def seconds_waiting_for_pipeline(self) -> float:
         """What this worker stood still for the neighbouring stages of its pipeline, validation included."""
         return sum(runner.link.seconds_waiting for runner in self._parts.runners)
+
+    @property
+    def injector(self) -> DelayInjector:
+        """How long this worker computed, and how long it was made to sleep by ``delays``."""
+        return self._parts.delays
 
     @contextmanager
     def _first_failure(self) -> Iterator[None]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import platform
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from recipes.suites import machine
 from recipes.suites.ratios import Ratio, Ratios, Row
-
-PACKAGES = ("lightning-sdpipe", "torch", "lightning", "pyzmq", "msgspec", "transformers")
 
 
 def measure(name: str, parameters: Mapping[str, Any], seed: int, command: str) -> tuple[dict[str, Any], frozenset[str]]:
@@ -46,8 +43,8 @@ def measure(name: str, parameters: Mapping[str, Any], seed: int, command: str) -
         "suite": name,
         "command": command,
         "seed": seed,
-        "versions": {"python": platform.python_version()} | {p: v for p in PACKAGES if (v := _version(p))},
-        "machine": _machine() | {"load_before": load_before, "load_after": os.getloadavg()[0]},
+        "versions": machine.versions(),
+        "machine": machine.description() | {"load_before": load_before, "load_after": os.getloadavg()[0]},
         "rows": rows,
         "ratios": ratios,
     }
@@ -65,7 +62,7 @@ def row_tables(rows: Sequence[Row]) -> str:
     """One table for each run of rows with the same columns."""
     tables = []
     for columns, group in groupby(rows, key=_columns):
-        tables.append(_table([columns, *[[_shown(value) for value in row.values()] for row in group]]))
+        tables.append(_table([columns, *[[_shown(row[column]) for column in columns] for row in group]]))
     return "\n\n".join(tables)
 
 
@@ -83,7 +80,7 @@ def ratio_table(ratios: Ratios, lower_is_better: Collection[str]) -> str:
 
 
 def _columns(row: Row) -> tuple[str, ...]:
-    return tuple(row)
+    return tuple(name for name, value in row.items() if not isinstance(value, (list, dict)))  # those go into the file
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
@@ -94,22 +91,11 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _machine() -> dict[str, Any]:
-    cpu = Path("/proc/cpuinfo")
-    models = [line.partition(":")[2].strip() for line in cpu.read_text().splitlines() if line.startswith("model name")]
-    return {"system": platform.system(), "processor": (models or [platform.machine()])[0], "cores": os.cpu_count()}
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
@@ -118,10 +104,11 @@ def main(config: DictConfig) -> None:
     parameters: Any = OmegaConf.to_container(config.suite, resolve=True)
     command = shlex.join(["python", "-m", "recipes.bench", *sys.argv[1:]])
     report, lower_is_better = measure(name, parameters, config.seed, command)
-    machine = report["machine"]
+    used = report["machine"]
     print(row_tables(report["rows"]))
-    print(f"\n{machine['processor']}, {machine['cores']} cores; load {machine['load_before']:.1f} before, ", end="")
-    print(f"{machine['load_after']:.1f} after\n")
+    print(f"\n{used['processor']}, {used['cores']} cores; load {used['load_before']:.1f} before, ", end="")
+    print(f"{used['load_after']:.1f} after; seed {report['seed']}")
+    print(", ".join(f"{package} {version}" for package, version in report["versions"].items()), end="\n\n")
     print(ratio_table(report["ratios"], lower_is_better))
     if config.json:
         Path(config.json).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")

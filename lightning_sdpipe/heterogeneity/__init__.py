@@ -1,21 +1,22 @@
-"""Slowness on demand: injected delays, replayed traces, and emulated compute."""
+"""Slowness on demand: injected delays, slow devices, replayed traces, and emulated compute."""
 
-from lightning_sdpipe.heterogeneity.delays import (
-    DelayInjector,
-    Delays,
-    ThroughputBound,
-    bound,
-    condition,
-    drawn_delay,
-)
+from lightning_sdpipe.heterogeneity.delays import Delays, ThroughputBound, bound, condition
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
+from lightning_sdpipe.heterogeneity.slowdowns import Static, Trace
+from lightning_sdpipe.heterogeneity.tracks import Track, read_tracks, write_tracks
 
 __all__ = [
     "DelayInjector",
     "Delays",
     "EmulatedBlock",
+    "Heterogeneity",
+    "Static",
     "ThroughputBound",
+    "Trace",
+    "Track",
     "bound",
     "condition",
-    "drawn_delay",
+    "read_tracks",
+    "write_tracks",
 ]

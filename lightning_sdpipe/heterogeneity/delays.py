@@ -6,13 +6,11 @@ method meets the same delays at the same iterations, and what they cost at least
 
 import hashlib
 import math
-import time
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.heterogeneity.tracks import Track
 
 Draws = Literal["iteration", "pass"]
 Pass = Literal["forward", "backward"]
@@ -58,6 +56,18 @@ class Delays:
         if self.draws not in get_args(Draws):
             raise ConfigurationError(f"draws={self.draws!r} must be one of {', '.join(get_args(Draws))}.")
 
+    def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
+        """Seconds that worker (stage, pipeline) sleeps before this pass of this iteration; a pure function."""
+        if self.draws == "iteration" and during == "backward":
+            return 0.0
+        if uniform(self.seed, stage, pipeline, iteration, during) >= self.probability:
+            return 0.0
+        return self.seconds * self.scale
+
+    def track(self, rank: int) -> Track | None:
+        """Between its delays, every device runs at full speed."""
+        return None
+
 
 def condition(name: Condition, model: Model, *, scale: float = 1.0, seed: int = 0) -> Delays:
     """The paper's conditions: each worker delayed in 10 % of its iterations.
@@ -73,61 +83,10 @@ def condition(name: Condition, model: Model, *, scale: float = 1.0, seed: int = 
     return Delays(probability=0.1, seconds=_CONDITIONS[name, model], scale=scale, seed=seed)
 
 
-def drawn_delay(delays: Delays, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
-    """Seconds that worker (stage, pipeline) sleeps before this pass of this iteration; a pure function."""
-    if delays.draws == "iteration" and during == "backward":
-        return 0.0
-    if _uniform(delays.seed, stage, pipeline, iteration, during) >= delays.probability:
-        return 0.0
-    return delays.seconds * delays.scale
-
-
-def _uniform(seed: int, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
+def uniform(*key: object) -> float:
     """A number in [0, 1), evenly spread over its arguments: a hash in the place of a generator's state."""
-    key = f"{seed} {stage} {pipeline} {iteration} {during}".encode()
-    return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 11) / (1 << 53)
-
-
-class DelayInjector:
-    """Lets one worker sleep as drawn.
-
-    Args:
-        delays: what to inject.
-        stage: the worker's stage.
-        pipeline: the worker's pipeline.
-        sleep: called with the seconds of each delay, never with 0.
-    """
-
-    def __init__(self, delays: Delays, stage: int, pipeline: int, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.delays = delays
-        self.stage = stage
-        self.pipeline = pipeline
-        self._sleep = sleep
-        self._by_iteration: defaultdict[int, float] = defaultdict(float)
-
-    def before_forward(self, iteration: int) -> None:
-        """To be called before the forward of each mini-batch."""
-        self._inject(iteration, "forward")
-
-    def before_backward(self, iteration: int) -> None:
-        """To be called before the backward of each mini-batch."""
-        self._inject(iteration, "backward")
-
-    @property
-    def injected_seconds(self) -> float:
-        """Sum of all delays so far."""
-        return math.fsum(self._by_iteration.values())
-
-    @property
-    def injected_by_iteration(self) -> dict[int, float]:
-        """Seconds of delay in each iteration that had any."""
-        return dict(self._by_iteration)
-
-    def _inject(self, iteration: int, during: Pass) -> None:
-        seconds = drawn_delay(self.delays, self.stage, self.pipeline, iteration, during)
-        if seconds > 0.0:
-            self._by_iteration[iteration] += seconds
-            self._sleep(seconds)
+    text = " ".join(map(str, key)).encode()
+    return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11) / (1 << 53)
 
 
 @dataclass(frozen=True)
@@ -147,7 +106,7 @@ class ThroughputBound:
 
 
 def bound(
-    delays: Delays, num_stages: int, num_pipelines: int, iterations: int, iteration_seconds: float
+    delays: Delays, num_stages: int, num_pipelines: int, iterations: int, iteration_seconds: float, first: int = 0
 ) -> ThroughputBound:
     """Bounds of the delays that will be drawn, for pipelines that flush at the end of each iteration.
 
@@ -159,8 +118,9 @@ def bound(
         delays: what is injected.
         num_stages: M.
         num_pipelines: N.
-        iterations: how many, from 0 on.
+        iterations: how many.
         iteration_seconds: length of an iteration without delay.
+        first: number of the first of them.
 
     Raises:
         ConfigurationError: a number that is not positive.
@@ -171,10 +131,10 @@ def bound(
             raise ConfigurationError(f"{name}={value!r} must be positive.")
 
     pipelines, slowest = [0.0] * num_pipelines, 0.0
-    for iteration in range(iterations):
+    for iteration in range(first, first + iterations):
         lost = [
             sum(
-                max(drawn_delay(delays, stage, pipeline, iteration, during) for stage in range(num_stages))
+                max(delays.delay(stage, pipeline, iteration, during) for stage in range(num_stages))
                 for during in get_args(Pass)
             )
             for pipeline in range(num_pipelines)

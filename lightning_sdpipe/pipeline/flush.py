@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.heterogeneity.delays import DelayInjector
+from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.cut_step import Boundary
 from lightning_sdpipe.pipeline.gradients import (
     GradientExchange,
@@ -47,7 +47,7 @@ class FlushPipeline:
         num_workers: M, the workers of the pipeline.
         parameters: the trained parameters of these stages.
         shared: those that other stages hold too.
-        delays: makes this worker sleep before its forward and backward, if it was asked to.
+        delays: makes this worker slow, if it was asked to.
         schedule: ``"1f1b"`` or ``"gpipe"`` for one stage, ``"interleaved_1f1b"`` or ``"zero_bubble"`` for several.
         num_micro_batches: how many micro-batches a mini-batch is split into.
     """
@@ -102,7 +102,8 @@ class FlushPipeline:
         sleep = _once(lambda: self._delays.before_backward(iteration))
         last_backward = self._reporting(exchange if not accumulated else None)
         for runner, stage in zip(self._runners, self._stages, strict=True):
-            stage.begin(keys, partial(_forward, runner, micro_batches, step, log), sleep, last_backward)
+            forward = partial(_forward, runner, self._delays, micro_batches, step, log)
+            stage.begin(keys, forward, sleep, self._delays.computing, last_backward)
         losses: list[Tensor] = []
         indices = torch.arange(self._num_micro_batches)  # the schedules want a target to call the loss function
         self._schedule.step(target=indices, losses=losses, return_outputs=False)
@@ -139,13 +140,15 @@ def _once(action: Callable[[], None]) -> Callable[[], None]:
 
 def _forward(
     runner: StageRunner,
+    delays: DelayInjector,
     micro_batches: Sequence[MicroBatch],
     step: Step,
     log: StepLog,
     index: int,
     received: Boundary | None,
 ) -> Boundary | Tensor:
-    return runner.train(micro_batches[index], step, received, log)
+    with delays.computing():
+        return runner.train(micro_batches[index], step, received, log)
 
 
 def _schedule(

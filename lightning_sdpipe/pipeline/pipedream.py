@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_sdpipe.heterogeneity.delays import DelayInjector
+from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.cut_step import Boundary
 from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients
 from lightning_sdpipe.pipeline.micro_batches import whole
@@ -50,7 +50,7 @@ class PipeDreamPipeline:
     Args:
         runner: runs this stage's part of a step.
         parameters: this stage's trained parameters; none may be shared with another stage.
-        delays: makes this worker sleep before its forward and backward, if it was asked to.
+        delays: makes this worker slow, if it was asked to.
     """
 
     def __init__(self, runner: StageRunner, parameters: Sequence[nn.Parameter], delays: DelayInjector) -> None:
@@ -110,7 +110,8 @@ class PipeDreamPipeline:
         self._delays.before_forward(iteration)
         weights: Sequence[Tensor] = self._parameters if runner.is_last else self._stash()
         replaced = {} if runner.is_last else dict(zip(self._names, weights, strict=True))
-        outcome = functional_call(self._steps, replaced, (lambda: runner.train(micro_batch, step, received, log),))
+        with self._delays.computing():
+            outcome = functional_call(self._steps, replaced, (lambda: runner.train(micro_batch, step, received, log),))
         if isinstance(outcome, Boundary):
             runner.link.send_activations(outcome, key)
             outputs = [t for t in outcome.tensors if t.requires_grad]
@@ -136,7 +137,8 @@ class PipeDreamPipeline:
                 leaf.register_hook(partial(exchange.ready, number))  # type: ignore[no-untyped-call]
                 for number, leaf in enumerate(oldest.weights)
             ]
-        results = torch.autograd.grad(oldest.outputs, leaves, gradients, allow_unused=True)
+        with self._delays.computing():
+            results = torch.autograd.grad(oldest.outputs, leaves, gradients, allow_unused=True)
         for hook in hooks:
             hook.remove()
         to_send, to_apply = results[: len(oldest.inputs)], results[len(oldest.inputs) :]

@@ -50,6 +50,7 @@ class CutStage:
         keys: Sequence[Hashable],
         forward: Forward,
         before_backward: Callable[[], None],
+        computing: Callable[[], AbstractContextManager[None]],
         last_backward: AbstractContextManager[object],
     ) -> None:
         """Prepares for a mini-batch.
@@ -59,8 +60,10 @@ class CutStage:
             forward: runs this stage's part of the step on micro-batch ``i``, given what was received; returns the
                 boundary to send, or on the last stage the loss.
             before_backward: called before each backward.
+            computing: held while gradients are computed.
             last_backward: entered around the last backward, if that one computes parameters' gradients.
         """
+        self._computing = computing
         self._last_backward = last_backward
         self._backwards_left = len(keys)
         self._before_backward = before_backward
@@ -97,7 +100,7 @@ class CutStage:
         inputs = self._received.pop(index, ())
         self._backwards_left -= 1
         if full_backward:
-            with nullcontext() if self._backwards_left else self._last_backward:
+            with self._computing(), nullcontext() if self._backwards_left else self._last_backward:
                 torch.autograd.backward(outputs, gradients)
             found: Sequence[Tensor | None] = [t.grad for t in inputs]
             self._link.reuse(inputs)
@@ -106,7 +109,8 @@ class CutStage:
             return
         else:
             outputs = [t.clone() if t._is_view() else t for t in outputs]  # torch detaches them in place
-            found, groups = stage_backward_input(outputs, gradients, list(inputs), iter(self._weights))
+            with self._computing():
+                found, groups = stage_backward_input(outputs, gradients, list(inputs), iter(self._weights))
             # a parameter that several groups use (a shared scale) needs the graph more than once
             self._left[index] = lambda: stage_backward_weight(iter(self._weights), groups, retain_graph=True)
         if not self.is_first:
@@ -116,7 +120,8 @@ class CutStage:
 
     def backward_weight_one_chunk(self, index: int, **_: Any) -> None:
         """Computes the parameters' gradients of micro-batch ``index`` that :meth:`backward_one_chunk` left."""
-        self._left.pop(index)()
+        with self._computing():
+            self._left.pop(index)()
 
     def _outputs_and_gradients(self, index: int, loss: Tensor | None) -> tuple[list[Tensor], list[Tensor] | None]:
         if loss is not None:

@@ -10,39 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import lightning as L
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.mesh import Mesh
+from recipes.suites.emulated import FEATURES, LEARNING_RATE, EmulatedChain
 from recipes.suites.processes import TRANSFER_TIMEOUT, run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 from recipes.suites.stages import TRAINING, OpenStage, open_stage
 
 TIMEOUT_SECONDS = 300.0
-LEARNING_RATE = 1e-3
-FEATURES = 64
-
-
-class EmulatedChain(L.LightningModule):
-    """One emulated block per stage.
-
-    Args:
-        num_blocks: M.
-        forward_seconds: of one call of a block, whatever the batch.
-        backward_seconds: likewise.
-    """
-
-    def __init__(self, num_blocks: int, forward_seconds: float, backward_seconds: float) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[EmulatedBlock(forward_seconds, backward_seconds) for _ in range(num_blocks)])
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        output: Tensor = self.blocks(batch)
-        return output.mean()
 
 
 def measure(

@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_sdpipe.averaging.buckets import flatten
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.heterogeneity.delays import DelayInjector, Delays
+from lightning_sdpipe.heterogeneity.delays import Delays
+from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.chain import find_chain
 from lightning_sdpipe.partition.cut import cut
 from lightning_sdpipe.partition.cut_step import CutModel

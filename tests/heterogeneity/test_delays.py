@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.heterogeneity import DelayInjector, Delays, bound, condition, drawn_delay
+from lightning_sdpipe.heterogeneity import DelayInjector, Delays, bound, condition
 
 PASSES = ("forward", "backward")
 
 
 def frequency(delays: Delays, during: Any, draws: int = 4000) -> float:
-    hits = sum(drawn_delay(delays, i % 4, i % 5, i, during) > 0 for i in range(draws))
+    hits = sum(delays.delay(i % 4, i % 5, i, during) > 0 for i in range(draws))
     return hits / draws
 
 
@@ -33,13 +33,13 @@ def test_one_draw_per_iteration_comes_before_the_forward() -> None:
 
 def test_certainty_and_its_absence() -> None:
     assert frequency(Delays(probability=0.0, seconds=1.0, draws="pass"), "backward") == 0.0
-    assert drawn_delay(Delays(probability=1.0, seconds=0.5, scale=0.1), 0, 0, 0, "forward") == 0.05
+    assert Delays(probability=1.0, seconds=0.5, scale=0.1).delay(0, 0, 0, "forward") == 0.05
 
 
 def test_workers_iterations_passes_and_seeds_draw_independently() -> None:
     def pattern(seed: int = 0, stage: int = 0, pipeline: int = 0, during: Any = "forward") -> list[bool]:
         delays = Delays(probability=0.5, seconds=1.0, draws="pass", seed=seed)
-        return [drawn_delay(delays, stage, pipeline, i, during) > 0 for i in range(400)]
+        return [delays.delay(stage, pipeline, i, during) > 0 for i in range(400)]
 
     base = pattern()
     assert base == pattern()
@@ -61,7 +61,7 @@ def test_injector_sleeps_what_was_drawn_in_any_order() -> None:
         backwards.before_backward(iteration)
         backwards.before_forward(iteration)
 
-    drawn = {i: sum(drawn_delay(delays, 1, 2, i, p) for p in PASSES) for i in range(20)}  # type: ignore[arg-type]
+    drawn = {i: sum(delays.delay(1, 2, i, p) for p in PASSES) for i in range(20)}  # type: ignore[arg-type]
     assert forwards.injected_by_iteration == {i: s for i, s in drawn.items() if s > 0}
     assert forwards.injected_by_iteration == backwards.injected_by_iteration
     assert forwards.injected_seconds == math.fsum(slept) == sum(drawn.values())
@@ -87,9 +87,9 @@ def test_bounds_are_those_of_the_drawn_delays(draws: Any) -> None:
     delays = Delays(probability=0.3, seconds=0.2, draws=draws, seed=5)
     fast = slow = 0.0
     for iteration in range(7):
-        own = [sum(drawn_delay(delays, 0, p, iteration, d) for d in PASSES) for p in range(2)]  # type: ignore[arg-type]
+        own = [sum(delays.delay(0, p, iteration, d) for d in PASSES) for p in range(2)]  # type: ignore[arg-type]
         fast, slow = fast + own[0], slow + max(own)
-    other = sum(drawn_delay(delays, 0, 1, i, d) for i in range(7) for d in PASSES)  # type: ignore[arg-type]
+    other = sum(delays.delay(0, 1, i, d) for i in range(7) for d in PASSES)  # type: ignore[arg-type]
 
     found = bound(delays, num_stages=1, num_pipelines=2, iterations=7, iteration_seconds=0.1)
     assert found.all_reduce == pytest.approx(7 / (0.7 + slow))

@@ -1,0 +1,86 @@
+"""Slow devices: each compute section takes longer, in proportion to its own length.
+
+The paper's shared GPUs (SDPipe, §5.5) were replayed like this: recorded speeds, on dedicated devices that idle for
+the rest of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.heterogeneity.delays import Pass, uniform
+from lightning_sdpipe.heterogeneity.tracks import Track, read_tracks
+
+SHARED_GPUS = Path(__file__).parent / "traces" / "shared_gpus.json"
+"""Sixteen synthetic tracks in the spirit of §5.5, made by :mod:`lightning_sdpipe.heterogeneity.synthetic`."""
+
+
+@dataclass(frozen=True)
+class Static:
+    """Device i is ``factors[i]`` times slower than it could be, always.
+
+    Args:
+        factors: each at least 1, by global rank; they repeat if there are more devices.
+
+    Raises:
+        ConfigurationError: no factors, or one below 1.
+    """
+
+    factors: Sequence[float] = (1.0,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", tuple(self.factors))
+        if not self.factors or not all(math.isfinite(factor) and factor >= 1.0 for factor in self.factors):
+            raise ConfigurationError(f"factors={list(self.factors)} must be finite numbers of at least 1.")
+
+    def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
+        """Nothing comes on top."""
+        return 0.0
+
+    def track(self, rank: int) -> Track | None:
+        """Constant; None at full speed."""
+        factor = self.factors[rank % len(self.factors)]
+        return None if factor == 1.0 else Track(1.0, (1.0 / factor,))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Replays recorded speeds: device i follows track i, from the moment of its first computation on.
+
+    Args:
+        files: trace files, as ``sdpipe record`` writes them, whose tracks are used in this order; None for the
+            synthetic :data:`SHARED_GPUS`.
+        time_scale: length of a recorded second, in seconds of training; 0.1 replays ten times as fast.
+        seed: with more devices than tracks, tracks are used again from a random moment on, drawn from this.
+
+    Raises:
+        ConfigurationError: a file that is no trace, or a scale that is not positive.
+    """
+
+    files: Sequence[str | Path] | None = None
+    time_scale: float = 1.0
+    seed: int = 0
+    _tracks: tuple[Track, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.time_scale) and self.time_scale > 0.0):
+            raise ConfigurationError(f"time_scale={self.time_scale!r} must be a finite number above 0.")
+        files = (SHARED_GPUS,) if self.files is None else self.files
+        tracks = [track for file in files for track in read_tracks(Path(file))]
+        if not tracks:
+            raise ConfigurationError(f"files={[str(file) for file in files]} hold no track; name at least one trace.")
+        object.__setattr__(self, "_tracks", tuple(track.rescaled(self.time_scale) for track in tracks))
+
+    def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
+        """Nothing comes on top."""
+        return 0.0
+
+    def track(self, rank: int) -> Track | None:
+        """What this device replays."""
+        lap, index = divmod(rank, len(self._tracks))
+        track = self._tracks[index]
+        return track if lap == 0 else replace(track, start_seconds=uniform(self.seed, rank) * track.seconds)

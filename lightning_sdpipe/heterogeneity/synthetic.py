@@ -1,0 +1,67 @@
+"""Synthetic tracks of shared GPUs: ``python -m lightning_sdpipe.heterogeneity.synthetic FILE``.
+
+The paper (SDPipe, §5.5) rented 16 containers with a share of a GPU each, and saw their speed change with what the
+neighbours did. Its recordings are not published as data, so this is a model of the cause: the device serves whoever
+has work in turn, so the speed is one over the number of those who have. Neighbours start and finish work at random,
+and some devices have more of them than others.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+from lightning_sdpipe.heterogeneity.slowdowns import SHARED_GPUS
+from lightning_sdpipe.heterogeneity.tracks import write_tracks
+
+TRACKS = 16
+SAMPLES = 300
+INTERVAL_SECONDS = 1.0
+SEED = 2023
+NEIGHBOURS = (1, 4)
+"""How many others may share a device: drawn evenly from here to there."""
+MEAN_BUSY_SECONDS = (5.0, 40.0)
+"""Mean length of one neighbour's work, drawn per neighbour."""
+MEAN_IDLE_SECONDS = (20.0, 120.0)
+"""And of its pauses."""
+JITTER = 0.05
+"""Largest loss at each sample by what is not modelled."""
+
+
+def shared_gpu_track(rng: random.Random, samples: int = SAMPLES, interval: float = INTERVAL_SECONDS) -> list[float]:
+    """Relative speeds of one device.
+
+    Args:
+        rng: the only source of chance; just its ``random`` is used, which all versions of Python compute alike.
+        samples: how many.
+        interval: seconds between them.
+    """
+    count = NEIGHBOURS[0] + int(rng.random() * (NEIGHBOURS[1] - NEIGHBOURS[0] + 1))
+    rates = [
+        (interval / _between(rng, MEAN_IDLE_SECONDS), interval / _between(rng, MEAN_BUSY_SECONDS)) for _ in range(count)
+    ]  # chances per sample that a neighbour starts, and that it ends
+    busy = [rng.random() < starts / (starts + ends) for starts, ends in rates]  # the share of time that it is
+    speeds = []
+    for _ in range(samples):
+        busy = [rng.random() >= rates[i][1] if works else rng.random() < rates[i][0] for i, works in enumerate(busy)]
+        speeds.append(round((1.0 - JITTER * rng.random()) / (1 + sum(busy)), 3))
+    return speeds
+
+
+def shared_gpu_tracks(tracks: int = TRACKS, seed: int = SEED) -> list[list[float]]:
+    """Relative speeds of several devices, drawn independently."""
+    return [shared_gpu_track(random.Random(seed + index)) for index in range(tracks)]
+
+
+def _between(rng: random.Random, bounds: tuple[float, float]) -> float:
+    return bounds[0] + rng.random() * (bounds[1] - bounds[0])
+
+
+def main(path: Path = SHARED_GPUS) -> None:
+    source = f"synthetic shared GPUs: lightning_sdpipe.heterogeneity.synthetic with seed {SEED}"
+    write_tracks(path, source, INTERVAL_SECONDS, shared_gpu_tracks())
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))

@@ -1,0 +1,111 @@
+"""Relative speed of devices over time, and the files that hold it.
+
+A *track* is one device's speed as a fraction of its best, at even intervals; a *trace file* holds the tracks of one or
+several devices. ``docs/heterogeneity.md`` documents the format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from lightning_sdpipe.errors import ConfigurationError
+
+FORMAT = "sdpipe-trace/1"
+
+
+@dataclass(frozen=True)
+class Track:
+    """One device's relative speed over time; after its end it starts over.
+
+    Args:
+        interval_seconds: how long each speed holds.
+        speeds: fractions of the full speed, above 0 and at most 1.
+        start_seconds: where in the track a replay starts.
+
+    Raises:
+        ConfigurationError: no speeds, or a value outside of its range.
+    """
+
+    interval_seconds: float
+    speeds: tuple[float, ...]
+    start_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.interval_seconds) and self.interval_seconds > 0.0):
+            raise ConfigurationError(f"interval_seconds={self.interval_seconds!r} must be a finite number above 0.")
+        if not self.speeds:
+            raise ConfigurationError("A track needs at least one speed.")
+        for index, speed in enumerate(self.speeds):
+            if not 0.0 < speed <= 1.0:
+                raise ConfigurationError(f"Speed {index} of a track is {speed!r}; it must lie above 0 and up to 1.")
+
+    @property
+    def seconds(self) -> float:
+        """Length of the track."""
+        return self.interval_seconds * len(self.speeds)
+
+    def duration(self, since: float, work: float) -> float:
+        """How long this device takes, from ``since`` seconds after the start of the replay on, for what takes ``work``
+        seconds at full speed: until the integral of the speed is ``work``."""
+        position, into = divmod(since + self.start_seconds, self.interval_seconds)
+        index, elapsed = int(position), 0.0
+        while True:
+            speed = self.speeds[index % len(self.speeds)]
+            left = self.interval_seconds - into
+            if work <= left * speed:
+                return elapsed + work / speed
+            work -= left * speed
+            elapsed += left
+            index, into = index + 1, 0.0
+
+    def rescaled(self, time_scale: float) -> Track:
+        """The same course in ``time_scale`` times the time."""
+        return replace(
+            self, interval_seconds=self.interval_seconds * time_scale, start_seconds=self.start_seconds * time_scale
+        )
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    source: str
+    interval_seconds: float
+    tracks: list[tuple[float, ...]]
+
+
+def read_tracks(path: Path) -> list[Track]:
+    """The tracks of a trace file, in order.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is not a trace.
+    """
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=_File)
+    except OSError as error:
+        raise ConfigurationError(f"The trace {path} cannot be read: {error.strerror}.") from error
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"{path} is not a trace: {error}. docs/heterogeneity.md shows the format.") from error
+    if file.format != FORMAT:
+        raise ConfigurationError(f"{path} has format={file.format!r}; this version reads {FORMAT!r}.")
+    return [Track(file.interval_seconds, speeds) for speeds in file.tracks]
+
+
+def write_tracks(path: Path, source: str, interval_seconds: float, tracks: Iterable[Iterable[float]]) -> None:
+    """Writes a trace file with one track per line.
+
+    Args:
+        path: is overwritten.
+        source: what was recorded, in words.
+        interval_seconds: of all tracks.
+        tracks: relative speeds.
+    """
+    lines = ",\n".join(f"  [{', '.join(f'{speed:.3f}' for speed in track)}]" for track in tracks)
+    head = "\n".join(
+        f' "{name}": {msgspec.json.encode(value).decode()},'
+        for name, value in (("format", FORMAT), ("source", source), ("interval_seconds", interval_seconds))
+    )
+    path.write_text(f'{{\n{head}\n "tracks": [\n{lines}\n ]\n}}\n')

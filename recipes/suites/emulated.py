@@ -1,0 +1,43 @@
+"""A model of emulated blocks: what the network, the scheduler and the optimizer see of a training, without its
+arithmetic."""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+
+FEATURES = 64
+LEARNING_RATE = 1e-3
+
+
+class EmulatedChain(L.LightningModule):
+    """One emulated block per stage.
+
+    Args:
+        num_blocks: M.
+        forward_seconds: of one call of a block, whatever the batch.
+        backward_seconds: likewise.
+        num_parameters: of each block.
+    """
+
+    def __init__(
+        self, num_blocks: int, forward_seconds: float, backward_seconds: float, num_parameters: int = 1024
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *[
+                EmulatedBlock(forward_seconds, backward_seconds, num_parameters=num_parameters)
+                for _ in range(num_blocks)
+            ]
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output: Tensor = self.blocks(batch)
+        return output.mean()
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return torch.optim.SGD(self.parameters(), LEARNING_RATE)

@@ -1,0 +1,59 @@
+"""The machine that measures: what it is, and how to keep emulated workers from competing for its cores.
+
+A worker that sleeps instead of computing still uses the processor, for messages, the optimizer and Lightning. If that
+kept the cores busy, workers would wait for cores, which no real device does. So emulated times and delays are stretched
+by one factor until less than half of the cores' time is used.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("lightning-sdpipe", "torch", "lightning", "pyzmq", "msgspec", "transformers")
+MAX_BUSY = 0.5
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def needed_scale(processor_seconds: float, iteration_seconds: float, num_cores: int) -> float:
+    """By what to multiply all times, so that the cores stay under :data:`MAX_BUSY`; at least 1, in tenths.
+
+    Args:
+        processor_seconds: that all processes together use for one iteration, however long it takes.
+        iteration_seconds: of one without delays.
+        num_cores: of the machine.
+    """
+    scale = processor_seconds / (MAX_BUSY * num_cores * iteration_seconds)
+    return max(1.0, math.ceil(10 * scale) / 10)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that matter."""
+    return {"python": platform.python_version()} | {p: v for p in PACKAGES if (v := _version(p))}
+
+
+def description() -> dict[str, Any]:
+    """System, processor and cores."""
+    cpu = Path("/proc/cpuinfo")
+    models = [line.partition(":")[2].strip() for line in cpu.read_text().splitlines() if line.startswith("model name")]
+    return {"system": platform.system(), "processor": (models or [platform.machine()])[0], "cores": os.cpu_count()}
+
+
+def setting() -> dict[str, Any]:
+    """What a measurement depends on besides its parameters."""
+    return {"versions": versions(), "machine": description(), "usable_cores": cores()}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

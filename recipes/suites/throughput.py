@@ -1,0 +1,263 @@
+"""Throughput of the synchronisation methods under stragglers: the grid of SDPipe §5.2 and §5.4, in one run.
+
+Rows say ``emulated`` where workers sleep instead of computing; everything else about them is real.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_sdpipe.errors import ConfigurationError
+from recipes.suites import cases, machine
+from recipes.suites.cases import EMULATED, PAPERS_ITERATION_SECONDS, REFERENCES, Case, quiet
+from recipes.suites.figures import require_matplotlib, throughput_figures
+from recipes.suites.headroom import table
+from recipes.suites.journal import Journal
+from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.suites.worker_reports import SHARES
+
+LOWER_IS_BETTER = frozenset[str]()
+
+OURS = "sdpipe"
+GOALS: dict[str, tuple[str, str, float]] = {
+    "nosync/4x4/b": (OURS, "nosync", 0.90),
+    "all_reduce/4x4/b": (OURS, "all_reduce", 1.4),
+    "adpsgd/4x4/b": (OURS, "adpsgd", 1.2),
+    "hetpipe/4x4/b": (OURS, "hetpipe", 1.0),
+    "all_reduce/4x16/b": (OURS, "all_reduce", 2.0),
+    "all_reduce/4x4/none": (OURS, "all_reduce", 0.98),
+    "bare_torch/4x4/none": ("all_reduce", "bare_torch", 0.95),
+    "bare_torch/4x4/b": ("all_reduce", "bare_torch", 0.95),
+    "lightning_ddp/1x16/none": ("all_reduce", "lightning_ddp", 0.95),
+    "lightning_ddp/1x16/b": ("all_reduce", "lightning_ddp", 0.95),
+}
+"""By the key of the ratio, without its schedule: what is divided by what, and what should come out at least."""
+
+CALIBRATION_ITERATIONS = 20
+HEADLINE = {"all_reduce": 4.3, "adpsgd": 2.8}
+"""The paper's largest speed-ups over these (§5.2)."""
+HEADLINE_SLOWDOWN = 1.4
+SHAPES = ((4, 4), (2, 8), (4, 16))
+DELAY_RATIOS = (1, 3, 5, 10)
+MICRO_BATCHES = 4
+
+
+def run(
+    *,
+    methods: Mapping[str, Any],
+    heterogeneity: Mapping[str, Any],
+    workloads: Mapping[str, Any],
+    grid: Mapping[str, Mapping[str, Any]],
+    only: Sequence[str],
+    scale: float | None,
+    output: str | None,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Runs the parts of the grid that ``only`` names.
+
+    Args:
+        methods: specifications for Hydra, by name.
+        heterogeneity: likewise.
+        workloads: the ``model`` and ``data`` of each real workload, likewise.
+        grid: by name, the fields of :class:`~recipes.suites.cases.Case`, with lists of ``methods`` and
+            ``heterogeneity``, and ``repeats``.
+        only: names of parts.
+        scale: of emulated times, and of all delays; None to measure it.
+        output: finished rows are kept beside this file, and figures are drawn there; None for neither.
+        seed: of the first repeat; the following ones count up from it.
+
+    Returns:
+        One row per training, then one per method and condition with medians and ratios, the headline, and what the
+        formula says; and the ratios with goals.
+    """
+    if output is not None:
+        require_matplotlib()
+    quiet()
+    journal = Journal(None if output is None else Path(output).with_suffix(".rows.jsonl"), machine.setting())
+    specifications = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
+    rows: list[Row] = []
+    for panel in only:
+        planned = list(plan(panel, grid[panel], specifications, seed))
+        factor = scale
+        if factor is None:
+            factor = calibrated_scale(planned[0][0], methods["all_reduce"], heterogeneity["none"], journal)
+        rows += [_measured(replace(case, scale=factor), repeat, journal) for case, repeat in planned]
+    summaries = summarise(rows)
+    if output is not None:
+        throughput_figures(summaries, Path(output))
+    return [*rows, *summaries, *headline(summaries), *table(SHAPES, DELAY_RATIOS, MICRO_BATCHES)], ratios(rows)
+
+
+def plan(
+    panel: str, part: Mapping[str, Any], specifications: Mapping[str, Mapping[str, Any]], seed: int
+) -> Iterator[tuple[Case, int]]:
+    """The cases of one part of the grid with their repeats, in the order in which they run.
+
+    Raises:
+        ConfigurationError: a method or a condition that is not among the specifications.
+    """
+    fields = {name: value for name, value in part.items() if name not in ("methods", "heterogeneity", "repeats")}
+    for repeat in range(part["repeats"]):
+        for condition in part["heterogeneity"]:
+            for method in rotated(part["methods"], repeat):
+                workload = part["workload"]
+                case = Case(
+                    panel=panel,
+                    method=method,
+                    sync=None if method in REFERENCES else _named(specifications, "methods", method),
+                    condition=condition,
+                    heterogeneity=_named(specifications, "heterogeneity", condition),
+                    model=None if workload == EMULATED else _named(specifications, "workloads", workload),
+                    seed=seed + repeat,
+                    scale=1.0,
+                    **fields,
+                )
+                yield case, repeat
+
+
+def _named(specifications: Mapping[str, Mapping[str, Any]], kind: str, name: str) -> Mapping[str, Any]:
+    if name not in specifications[kind]:
+        raise ConfigurationError(f"{name!r} is not among suite.{kind}; there are {', '.join(specifications[kind])}.")
+    specification: Mapping[str, Any] = specifications[kind][name]
+    return specification
+
+
+def calibrated_scale(
+    case: Case, all_reduce: Mapping[str, Any], no_delays: Mapping[str, Any], journal: Journal
+) -> float:
+    """By what to stretch times: emulated ones until the cores are under half busy, and the delays of real compute as
+    its mini-batch is longer than the one that they are meant for. Measured with all-reduce and without delays."""
+    probe = replace(
+        case, panel="calibration", method="all_reduce", sync=all_reduce, condition="none", heterogeneity=no_delays
+    )
+    if case.workload != EMULATED:
+        row = journal.measured(asdict(probe), lambda: cases.run(probe))
+        return float(round(row["iteration_ms"] / 1e3 / PAPERS_ITERATION_SECONDS, 2))
+    slots = case.num_micro_batches + case.num_stages - 1
+    probe = replace(
+        probe,
+        schedule="1f1b",
+        micro_batch_seconds=PAPERS_ITERATION_SECONDS / slots,
+        iterations=CALIBRATION_ITERATIONS,
+        warm_up=CALIBRATION_ITERATIONS // 4,
+    )
+    row = journal.measured(asdict(probe), lambda: cases.run(probe))
+    return machine.needed_scale(row["processor_s"], PAPERS_ITERATION_SECONDS, machine.cores())
+
+
+def _measured(case: Case, repeat: int, journal: Journal) -> Row:
+    what = f"{case.workload} {case.shape} {case.schedule} {case.condition} {case.method}, repeat {repeat}"
+    print(what, end=": ", flush=True)
+    start = time.perf_counter()
+    row = journal.measured(asdict(case), lambda: cases.run(case))
+    print(f"{row['samples_per_s']:.1f} samples/s ({time.perf_counter() - start:.0f} s)", flush=True)
+    return {
+        "what": case.method,
+        "panel": case.panel,
+        "workload": case.workload,
+        "shape": case.shape,
+        "schedule": case.schedule,
+        "heterogeneity": case.condition,
+        "repeat": repeat,
+        **row,
+        "scale": case.scale,
+        "seed": case.seed,
+        "command": cases.command(case),
+    }
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """One row per part of the grid, condition and method: medians over the repeats, and ratios within them."""
+    found = []
+    for (panel, condition, method), group in _grouped(rows, "panel", "heterogeneity", "what").items():
+        speeds = [row["samples_per_s"] for row in group]
+        within = partial(_quotients, rows, panel)
+        found.append(
+            {
+                "what": f"{method}, median",
+                **{name: group[0][name] for name in ("panel", "workload", "shape", "schedule", "heterogeneity")},
+                "samples_per_s": statistics.median(speeds),
+                "low": min(speeds),
+                "high": max(speeds),
+                "over_all_reduce": _median(within((method, condition), ("all_reduce", condition))),
+                "of_nosync": _median(within((method, condition), ("nosync", condition))),
+                "slowdown": _median(within((method, "none"), (method, condition))),
+                "of_bound": _median([row["samples_per_s"] / row["bound"] for row in group if row["bound"]]),
+                "group_size": statistics.fmean(row["group_size"] for row in group),
+                **{share: statistics.fmean(row[share] for row in group) for share in SHARES},
+                "busiest": max(row["busy"] for row in group),
+            }
+        )
+    return found
+
+
+def ratios(rows: Sequence[Row]) -> Ratios:
+    """Those of :data:`GOALS` that were measured, for each emulated part of the grid."""
+    found: Ratios = {}
+    for (panel,), group in _grouped(rows, "panel").items():
+        first = group[0]
+        suffix = "" if first["schedule"] == "1f1b" else f"/{first['schedule']}"
+        for key, (ours, other, goal) in GOALS.items():
+            _, shape, condition = key.split("/")
+            quotients = _quotients(rows, panel, (ours, condition), (other, condition))
+            if quotients and first["workload"] == EMULATED and first["shape"] == shape:
+                meaning = f"samples/s, {shape} emulated, {first['schedule']}, {condition}: {ours} over {other}"
+                found[key + suffix] = ratio(quotients, goal, meaning + _headroom(group, condition, ours, other))
+    return found
+
+
+def _headroom(rows: Sequence[Row], condition: str, ours: str, other: str) -> str:
+    bounds = [r["bound"] / r["all_reduce_bound"] for r in rows if r["heterogeneity"] == condition and r["bound"]]
+    if (ours, other) != (OURS, "all_reduce") or not bounds:
+        return ""
+    return f"; the drawn delays leave room for {statistics.median(bounds):.2f}"
+
+
+def headline(summaries: Sequence[Row]) -> list[Row]:
+    """The paper's largest figures beside those of this run: with the same schedule for all, and as in the paper with
+    a flush for the baselines only."""
+    speed = {
+        (row["panel"], row["heterogeneity"], row["what"].removesuffix(", median")): row["samples_per_s"]
+        for row in summaries
+    }
+    found = []
+    for name, paper in {**HEADLINE, "none, slowdown": HEADLINE_SLOWDOWN}.items():
+        row: Row = {"what": "headline, 4x4 under b", "over": name, "paper": paper}
+        for column, panel in (("both_with_flush", "flush"), ("sdpipe_without_flush", "headline")):
+            ours = (panel, "b", OURS)
+            numerator, denominator = (
+                ((panel, "none", OURS), ours) if "slowdown" in name else (ours, ("flush", "b", name))
+            )
+            if numerator in speed and denominator in speed:
+                row[column] = speed[numerator] / speed[denominator]
+        if len(row) == 5:
+            found.append(row)
+    return found
+
+
+def _quotients(rows: Sequence[Row], panel: str, above: tuple[str, str], below: tuple[str, str]) -> list[float]:
+    """Throughput of one (method, condition) over that of another, in each repeat that has both."""
+    speeds = {
+        (row["what"], row["heterogeneity"], row["repeat"]): row["samples_per_s"]
+        for row in rows
+        if row["panel"] == panel
+    }
+    repeats = sorted({repeat for method, condition, repeat in speeds if (method, condition) == above})
+    return [speeds[*above, r] / speeds[*below, r] for r in repeats if (*below, r) in speeds]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _grouped(rows: Sequence[Row], *columns: str) -> dict[tuple[Any, ...], list[Row]]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return groups
