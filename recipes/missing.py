@@ -1,0 +1,12 @@
+"""What is said when a data set is not where it was looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class MissingDataError(FileNotFoundError):
+    """A data set is not there; the message says where it was looked for and how to get it."""
+
+    def __init__(self, name: str, looked_for: str | Path, remedy: str) -> None:
+        super().__init__(f"{name} was not found: looked for {looked_for}. {remedy}")

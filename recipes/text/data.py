@@ -1,0 +1,165 @@
+"""The text sources as Lightning's data modules."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from recipes.text.batches import Batch, Masking, causal
+from recipes.text.documents import pydoc_documents, wikipedia
+from recipes.text.packing import pack
+from recipes.text.vocabulary import train_wordpiece, vocabulary_file, write
+
+
+class _Text(L.LightningDataModule):
+    """What both sources share: their vocabulary and how rows become batches.
+
+    Args:
+        name: of the vocabulary's file.
+        batch_size: rows, of one pipeline.
+        length: tokens of a row.
+        vocabulary_size: pieces at most.
+        masked: for a masked language model; else for a causal one.
+        num_workers: processes that prepare batches for each rank.
+    """
+
+    def __init__(
+        self, name: str, batch_size: int, length: int, vocabulary_size: int, masked: bool, num_workers: int
+    ) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.length = length
+        self.vocabulary_size = vocabulary_size
+        self.masked = masked
+        self.num_workers = num_workers
+        self._vocabulary = vocabulary_file(name, vocabulary_size)
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self._vocabulary))
+
+    def loader(self, rows: Any, validation: bool = False) -> DataLoader[Tensor]:
+        collate: Callable[[Sequence[Tensor]], Batch] = causal
+        if self.masked:
+            collate = Masking(self.vocabulary_size, fixed=validation)
+        return DataLoader(
+            rows,
+            self.batch_size,
+            shuffle=None if validation or isinstance(rows, IterableDataset) else True,
+            drop_last=not validation,
+            collate_fn=collate,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )
+
+
+class PydocText(_Text):
+    """The text of Python's reference manual, which comes with Python: about a thousand rows of 128 tokens.
+
+    One row in ten validates.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 32,
+        length: int = 128,
+        vocabulary_size: int = 8192,
+        masked: bool = True,
+        num_workers: int = 0,
+    ) -> None:
+        version = ".".join(platform.python_version_tuple()[:2])  # its text differs
+        super().__init__(f"pydoc-{version}", batch_size, length, vocabulary_size, masked, num_workers)
+
+    def prepare_data(self) -> None:
+        if not self._vocabulary.exists():
+            write(train_wordpiece(pydoc_documents(), self.vocabulary_size), self._vocabulary)
+
+    def setup(self, stage: str) -> None:
+        rows = list(pack(pydoc_documents(), self.tokenizer(), self.length, self.masked))
+        self.train = [row for number, row in enumerate(rows) if number % 10]
+        self.val = rows[::10]
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return self.loader(self.train)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self.loader(self.val, validation=True)
+
+
+class WikipediaText(_Text):
+    """English Wikipedia, read as a stream; every pipeline reads a share of its own.
+
+    Args:
+        folder: that holds it; streamed from the Hugging Face hub if None.
+        seed: of the order of the articles, which are shuffled a thousand at a time.
+        vocabulary_articles: the first ones, which the vocabulary is trained on.
+        validation_articles: the first ones, which validate and are not trained on.
+
+    The others are those of :class:`PydocText`.
+    """
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        batch_size: int = 256,
+        length: int = 128,
+        vocabulary_size: int = 30522,
+        masked: bool = True,
+        num_workers: int = 4,
+        seed: int = 0,
+        vocabulary_articles: int = 20_000,
+        validation_articles: int = 1_000,
+    ) -> None:
+        super().__init__(f"wikipedia-{vocabulary_articles}", batch_size, length, vocabulary_size, masked, num_workers)
+        self.folder = Path(folder) if folder else None
+        self.seed = seed
+        self.vocabulary_articles = vocabulary_articles
+        self.validation_articles = validation_articles
+
+    def prepare_data(self) -> None:
+        articles = wikipedia(self.folder)  # also if the vocabulary is there: what is missing is said by one rank
+        if not self._vocabulary.exists():
+            texts = (article["text"] for article in islice(articles, self.vocabulary_articles))
+            write(train_wordpiece(texts, self.vocabulary_size), self._vocabulary)
+
+    def setup(self, stage: str) -> None:
+        from datasets.distributed import split_dataset_by_node
+
+        assert self.trainer is not None
+        share = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        articles = wikipedia(self.folder)
+        rows = (self.tokenizer(), self.length, self.masked)
+        parts = (
+            articles.skip(self.validation_articles).shuffle(seed=self.seed, buffer_size=1000),
+            articles.take(self.validation_articles),
+        )
+        self.train, self.val = (
+            _Rows(split_dataset_by_node(part, share["rank"], share["num_replicas"]), *rows) for part in parts
+        )
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return self.loader(self.train)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self.loader(self.val, validation=True)
+
+
+class _Rows(IterableDataset[Tensor]):
+    """The rows of a stream of articles; each of a loader's workers packs the articles of its own shards."""
+
+    def __init__(self, articles: Any, tokenizer: Tokenizer, length: int, framed: bool) -> None:
+        self._articles = articles
+        self._tokenizer = tokenizer
+        self._length = length
+        self._framed = framed
+
+    def __iter__(self) -> Iterator[Tensor]:
+        texts = (article["text"] for article in self._articles)
+        return pack(texts, self._tokenizer, self._length, self._framed)
