@@ -49,6 +49,12 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
     return state
 
 
+def part_of_module_state(module: nn.Module, ownership: Ownership, stage: int) -> dict[str, Any]:
+    """What this stage is the first to hold of the module's ``state_dict``."""
+    state = module.state_dict()
+    return {name: value for name, value in state.items() if ownership.stages.get(name, (0,))[0] == stage}
+
+
 def load_module_state(
     module: nn.Module, ownership: Ownership, stage: int, state: Mapping[str, Any], strict: bool
 ) -> None:
@@ -95,6 +101,17 @@ class OptimizerParts:
         for group, places in zip(optimizer.param_groups, self._places, strict=True):
             group["params"] = [self._local[place] for place in places if place in self._local]
 
+    @property
+    def places(self) -> Mapping[int, nn.Parameter]:
+        """This stage's parameters by their place in the whole optimizer."""
+        return self._local
+
+    def part(self, optimizer: Optimizer, stage: int) -> dict[str, Any]:
+        """The ``state_dict`` of the whole optimizer with the states of which ``stage`` is the first holder."""
+        local = {i: optimizer.state[p] for i, p in self._local.items() if p in optimizer.state}
+        state = {i: value for i, value in local.items() if self._owners[i][0] == stage}
+        return {"state": state, "param_groups": self._packed(optimizer)}
+
     def gather(self, optimizer: Optimizer, groups: ProcessGroups) -> dict[str, Any]:
         """The whole optimizer's ``state_dict`` on rank 0; empty on the others."""
         stage_of_zero, pipeline_of_zero = groups.mesh.locate(0)
@@ -110,11 +127,13 @@ class OptimizerParts:
         for source in groups.mesh.pipeline_ranks(pipeline):
             if source != 0:
                 local |= _receive_states(source, groups)
-        packed = [
+        return {"state": dict(sorted(local.items())), "param_groups": self._packed(optimizer)}
+
+    def _packed(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        return [
             {key: value for key, value in group.items() if key != "params"} | {"params": places}
             for group, places in zip(optimizer.param_groups, self._places, strict=True)
         ]
-        return {"state": dict(sorted(local.items())), "param_groups": packed}
 
     def load(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
         """Loads this stage's part of a whole ``state_dict``."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_sdpipe import p2p
+from lightning_sdpipe import p2p, random_states
 from lightning_sdpipe.groups import ProcessGroups
 
 
@@ -19,9 +19,27 @@ class EpochCallback(Callback):
     """Ends an epoch with equal replicas, and gives everybody the metrics of rank 0, which holds a last stage, so that
     ModelCheckpoint, EarlyStopping and plateau schedulers decide alike everywhere. The strategy puts it first."""
 
-    def __init__(self, groups: ProcessGroups, pause: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        pause: Callable[[], None],
+        random_states: Callable[[], dict[str, Any]],
+    ) -> None:
         self._groups = groups
         self._pause = pause
+        self._random_states = random_states
+        self._to_load: Mapping[str, Any] | None = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["random_states"] = self._random_states()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._to_load = checkpoint.get("random_states")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._to_load is not None:  # only now: what sets up a run may draw as well
+            random_states.restore(self._to_load, self._groups)
+            self._to_load = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause()

@@ -19,9 +19,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdpipe import checkpoint, lockstep
+from lightning_sdpipe import checkpoint, lockstep, random_states
 from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.clipping import clip_over_stages
+from lightning_sdpipe.distributed_checkpoint import DistributedWriter, is_distributed, read_part
 from lightning_sdpipe.epoch_callback import EpochCallback
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
@@ -84,6 +85,8 @@ class SDPipeStrategy(DDPStrategy):
         variance_correction: correct the second moments of an optimizer of the Adam family for the averaging of models
             (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the mean group size so far.
         dynamic_shapes: a block's output shape may differ between batches of equal shapes.
+        save_distributed_checkpoint: every rank writes its own part of a checkpoint, a directory then, instead of rank 0
+            all of a file; with ``"async"`` in the background.
         timeout: how long any transfer or answer may take before the run ends with an error.
         **kwargs: as for :class:`~lightning.pytorch.strategies.DDPStrategy`, for example ``start_method`` or
             ``process_group_backend``.
@@ -106,6 +109,7 @@ class SDPipeStrategy(DDPStrategy):
         scheduler_key_file: str | Path | None = None,
         variance_correction: bool = False,
         dynamic_shapes: bool = False,
+        save_distributed_checkpoint: bool | Literal["async"] = False,
         timeout: timedelta = timedelta(minutes=30),
         **kwargs: Any,
     ) -> None:
@@ -132,6 +136,7 @@ class SDPipeStrategy(DDPStrategy):
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
         self.variance_correction = variance_correction
         self.dynamic_shapes = dynamic_shapes
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self._run_timeout = timeout
         self._groups: ProcessGroups | None = None
         self._scheduler: EmbeddedScheduler | None = None
@@ -141,6 +146,7 @@ class SDPipeStrategy(DDPStrategy):
         self._initialisation = Initialisation()
         self._plan: tuple[nn.Module, plan.Plan] | None = None
         self._optimizer_parts: checkpoint.OptimizerParts | None = None
+        self._writer: DistributedWriter | None = None
         self._in_step = False
         self._update_follows = False
         self._accumulated = False  # gradients of earlier mini-batches wait for the next update
@@ -178,7 +184,7 @@ class SDPipeStrategy(DDPStrategy):
             raise
         if self._groups is None:
             self._groups = ProcessGroups.open(self.mesh, self._run_timeout)
-        self._data_seed = shared_seed(self._groups)
+        self._data_seed = shared_seed()
         self._client = self._connect_to_scheduler()
 
     def _connect_to_scheduler(self) -> SchedulerClient:
@@ -203,7 +209,7 @@ class SDPipeStrategy(DDPStrategy):
         lockstep.release(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
-        self._put_first(trainer, EpochCallback(self.groups, self._pause))
+        self._put_first(trainer, EpochCallback(self.groups, self._pause, self._random_states))
         self._adapt(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -290,7 +296,10 @@ class SDPipeStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> PipelineLoader:
         if self.module.trainer.predicting:
             deal_batches(dataloader, self.groups)
-        return PipelineLoader(dataloader, self._data_seed, self._worker.pipeline)
+        return PipelineLoader(dataloader, self._worker.pipeline, self._seed_of_epoch)
+
+    def _seed_of_epoch(self) -> tuple[int, ...]:
+        return self._data_seed, self._worker.pipeline, self.module.trainer.current_epoch
 
     # ------------------------------------------------------------------- steps
 
@@ -422,19 +431,46 @@ class SDPipeStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._pause()
+        if self.save_distributed_checkpoint:
+            return checkpoint.part_of_module_state(self.module, self._parts.ownership, self._worker.stage)
         return checkpoint.gather_module_state(self.module, self._parts.ownership, self.groups)
 
     def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:
+        self._data_seed = checkpoint_.get("random_states", {}).get("data_seed", self._data_seed)
         state = checkpoint_["state_dict"]
         checkpoint.load_module_state(self.module, self._parts.ownership, self._worker.stage, state, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self._optimizer_parts is not None
-        return self._optimizer_parts.gather(getattr(optimizer, "_optimizer", optimizer), self.groups)
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self.save_distributed_checkpoint:
+            return self._optimizer_parts.part(optimizer, self._worker.stage)
+        return self._optimizer_parts.gather(optimizer, self.groups)
 
     def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
         assert self._optimizer_parts is not None
         self._optimizer_parts.load(self.optimizers[0], checkpoint_["optimizer_states"][0])
+
+    def _random_states(self) -> dict[str, Any]:
+        return {"data_seed": self._data_seed, **random_states.gather(self.groups)}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not self.save_distributed_checkpoint:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._writer is None:
+            self._writer = DistributedWriter(self.groups, self.save_distributed_checkpoint == "async")
+        self._writer.save(checkpoint, Path(filepath), self.checkpoint_io)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if not is_distributed(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        places = self._optimizer_parts.places if self._optimizer_parts else {}
+        return read_part(Path(checkpoint_path), self._parts.ownership, places, self.groups, self.checkpoint_io)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._writer is not None and self.is_global_zero:
+            self._writer.wait()
+        super().remove_checkpoint(filepath)
 
     # ---------------------------------------------------------------- the end
 
@@ -481,6 +517,8 @@ class SDPipeStrategy(DDPStrategy):
             atexit.register(self._launcher.end_children, _GRACE)  # after the error has been printed
 
     def teardown(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
         for undo in self._undo:
             undo()
         if self._assembled is not None:

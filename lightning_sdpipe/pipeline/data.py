@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,14 +33,16 @@ class PipelineLoader:
 
     Args:
         loader: any iterable of batches; its other attributes stay reachable.
-        seed: equal on all stages of the pipeline; every epoch draws differently.
         pipeline: seeds the loader's workers, instead of the rank by which Lightning would seed them.
+        seed: non-negative integers that are equal on all stages of the pipeline, and differ between pipelines and
+            epochs.
     """
 
-    def __init__(self, loader: Iterable[Any], seed: int, pipeline: int) -> None:
+    def __init__(self, loader: Iterable[Any], pipeline: int, seed: Callable[[], tuple[int, ...]]) -> None:
         self._loader = loader
         self._seed = seed
-        self._epoch = 0
+        self._last: tuple[int, ...] = ()
+        self._repetition = 0
         init = getattr(loader, "worker_init_fn", None)
         if isinstance(init, partial) and init.func is pl_worker_init_function:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=pipeline)  # type: ignore[attr-defined]
@@ -52,8 +54,10 @@ class PipelineLoader:
         return len(self._loader)  # type: ignore[arg-type]  # a TypeError is what callers expect of one without
 
     def __iter__(self) -> Iterator[Any]:
-        stream = _RandomStream(self._seed + self._epoch)
-        self._epoch += 1
+        seed = self._seed()
+        self._repetition = self._repetition + 1 if seed == self._last else 0
+        self._last = seed
+        stream = _RandomStream(_mixed(*seed, self._repetition))
         with stream.active():
             batches = iter(self._loader)
         while True:
@@ -97,12 +101,15 @@ def _restore(state: _State) -> None:
     np.random.set_state(state[2])
 
 
-def shared_seed(groups: ProcessGroups) -> int:
-    """A seed that the stages of a pipeline share: that of its first stage's generator, and the pipeline's number."""
-    _, pipeline = groups.mesh.locate(groups.rank)
+def _mixed(*seeds: int) -> int:
+    return int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0] >> np.uint64(2))
+
+
+def shared_seed() -> int:
+    """A seed that all ranks share, from rank 0's generator; every rank must call it."""
     seed = torch.tensor(torch.initial_seed() % 2**62)
-    dist.broadcast(seed, groups.mesh.rank(0, pipeline), group=groups.pipeline)
-    return int(seed) + 1_000_003 * pipeline
+    dist.broadcast(seed, 0)
+    return int(seed)
 
 
 def check_equal(batch: Any, groups: ProcessGroups) -> None:

@@ -35,7 +35,7 @@ def batches(loader: PipelineLoader, disturb: bool) -> list[Tensor]:
 def test_stages_that_draw_differently_get_equal_batches(num_workers: int) -> None:
     def loader(pipeline: int = 0, seed: int = 3) -> PipelineLoader:
         plain = DataLoader(data(16), 4, shuffle=True, collate_fn=noisy, num_workers=num_workers)
-        return PipelineLoader(plain, seed, pipeline)
+        return PipelineLoader(plain, pipeline, lambda: (seed, pipeline))
 
     torch.manual_seed(1)
     first = loader()
@@ -50,7 +50,7 @@ def test_stages_that_draw_differently_get_equal_batches(num_workers: int) -> Non
 
 def test_fetching_leaves_the_models_generators_alone() -> None:
     torch.manual_seed(1)
-    loader = PipelineLoader(DataLoader(data(8), 4, shuffle=True, collate_fn=noisy), 0, 0)
+    loader = PipelineLoader(DataLoader(data(8), 4, shuffle=True, collate_fn=noisy), 0, lambda: (0,))
     state = torch.get_rng_state()
     batches(loader, disturb=False)
     assert torch.equal(torch.get_rng_state(), state)

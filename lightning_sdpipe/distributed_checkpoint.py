@@ -1,0 +1,135 @@
+"""Checkpoints that every rank writes its own part of, with ``torch.distributed.checkpoint``.
+
+A checkpoint is a directory: the parameters once, the optimizer's state once per pipeline, and a file with all else.
+It appears under its name when it is complete, so a crash leaves the one before it as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.partition.ownership import Ownership
+
+_REST = "meta.pt"  # Lightning's name for it, so that its consolidation tool reads such a directory
+_OPTIMIZER = "optimizer_of_pipeline"
+
+
+def is_distributed(path: str | Path) -> bool:
+    """Whether ``path`` is a checkpoint that :class:`DistributedWriter` wrote."""
+    return (Path(path) / _REST).is_file()
+
+
+class DistributedWriter:
+    """Writes checkpoints; every rank must make one and call its methods at the same points.
+
+    Args:
+        groups: says who writes what.
+        asynchronous: :meth:`save` returns when the tensors have been copied; a thread writes them.
+    """
+
+    def __init__(self, groups: ProcessGroups, asynchronous: bool) -> None:
+        self._groups = groups
+        self._asynchronous = asynchronous
+        self._group = dist.new_group(backend="gloo")  # its own: a thread may use it while training uses others
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+
+    def save(self, checkpoint: dict[str, Any], path: Path, files: CheckpointIO) -> None:
+        """Writes ``checkpoint``, in which ``state_dict`` and ``optimizer_states`` are this rank's parts.
+
+        Raises:
+            Exception: what went wrong in writing the checkpoint before this one.
+        """
+        self.wait()
+        _, pipeline = self._groups.mesh.locate(self._groups.rank)
+        parts = {"state_dict": checkpoint.pop("state_dict") if pipeline == 0 else {}}
+        for optimizer in checkpoint.get("optimizer_states", ()):
+            moments = optimizer.pop("state")
+            parts[_OPTIMIZER] = {str(pipeline): {str(place): state for place, state in moments.items()}}
+        part = path.with_name(f".{path.name}.part")
+        if self._groups.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            files.save_checkpoint(checkpoint, part / _REST)
+        if self._asynchronous:
+            written = async_save(parts, checkpoint_id=part, process_group=self._group)
+            assert isinstance(written, Future)
+            self._pending = self._thread.submit(self._finish, written, part, path)
+        else:
+            save(parts, checkpoint_id=part, process_group=self._group)
+            self._finish(None, part, path)
+
+    def _finish(self, written: Future[Any] | None, part: Path, path: Path) -> None:
+        if written is not None:
+            written.result()
+        if self._groups.rank == 0:
+            _put_in_place(part, path)
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is complete; raises what went wrong in writing it."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+
+def _put_in_place(part: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.is_dir():
+        os.rename(path, old)
+    os.rename(part, path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_part(
+    path: Path, ownership: Ownership, places: Mapping[int, Any], groups: ProcessGroups, files: CheckpointIO
+) -> dict[str, Any]:
+    """The checkpoint in ``path`` as far as this rank needs it; of the rest it has the names.
+
+    Args:
+        path: a directory for which :func:`is_distributed` holds.
+        ownership: which parameters are this stage's.
+        places: the places of this stage's parameters in the whole optimizer.
+        groups: this rank's place. A run with more pipelines than the saved one had begins with their optimizers again.
+        files: reads the file with the rest.
+    """
+    stage, pipeline = groups.mesh.locate(groups.rank)
+    checkpoint: dict[str, Any] = files.load_checkpoint(path / _REST, weights_only=False)
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    pipelines = {key.split(".")[1] for key in saved if key.startswith(f"{_OPTIMIZER}.")}
+    source = f"{_OPTIMIZER}.{pipeline % max(1, len(pipelines))}."
+    wanted: dict[str, Any] = {}
+    absent: dict[str, Any] = {}
+    for key, entry in saved.items():
+        kind, _, name = key.partition(".")
+        if kind == "state_dict" and stage not in ownership.stages.get(name, (stage,)):
+            absent[name] = None
+        elif kind == "state_dict" or (key.startswith(source) and int(key.split(".")[2]) in places):
+            wanted[key] = (
+                torch.empty(entry.size, dtype=entry.properties.dtype)
+                if isinstance(entry, TensorStorageMetadata)
+                else None
+            )
+    load(wanted, checkpoint_id=path, no_dist=True)
+    held = {key.partition(".")[2]: value for key, value in wanted.items() if key.startswith("state_dict.")}
+    checkpoint["state_dict"] = absent | held
+    for optimizer in checkpoint.get("optimizer_states", ()):
+        optimizer["state"] = {}
+        for key, value in wanted.items():
+            if key.startswith(source):
+                _, _, place, name = key.split(".", 3)
+                optimizer["state"].setdefault(int(place), {})[name] = value
+    return checkpoint

@@ -1,0 +1,66 @@
+"""The random states of all workers in a checkpoint, so that a resumed run draws what the other would have drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lightning_sdpipe.groups import ProcessGroups
+
+
+def gather(groups: ProcessGroups) -> dict[str, Any]:
+    """The states of all ranks on rank 0, empty on the others; every rank must call it. The mesh says whose they are."""
+    mine = _collect()
+    ranks = range(dist.get_world_size())
+    device = "cpu" if dist.get_backend() == "gloo" else torch.cuda.current_device()
+    flat = torch.cat([state.flatten() for state in mine.values()]).to(device)
+    everybody = [torch.empty_like(flat) for _ in ranks] if groups.rank == 0 else None
+    dist.gather(flat, everybody, dst=0)
+    if everybody is None:
+        return {}
+    sizes = {name: len(state) for name, state in mine.items()}
+    return {"mesh": [list(row) for row in groups.mesh.ranks], "sizes": sizes, "states": torch.stack(everybody).cpu()}
+
+
+def restore(saved: Mapping[str, Any], groups: ProcessGroups) -> None:
+    """Gives this rank its state of back then; on another mesh, or on other devices, there is none to give."""
+    mine = _collect()
+    sizes = {name: len(state) for name, state in mine.items()}
+    if saved.get("mesh") != [list(row) for row in groups.mesh.ranks] or saved["sizes"] != sizes:
+        return
+    parts = torch.split(saved["states"][groups.rank], list(sizes.values()))
+    states = dict(zip(sizes, parts, strict=True))
+    torch.set_rng_state(states["torch"].clone())
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].clone())
+    version, _, gauss = random.getstate()
+    random.setstate((version, tuple(_integers(states["python"])), gauss))
+    keys = _integers(states["numpy"])
+    np.random.set_state(("MT19937", np.array(keys[:-1], dtype=np.uint32), keys[-1], 0, 0.0))
+
+
+def _collect() -> dict[str, torch.Tensor]:
+    """Each generator's state as bytes. The second of a pair of normal numbers that a generator may hold is let go."""
+    legacy: Any = np.random.get_state()
+    _, keys, position, _, _ = legacy
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": _bytes(random.getstate()[1]),
+        "numpy": _bytes([*keys.tolist(), position]),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _bytes(integers: Any) -> torch.Tensor:
+    return torch.tensor(list(integers), dtype=torch.int64).view(torch.uint8)
+
+
+def _integers(data: torch.Tensor) -> list[int]:
+    return data.clone().view(torch.int64).tolist()

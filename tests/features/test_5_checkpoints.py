@@ -1,0 +1,151 @@
+"""What a checkpoint holds, who can read it, and what a run that resumes from it computes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_sdpipe import AllReduce, SDPipeStrategy
+from lightning_sdpipe.distributed_checkpoint import is_distributed
+from lightning_sdpipe.sync import NoSync
+from tests.features.running import (
+    Regression,
+    assert_same,
+    on_four_ranks,
+    pipelines,
+    train_loader,
+    weights,
+)
+from tests.features.table import supported
+
+pytestmark = pytest.mark.distributed
+
+
+class Random(Regression):
+    """Drops out, and has an optimizer and a schedule with a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def _train(
+    directory: Path,
+    module: type[Regression],
+    epochs: int,
+    num_stages: int,
+    resume: Path | None = None,
+    distributed: bool | Literal["async"] = False,
+    sync: Any = None,
+) -> tuple[dict[str, Tensor], int]:
+    """Trains and saves ``directory/last.ckpt``, and draws random numbers that an uninterrupted run would not."""
+    torch.manual_seed(len(str(directory)))
+    strategy = SDPipeStrategy(num_stages, sync or AllReduce(), save_distributed_checkpoint=distributed)
+    saving = ModelCheckpoint(directory, save_last=True)
+    trainer, model = pipelines(directory, strategy, max_epochs=epochs, callbacks=[saving]), module()
+    trainer.fit(model, train_loader(), ckpt_path=resume)
+    return weights(model), trainer.global_step
+
+
+@supported("Checkpoints", "a `.ckpt` is an ordinary Lightning checkpoint of the whole model",
+           "`MyModule.load_from_checkpoint` reads it in one process, without this package")  # fmt: skip
+def test_ordinary(tmp_path: Path) -> None:
+    ranks = on_four_ranks(_train, tmp_path, Regression, 1, 2)
+    script = (
+        "import sys; sys.modules['lightning_sdpipe'] = None; sys.path.insert(0, '.')\n"
+        "import torch; checkpoint = torch.load(sys.argv[1], weights_only=True)\n"
+        "print(sorted(checkpoint['state_dict']), checkpoint['global_step'], len(checkpoint['optimizer_states']))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "last.ckpt")]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert shown.startswith("['net.0.bias'")
+    assert shown.endswith(" 4 1\n")
+    loaded = Regression.load_from_checkpoint(tmp_path / "last.ckpt", map_location="cpu")
+    assert_same([parts for parts, _ in ranks], loaded.state_dict(), rtol=0, atol=0)
+
+
+def _resume(directory: Path, count: int, num_stages: int, distributed: Any = False, sync: Any = None) -> None:
+    """Trains two epochs at once, and one after the other."""
+    whole = on_four_ranks(_train, directory / "whole", Random, 2, num_stages, None, distributed, sync, count=count)
+    on_four_ranks(_train, directory / "half", Random, 1, num_stages, None, distributed, sync, count=count)
+    half = directory / "half" / "last.ckpt"
+    assert is_distributed(half) == bool(distributed)
+    # another directory, so that the random states start elsewhere
+    rest = on_four_ranks(_train, directory / "the rest", Random, 2, num_stages, half, distributed, sync, count=count)
+    tolerance = 0 if count == 1 else 1e-6
+    for (mine, steps), (theirs, expected_steps) in zip(rest, whole, strict=True):
+        assert steps == expected_steps
+        assert_same([mine], theirs, rtol=tolerance, atol=tolerance)
+
+
+@supported("Checkpoints", "`fit(ckpt_path=…)`: optimizer, schedule, loops and random states go on",
+           "bit-equal on 1 × 1. With several pipelines and methods that average models, a `.ckpt` has the optimizer's "
+           "state of the first pipeline; a distributed checkpoint has all")  # fmt: skip
+@pytest.mark.parametrize(("count", "num_stages"), [(1, 1), (4, 2)])
+def test_resume(tmp_path: Path, count: int, num_stages: int) -> None:
+    _resume(tmp_path, count, num_stages)
+
+
+@supported("Checkpoints", "a checkpoint of M × N workers resumes on M′ × N′")
+@pytest.mark.parametrize(("count", "num_stages"), [(1, 1), (2, 1), (4, 4), (3, 3)])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_resume_on_others(tmp_path: Path, count: int, num_stages: int, distributed: bool) -> None:
+    on_four_ranks(_train, tmp_path / "half", Regression, 1, 2, None, distributed)
+    half, rest = tmp_path / "half" / "last.ckpt", tmp_path / "rest"
+    ranks = on_four_ranks(_train, rest, Regression, 2, num_stages, half, distributed, count=count)
+    # each pipeline takes batches of the same size, so with N′ of them a step takes N′ times as many samples
+    expected = on_four_ranks(_train, tmp_path / "other", Regression, 2, 1, half, distributed, count=count // num_stages)
+    for parts, steps in ranks:
+        assert steps == expected[0][1] == 4 + 8 // (count // num_stages)
+        assert_same([parts], {name: expected[0][0][name] for name in parts})
+
+
+@supported("Checkpoints", "`SDPipeStrategy(save_distributed_checkpoint=True)` or `\"async\"`",
+           "each rank writes its part with `torch.distributed.checkpoint`, with the optimizer states of all pipelines; "
+           "`python -m lightning.pytorch.utilities.consolidate_checkpoint` makes one file")  # fmt: skip
+@pytest.mark.parametrize("distributed", [True, "async"])
+def test_distributed_checkpoint(tmp_path: Path, distributed: Literal[True, "async"]) -> None:
+    _resume(tmp_path, 4, 2, distributed, NoSync())  # the optimizers of the two pipelines differ
+    whole = _load_distributed_checkpoint(tmp_path / "whole" / "last.ckpt")
+    assert set(whole["state_dict"]) == set(Random().state_dict())
+    files = [path.name for path in (tmp_path / "whole" / "last.ckpt").iterdir()]
+    assert len([name for name in files if name.endswith(".distcp")]) == 4
+    assert not list((tmp_path / "whole").glob(".*"))
+
+
+@supported("Checkpoints", "a crash while a checkpoint is written leaves the one before it")
+@pytest.mark.parametrize("distributed", [False, True])
+def test_crash(tmp_path: Path, distributed: bool) -> None:
+    command = [sys.executable, "-m", "tests.scripts.save_forever", str(tmp_path), str(int(distributed))]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(command, cwd=root, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    saved = 0
+    for line in process.stdout:  # one for each checkpoint that was saved
+        saved = int(line)
+        if saved == 3:
+            break
+    assert saved == 3
+    time.sleep(0.05)  # somewhere within the next one
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+    process.stdout.close()
+    path = tmp_path / "last.ckpt"
+    state = _load_distributed_checkpoint(path) if distributed else torch.load(path, weights_only=True)
+    (values,) = {tuple(value.unique().tolist()) for value in state["state_dict"].values()}
+    assert values[0] >= saved

@@ -1,0 +1,52 @@
+"""Saves a checkpoint of a large model again and again under one name, and prints how many it has saved."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sdpipe import AllReduce, SDPipeStrategy
+
+
+class Large(L.LightningModule):
+    """All its weights are the number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(8)))
+        self.step = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+    def on_train_batch_end(self, outputs: object, batch: Tensor, batch_idx: int) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(self.global_step)
+        self.trainer.save_checkpoint(Path(sys.argv[1]) / "last.ckpt")
+        if self.global_rank == 0:
+            print(self.global_step, flush=True)
+
+
+if __name__ == "__main__":
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=SDPipeStrategy(
+            num_stages=2, sync=AllReduce(), start_method="fork", save_distributed_checkpoint=sys.argv[2] == "1"
+        ),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Large(), DataLoader(torch.zeros(1000, 1000), 2))
