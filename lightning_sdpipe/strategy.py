@@ -311,6 +311,10 @@ class SDPipeStrategy(DDPStrategy):
             self._sync.announce(self._updates)
         return loss
 
+    def backward(self, closure_loss: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
+        with self._first_failure():  # gradients may be averaged here
+            return super().backward(closure_loss, *arguments, **kwargs)
+
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -349,7 +353,8 @@ class SDPipeStrategy(DDPStrategy):
                 while self._parts.pipeline.draining:
                     self._update(self.optimizers[0], self._drain)
                 self._settle()
-        self._sync.pause()
+        with self._first_failure():
+            self._sync.pause()
 
     def _drain(self) -> Tensor:
         assert isinstance(self._parts.pipeline, PipeDreamPipeline)
