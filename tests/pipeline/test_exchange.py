@@ -16,6 +16,7 @@ from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.pipeline.gradients import reported_to
+from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from tests.pipeline.harness import CPU, TRAIN
 from tests.workers import run_workers
 
@@ -102,6 +103,8 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
             torch.testing.assert_close(recorder.early[n], told)
         if accumulated:
             torch.testing.assert_close(told, before[n] * 2)
+    while isinstance(parts.pipeline, PipeDreamPipeline) and parts.pipeline.draining:
+        parts.pipeline.drain()
     for runner in parts.runners:
         runner.link.settle()
     return recorder.events, told_in_training_step
