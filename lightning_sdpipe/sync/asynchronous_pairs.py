@@ -33,7 +33,7 @@ class AsynchronousPairs(Synchronizer):
         self._lock = threading.Lock()  # of what is published
         self._invitations: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._failure: WorkerFailedError | None = None
+        self._failure: Exception | None = None
         replica.client.on_invitation = self._invitations.put
 
     @property
@@ -103,7 +103,7 @@ class AsynchronousPairs(Synchronizer):
         while (group := self._invitations.get()) is not None:
             try:
                 self._exchange(group)
-            except WorkerFailedError as error:
+            except Exception as error:  # raised where the training next asks; a thread could only print it
                 self._failure = error
                 return
 

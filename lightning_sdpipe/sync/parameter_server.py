@@ -134,9 +134,10 @@ class ParameterServer:
                 head = json.dumps({"members": pulled.members, "waited": pulled.seconds_waiting}).encode()
                 p2p.send_bytes(head, rank, self._group, _TAG, peer).wait()
                 p2p.send(pulled.parameters, rank, self._group, _TAG, peer).wait()
-        except WorkerFailedError as error:
+        except Exception as error:  # raised where the training next asks; a thread could only print it
+            reason = str(error) if isinstance(error, WorkerFailedError) else f"{type(error).__name__}: {error}"
             with self._changed:
-                self._failure = self._failure or str(error)
+                self._failure = self._failure or reason
                 self._changed.notify_all()
 
 
