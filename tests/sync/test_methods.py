@@ -18,7 +18,7 @@ from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, Loc
 from lightning_sdpipe.sync import SemiDecentralized
 from tests.test_strategy import Regression, data, fit
 
-ROWS = (5, 3)  # mini-batches of the two pipelines where they differ
+ROWS = ((5, 3), (2, 4))  # mini-batches of the two pipelines in each epoch, where they differ
 
 
 class EqualReplicas(L.Callback):
@@ -124,14 +124,15 @@ def test_all_reduce_is_exact_for_stateful_optimizers_and_clipping(tmp_path: Path
 
 
 class OwnRows(IterableDataset[tuple[Tensor, Tensor]]):
-    """As many mini-batches of 4 as the pipeline has."""
+    """As many mini-batches of 4 as the pipeline has in this epoch."""
 
     def __init__(self, pipeline: int) -> None:
         self._pipeline = pipeline
+        self._epochs = iter(ROWS)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = (tensor[24 * self._pipeline :] for tensor in data(48).tensors)
-        yield from zip(x[: 4 * ROWS[self._pipeline]], y, strict=False)
+        yield from zip(x[: 4 * next(self._epochs)[self._pipeline]], y, strict=False)
 
 
 class Uneven(Regression):
@@ -143,9 +144,11 @@ class Uneven(Regression):
 def test_a_pipeline_with_less_data_does_not_hold_all_reduce_up(tmp_path: Path) -> None:
     expected = Regression()
     optimizer = expected.configure_optimizers()
-    batches = [list(DataLoader(OwnRows(pipeline), 4)) for pipeline in range(2)]
-    for _ in range(2):
-        for number in range(max(ROWS)):
+    loaders = [DataLoader(OwnRows(pipeline), 4) for pipeline in range(2)]
+    for rows in ROWS:
+        batches = [list(loader) for loader in loaders]
+        assert tuple(map(len, batches)) == rows
+        for number in range(max(rows)):
             optimizer.zero_grad()
             there = [part[number] for part in batches if number < len(part)]
             torch.stack([nn.functional.mse_loss(expected.net(x), y) for x, y in there]).mean().backward()
