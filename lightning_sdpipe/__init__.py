@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from lightning_sdpipe.errors import ConfigurationError as ConfigurationError
     from lightning_sdpipe.partition.plan import Balanced as Balanced
     from lightning_sdpipe.strategy import SDPipeStrategy as SDPipeStrategy
+    from lightning_sdpipe.sync import ADPSGD as ADPSGD
     from lightning_sdpipe.sync import AllReduce as AllReduce
+    from lightning_sdpipe.sync import HetPipe as HetPipe
+    from lightning_sdpipe.sync import LocalSGD as LocalSGD
+    from lightning_sdpipe.sync import NoSync as NoSync
     from lightning_sdpipe.sync import SemiDecentralized as SemiDecentralized
 
 __version__ = "0.1.0"
@@ -24,7 +28,11 @@ _HOMES = {
     "ConfigurationError": "lightning_sdpipe.errors",
     "Balanced": "lightning_sdpipe.partition.plan",
     "SDPipeStrategy": "lightning_sdpipe.strategy",
+    "ADPSGD": "lightning_sdpipe.sync",
     "AllReduce": "lightning_sdpipe.sync",
+    "HetPipe": "lightning_sdpipe.sync",
+    "LocalSGD": "lightning_sdpipe.sync",
+    "NoSync": "lightning_sdpipe.sync",
     "SemiDecentralized": "lightning_sdpipe.sync",
 }
 __all__ = [*_HOMES]

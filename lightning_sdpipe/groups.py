@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ class ProcessGroups:
     rank: int
     pipeline: dist.ProcessGroup
     stage: dist.ProcessGroup
+    _side_channels: list[dist.ProcessGroup] = field(default_factory=list)
 
     @classmethod
     def open(cls, mesh: Mesh, timeout: timedelta | None) -> ProcessGroups:
@@ -32,3 +33,16 @@ class ProcessGroups:
             if ranks not in groups:
                 groups[ranks] = dist.new_group(sorted(ranks), timeout=timeout)
         return cls(mesh, rank, groups[rows[pipeline]], groups[columns[stage]])
+
+    def side_channel(self, timeout: timedelta | None) -> dist.ProcessGroup:
+        """A second group of the replicas of this worker's stage, on gloo, for threads beside the training.
+
+        Every rank must call it; it is opened once.
+        """
+        if not self._side_channels:
+            for stage in range(self.mesh.num_stages):
+                ranks = sorted(self.mesh.stage_ranks(stage))
+                group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+                if self.rank in ranks:
+                    self._side_channels.append(group)
+        return self._side_channels[0]

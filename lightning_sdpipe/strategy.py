@@ -61,11 +61,11 @@ class SDPipeStrategy(DDPStrategy):
     """Pipeline and data parallel training on unequal workers (SDPipe, VLDB 2023).
 
     ``devices × num_nodes`` workers form N pipelines of ``num_stages`` stages. Each stage runs its part of the user's
-    own steps; the replicas of a stage average their parameters after every step, in groups that ``sync`` chooses.
+    own steps; the replicas of a stage keep together as ``sync`` says, by default by averaging parameters in groups.
 
     Args:
         num_stages: M, the stages of a pipeline; must divide the number of workers.
-        sync: the synchronisation rule, from :mod:`lightning_sdpipe.sync`; SDPipe's by default.
+        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default.
         schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
             optimizer steps, and so do ``"interleaved_1f1b"`` and ``"zero_bubble"``, which cut the model into
             ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
@@ -80,7 +80,7 @@ class SDPipeStrategy(DDPStrategy):
         delays: what slows workers down while they train, to study stragglers; from
             :mod:`lightning_sdpipe.heterogeneity`.
         scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
-            ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
+            that of ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
         scheduler_key_file: the workers' keys for it, as ``sdpipe keygen`` made them; ``SDPIPE_KEY_FILE`` by default.
         variance_correction: correct the second moments of an optimizer of the Adam family for the averaging of models
             (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the mean group size so far.
@@ -320,6 +320,10 @@ class SDPipeStrategy(DDPStrategy):
             self._sync.announce(self._updates)
         return loss
 
+    def backward(self, closure_loss: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
+        with self._first_failure():  # gradients may be averaged here
+            return super().backward(closure_loss, *arguments, **kwargs)
+
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -358,7 +362,8 @@ class SDPipeStrategy(DDPStrategy):
                 while self._parts.pipeline.draining:
                     self._update(self.optimizers[0], self._drain)
                 self._settle()
-        self._sync.pause()
+        with self._first_failure():
+            self._sync.pause()
 
     def _drain(self) -> Tensor:
         assert isinstance(self._parts.pipeline, PipeDreamPipeline)

@@ -87,3 +87,17 @@ def test_a_worker_that_raises_ends_the_run_with_its_reason(case: str) -> None:
 def test_a_worker_that_is_killed_ends_the_run() -> None:
     printed = run_case("killed")
     assert re.search(r"(receiving from|sending to) stage 0 \(rank 1\) failed", printed), printed
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("killed_all_reduce", r"averaging gradients among ranks \[0, 1\] failed"),
+        ("killed_het_pipe", r"(receiving from|sending to) pipeline 1 \(rank 1\) failed"),
+        ("killed_ad_psgd", r"(receiving from|sending to) pipeline 1 of stage 0 \(rank 1\) failed"),
+    ],
+)
+def test_a_replica_that_is_killed_ends_the_run_whatever_the_method(case: str, message: str) -> None:
+    printed = run_case(case)
+    assert re.search(message, printed), printed

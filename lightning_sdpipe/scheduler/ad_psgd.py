@@ -9,8 +9,8 @@ wait those of the lowest iteration have partners that come.
 :class:`AsynchronousADPSGDPolicy` is the algorithm as its authors describe it (AD-PSGD, Lian et al. 2018): a
 ready worker averages at once with a random neighbour, whatever that neighbour is doing. The group then has a
 member that did not ask for it, named in ``Group.passive``. Such a neighbour has to average in the background
-of its computation, and every worker takes its groups in the order of their sequence numbers: that total order
-is what keeps a ring of neighbours from waiting for each other.
+of its computation, and must never wait for another worker before it answers: then no ring of neighbours that
+have named each other can wait for ever.
 """
 
 from __future__ import annotations

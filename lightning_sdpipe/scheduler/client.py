@@ -49,7 +49,7 @@ class SchedulerClient:
     ``on_abort`` is called in the heartbeats' thread when the run is over because another worker failed, which the
     training thread may not learn while it waits for a tensor.
     ``on_invitation`` is called there too, for groups that the worker is a passive member of (asynchronous AD-PSGD
-    only).
+    only); it may be set until :meth:`join`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SchedulerClient:
         self._timeout = timeout
         self._credentials = credentials
         self._heartbeat = heartbeat
-        self._on_invitation = on_invitation
+        self.on_invitation = on_invitation
         self._on_abort = on_abort
         self._session = secrets.randbits(63)
         self._number = 0
@@ -293,7 +293,7 @@ class _Pulse:
 
     def hear_invitation(self, group: Group) -> None:
         client = self._client
-        if client._on_invitation is None:
+        if client.on_invitation is None:
             log.error(
                 "worker %s was invited to group %d but cannot average while it computes; "
                 "give SchedulerClient an on_invitation, or use ADPSGDSpec(asynchronous=False)",
@@ -301,7 +301,7 @@ class _Pulse:
                 group.sequence,
             )
         else:
-            client._on_invitation(group)
+            client.on_invitation(group)
         with client._invitations:
             client._invited += 1
             client._invitations.notify_all()

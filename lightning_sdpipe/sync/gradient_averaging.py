@@ -23,7 +23,6 @@ class GradientAveraging(Synchronizer):
         super().__init__(replica)
         self._buckets = GradientBuckets(replica.trained, replica.groups.stage, bucket_bytes)
         self._rounds = 0
-        self._members = 1
         self.gradients = self
 
     def ready(self, number: int, gradient: Tensor) -> None:
@@ -42,6 +41,9 @@ class GradientAveraging(Synchronizer):
     def synchronise(self) -> None:
         """Nothing: equal parameters took an equal step."""
 
+    def _enter(self) -> None:
+        self._rounds = 0
+
     def _make_parameters_equal(self) -> None:
         nothing: list[Tensor | None] = [None] * len(self.replica.trained)
         while True:  # until all pipelines are here
@@ -53,7 +55,7 @@ class GradientAveraging(Synchronizer):
             dist.broadcast(bucket.buffer, source, group=self.replica.groups.stage)
 
     def _furthest(self) -> int:
-        """The first pipeline among those that trained in the last round."""
+        """The first pipeline among those that trained in the last round since all took part."""
         group = self.replica.groups.stage
         mine = torch.zeros(len(self.replica.ranks), dtype=torch.int64, device=self._buckets.device)
         mine[self.replica.pipeline] = self._rounds

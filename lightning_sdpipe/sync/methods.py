@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.scheduler.specification import (
@@ -12,8 +13,10 @@ from lightning_sdpipe.scheduler.specification import (
     PolicySpec,
     SemiDecentralizedSpec,
 )
+from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
 from lightning_sdpipe.sync.model_averaging import ModelAveraging
+from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -45,9 +48,11 @@ class LocalSGD(LocalSGDSpec, frozen=True):
 
 
 class ADPSGD(ADPSGDSpec, frozen=True):
-    """AD-PSGD (Lian et al. 2018) as SDPipe §5.1 compares with it: models are averaged in pairs after every step.
+    """AD-PSGD: models are averaged in pairs after every step.
 
-    The pairs are drawn from ``seed``, afresh for every iteration, and the two wait for each other.
+    As SDPipe §5.1 compares with it, pairs are drawn from ``seed``, afresh for every iteration, and the two wait for
+    each other. ``asynchronous`` is the algorithm of Lian et al. 2018: a worker averages at once with a random
+    neighbour, which goes on computing.
     """
 
     @property
@@ -55,7 +60,7 @@ class ADPSGD(ADPSGDSpec, frozen=True):
         return self
 
     def build(self, replica: Replica) -> Synchronizer:
-        return ModelAveraging(replica)
+        return AsynchronousPairs(replica) if self.asynchronous else ModelAveraging(replica)
 
 
 @dataclass(frozen=True)
@@ -89,3 +94,34 @@ class NoSync:
 
     def build(self, replica: Replica) -> Synchronizer:
         return Synchronizer(replica)
+
+
+@dataclass(frozen=True)
+class HetPipe:
+    """HetPipe (Park et al. 2020): each pipeline is a virtual worker of a parameter server.
+
+    Every ``sync_every`` updates, its clock, it pushes the sum of its updates and pulls the parameters with everybody's.
+    No pipeline works more than ``staleness`` clocks ahead of another; M, the number of stages, if it is None.
+    ``combine="mean"`` divides updates by the number of pipelines, so that a learning rate chosen for averaged gradients
+    fits; ``"sum"`` is what HetPipe does.
+    """
+
+    staleness: int | None = None
+    sync_every: int = 10
+    combine: Literal["sum", "mean"] = "sum"
+
+    def __post_init__(self) -> None:
+        if self.staleness is not None and self.staleness < 0:
+            raise ConfigurationError(f"staleness={self.staleness} is not allowed; give clocks from 0, or None for M.")
+        if self.sync_every < 1:
+            raise ConfigurationError(f"sync_every={self.sync_every} is not allowed; give updates from 1.")
+        if self.combine not in ("sum", "mean"):
+            raise ConfigurationError(f'combine={self.combine!r} is not allowed; give "sum" or "mean".')
+
+    @property
+    def policy(self) -> PolicySpec:
+        return NoSyncSpec()  # the parameter servers keep the clocks
+
+    def build(self, replica: Replica) -> Synchronizer:
+        staleness = replica.groups.mesh.num_stages if self.staleness is None else self.staleness
+        return StaleSynchronous(replica, staleness, self.sync_every, self.combine == "mean")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe import ADPSGD, AllReduce, HetPipe, SDPipeStrategy
 
 
 class Model(L.LightningModule):
@@ -25,7 +25,7 @@ class Model(L.LightningModule):
         if batch_idx == 3 and self.global_rank == 1:
             if self.case == "raises":
                 raise ZeroDivisionError("the user's own mistake")
-            if self.case == "killed":
+            if self.case.startswith("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
         if self.case == "raises_on_zero" and batch_idx == 3 and self.global_rank == 0:
             raise ZeroDivisionError("the user's own mistake")
@@ -42,6 +42,9 @@ def main(case: str) -> None:
         "too_many_stages": {"num_stages": 4},
         "partition": {"num_stages": 2, "partition": [3, 2]},
         "small_batch": {"num_stages": 2, "num_micro_batches": 9},
+        "killed_all_reduce": {"num_stages": 1, "sync": AllReduce()},
+        "killed_het_pipe": {"num_stages": 1, "sync": HetPipe(sync_every=1)},
+        "killed_ad_psgd": {"num_stages": 1, "sync": ADPSGD(asynchronous=True)},
     }.get(case, {"num_stages": 2})
     trainer = L.Trainer(
         accelerator="cpu",

@@ -1,0 +1,88 @@
+"""A worker's half of HetPipe: pipelines train alone and meet at a parameter server, at most s clocks apart.
+
+HetPipe (Park et al. 2020) treats a pipeline as a virtual worker: after a clock of several mini-batches it pushes the
+sum of its updates to a parameter server and pulls the parameters with everybody's updates. Each stage has a server of
+its own, in the process of one of its replicas; the servers of successive stages lie in successive pipelines.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sdpipe.sync.parameter_server import ParameterServer, RemoteServer
+from lightning_sdpipe.sync.ssp_clocks import SSPClocks
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+
+
+class StaleSynchronous(Synchronizer):
+    """Pushes and pulls every ``every`` updates.
+
+    Args:
+        replica: this worker.
+        staleness: s, in clocks.
+        every: updates of a clock.
+        mean: pushes 1/N of the updates of each of N pipelines instead of all of them.
+    """
+
+    def __init__(self, replica: Replica, staleness: int, every: int, mean: bool) -> None:
+        super().__init__(replica)
+        self._staleness = staleness
+        self._every = every
+        self._scale = 1 / len(replica.ranks) if mean else 1.0
+        self._channel = replica.groups.side_channel(replica.timeout)
+        self._host = replica.stage % len(replica.ranks)
+        self._server: ParameterServer | RemoteServer | None = None
+        self._pulled: list[Tensor] = []
+        self._updates = 0
+
+    def synchronise(self) -> None:
+        """At the end of a clock, pushes what the parameters have changed by since the last pull, and pulls."""
+        self._updates += 1
+        if self._updates % self._every:
+            self.statistics.count(members=1)
+            return
+        assert self._server is not None
+        start = time.perf_counter()
+        pulled = self._server.push(self.replica.pipeline, self._changes())
+        for bucket, before, now in zip(self.replica.parameters, self._pulled, pulled.parameters, strict=True):
+            bucket.buffer.copy_(now)
+            before.copy_(now)
+        spent = time.perf_counter() - start
+        self.statistics.count(pulled.members, pulled.seconds_waiting, spent - pulled.seconds_waiting)
+
+    def _enter(self) -> None:
+        replica = self.replica
+        self._updates = 0
+        self._pulled = [bucket.buffer.clone() for bucket in replica.parameters]
+        rank = replica.ranks[self._host]
+        if replica.pipeline != self._host:
+            name = f"the parameter server of stage {replica.stage} (rank {rank})"
+            self._server = RemoteServer(rank, self._channel, name)
+            return
+        clocks = SSPClocks(self._staleness)
+        for pipeline in range(len(replica.ranks)):
+            clocks.join(pipeline)
+        remote = {pipeline: other for pipeline, other in enumerate(replica.ranks) if pipeline != self._host}
+        seconds = 0.9 * replica.timeout.total_seconds()  # so that its message comes before the transfers give up
+        self._server = ParameterServer(self._pulled, clocks, remote, self._channel, seconds)
+
+    def _make_parameters_equal(self) -> None:
+        server, replica = self._server, self.replica
+        assert server is not None
+        server.leave(replica.pipeline, self._changes())
+        if isinstance(server, ParameterServer):
+            for bucket, value in zip(replica.parameters, server.close(), strict=True):
+                bucket.buffer.copy_(value)
+        self._server = None
+        for bucket in replica.parameters:
+            dist.broadcast(bucket.buffer, replica.ranks[self._host], group=replica.groups.stage)
+
+    def _changes(self) -> list[Tensor]:
+        changes = []
+        for bucket, before in zip(self.replica.parameters, self._pulled, strict=True):
+            bucket.check()
+            changes.append((bucket.buffer - before).mul_(self._scale).cpu())
+        return changes

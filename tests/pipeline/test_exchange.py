@@ -1,0 +1,126 @@
+"""What a pipeline tells an exchange of gradients, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.assembly import Assembled, Options, assemble
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.partition import plan
+from lightning_sdpipe.partition.materialise import Initialisation
+from lightning_sdpipe.pipeline.gradients import reported_to
+from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
+from tests.pipeline.harness import CPU, TRAIN
+from tests.workers import run_workers
+
+TIMEOUT = timedelta(seconds=20)
+
+
+class Recorder:
+    """Notes what it is told, and halves every gradient."""
+
+    def __init__(self) -> None:
+        self.early: dict[int, Tensor] = {}
+        self.events: list[str] = []
+
+    def ready(self, number: int, gradient: Tensor) -> None:
+        assert number not in self.early
+        self.early[number] = gradient.clone()
+        self.events.append("ready")
+
+    def complete(self, gradients: Sequence[Tensor | None]) -> None:
+        self.all = [None if g is None else g.clone() for g in gradients]
+        self.events.append("complete")
+
+    def finish(self) -> list[Tensor | None]:
+        self.events.append("finish")
+        return [None if g is None else g / 2 for g in self.all]
+
+
+def test_parameters_are_reported_as_the_backward_reaches_them() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    parameters, recorder = list(net.parameters()), Recorder()
+    with reported_to(recorder, parameters, [0, 2, 4]):
+        net(torch.ones(1, 2)).sum().backward()
+    assert list(recorder.early) == [4, 2, 0]
+    assert all(torch.equal(recorder.early[n], parameters[n].grad) for n in (0, 2, 4))
+    net(torch.ones(1, 2)).sum().backward()
+    assert len(recorder.events) == 3  # no longer
+
+
+class Tied(L.LightningModule):
+    """The first and the last of four blocks share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
+        self.net[3].weight = self.net[0].weight
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+
+class Chain(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = nn.Linear(3, 3, bias=False)
+
+
+def assembled(module: L.LightningModule, schedule: str) -> Assembled:
+    groups = ProcessGroups.open(Mesh.build(2, 2), TIMEOUT)
+    stages = plan.plan(module, 2, "uniform", None, lambda _: pytest.fail("a uniform cut measures nothing"))
+    options = Options(2, schedule, 1, 4, timeout=TIMEOUT)
+    return assemble(module, stages, groups, options, Initialisation(), CPU)
+
+
+def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list[str], int]:
+    """What the exchange was told about the second mini-batch; the first has filled PipeDream's pipeline."""
+    parts = assembled(Tied() if tied else Chain(), schedule)
+    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    first = Recorder()
+    parts.pipeline.train(batch, TRAIN, 0, None if accumulated else first).backward()
+    before = [None if p.grad is None else p.grad.clone() for p in parts.trained]
+    if not accumulated:
+        for p in parts.trained:
+            p.grad = None
+    recorder = Recorder()
+    loss = parts.pipeline.train(batch, TRAIN, 1, recorder, accumulated)
+    told_in_training_step = len(recorder.events)
+    loss.backward()
+    for n, (p, told) in enumerate(zip(parts.trained, recorder.all, strict=True)):
+        assert p.grad is not None
+        assert told is not None
+        torch.testing.assert_close(p.grad, told / 2)
+        if n in recorder.early:
+            torch.testing.assert_close(recorder.early[n], told)
+        if accumulated:
+            torch.testing.assert_close(told, before[n] * 2)
+    while isinstance(parts.pipeline, PipeDreamPipeline) and parts.pipeline.draining:
+        parts.pipeline.drain()
+    for runner in parts.runners:
+        runner.link.settle()
+    return recorder.events, told_in_training_step
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
+def test_gradients_are_reported_once_during_the_last_backward(schedule: str) -> None:
+    assert run_workers(2, train, schedule, False, False) == [(["ready", "ready", "complete", "finish"], 3)] * 2
+
+
+@pytest.mark.distributed
+def test_a_tied_weight_is_summed_over_its_stages_first() -> None:
+    assert run_workers(2, train, "1f1b", True, False) == [(["ready", "complete", "finish"], 2)] * 2
+
+
+@pytest.mark.distributed
+def test_accumulated_gradients_are_exchanged_as_a_sum() -> None:
+    assert run_workers(2, train, "1f1b", False, True) == [(["complete", "finish"], 0)] * 2

@@ -1,0 +1,65 @@
+"""Asynchronous AD-PSGD between real processes, with a real scheduler."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sdpipe.averaging.buckets import flatten
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.sync import ADPSGD
+from lightning_sdpipe.sync.rendezvous import connect, start_scheduler
+from lightning_sdpipe.sync.synchronizer import Replica
+from tests.workers import run_workers
+
+WORKERS, ITERATIONS = 4, 12
+TIMEOUT = timedelta(seconds=20)
+
+
+def train(rank: int, learn: bool) -> tuple[float, Tensor, Tensor]:
+    """The start, this worker's model before the pause and after it. Rank 3 is a straggler."""
+    mesh = Mesh.build(WORKERS, 1)
+    groups = ProcessGroups.open(mesh, TIMEOUT)
+    parameter = nn.Parameter(torch.full((5,), float(rank)))
+    method = ADPSGD(asynchronous=True)
+    embedded, where = start_scheduler(method.policy, mesh, "tcp://127.0.0.1:*")
+    client = connect(where, mesh, 20, lambda _: None)
+    try:
+        sync = method.build(Replica(client, groups, flatten([parameter]), [], [parameter], TIMEOUT))
+        sync.resume()
+        for iteration in range(ITERATIONS):
+            before = parameter.detach().clone()
+            time.sleep(0.05 if rank == 3 else 0.005)
+            assert torch.equal(parameter, before), "the model changed while a gradient was computed on it"
+            sync.announce(iteration)
+            if learn:
+                parameter.data.add_(rank + 1.0)
+            sync.synchronise()
+        ended = parameter.detach().clone()
+        sync.pause()
+        dist.barrier()
+    finally:
+        client.close()
+        if embedded is not None:
+            embedded.close()
+    assert sync.statistics.groups == ITERATIONS
+    return float(rank), ended, parameter.detach()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("learn", [False, True])
+def test_workers_agree_and_no_update_is_lost(learn: bool) -> None:
+    outcomes = run_workers(WORKERS, train, learn)
+    updates = ITERATIONS * sum(rank + 1.0 for rank in range(WORKERS)) if learn else 0.0
+    mean = (sum(start for start, _, _ in outcomes) + updates) / WORKERS
+    for _, _, paused in outcomes:
+        torch.testing.assert_close(paused, torch.full((5,), mean))
+    if not learn:
+        before_the_pause = torch.stack([ended for _, ended, _ in outcomes])
+        assert before_the_pause.std(0).max() < 0.5 * torch.arange(WORKERS).float().std()

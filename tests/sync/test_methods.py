@@ -1,0 +1,179 @@
+"""Every synchronisation method in a real Trainer on 2 × 2 workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, LocalSGD, NoSync, SDPipeStrategy
+from lightning_sdpipe.sync import SemiDecentralized
+from tests.test_strategy import Regression, data, fit
+
+ROWS = ((5, 3), (2, 4))  # mini-batches of the two pipelines in each epoch, where they differ
+
+
+class EqualReplicas(L.Callback):
+    """Fails the run if the replicas of a stage differ at the end of an epoch; the strategy's own callback ran first.
+    Brings rank 0's statistics home, as metrics."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        statistics = trainer.strategy.statistics  # type: ignore[attr-defined]
+        trainer.callback_metrics["groups"] = torch.tensor(statistics.groups)
+        trainer.callback_metrics["mean_group_size"] = torch.tensor(statistics.mean_group_size)
+        for name, tensor in pl_module.state_dict().items():
+            if tensor.device.type != "meta":
+                largest, smallest = tensor.clone(), tensor.clone()
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=trainer.strategy.groups.stage)  # type: ignore[attr-defined]
+                dist.all_reduce(smallest, dist.ReduceOp.MIN, group=trainer.strategy.groups.stage)  # type: ignore[attr-defined]
+                assert torch.equal(largest, smallest), f"{name} differs between pipelines"
+
+
+def train(
+    directory: Path, sync: Any, module: Regression | None = None, **options: Any
+) -> tuple[Regression, dict[str, float]]:
+    schedule = options.pop("schedule", "1f1b")
+    strategy = SDPipeStrategy(2, sync=sync, schedule=schedule, start_method="fork")
+    trainer, model = fit(directory, strategy, 4, 4, module, callbacks=[EqualReplicas()], **options)
+    return model, {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+def assert_close(model: nn.Module, expected: nn.Module) -> None:
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Gentle(Regression):
+    """Late and summed updates are no reason for it to diverge."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.03)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("sync", "sizes"),
+    [
+        (NoSync(), (1.0, 1.0)),
+        (LocalSGD(every=3), (4 / 3, 4 / 3)),
+        (ADPSGD(), (2.0, 2.0)),
+        (ADPSGD(asynchronous=True), (1.01, 2.0)),  # alone when the other has ended its epoch
+        (HetPipe(sync_every=2), (1.01, 1.5)),  # too
+    ],
+    ids=lambda value: str(value) if not isinstance(value, tuple) else "",
+)
+def test_a_method_learns_and_ends_each_epoch_with_equal_replicas(
+    tmp_path: Path, sync: Any, sizes: tuple[float, float]
+) -> None:
+    loss = nn.functional.mse_loss
+    x, y = data(48).tensors
+    before = loss(Regression().net(x), y).item()
+    model, metrics = train(tmp_path, sync, Gentle())
+    assert loss(model.net(x), y).item() < 0.9 * before
+    assert metrics["groups"] == 12
+    assert sizes[0] - 1e-6 <= metrics["mean_group_size"] <= sizes[1] + 1e-6
+
+
+@pytest.mark.distributed
+def test_het_pipe_with_no_staleness_and_means_is_model_averaging(tmp_path: Path) -> None:
+    server, _ = train(tmp_path / "server", HetPipe(staleness=0, sync_every=1, combine="mean"))
+    averaged, _ = train(tmp_path / "averaged", SemiDecentralized(window=math.inf))
+    assert_close(server, averaged)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_all_reduce_accumulates_as_one_process_does(tmp_path: Path, schedule: str) -> None:
+    _, expected = fit(tmp_path / "one", "auto", 1, 8, accumulate_grad_batches=2)
+    model, metrics = train(tmp_path / "four", AllReduce(), schedule=schedule, accumulate_grad_batches=2)
+    assert_close(model, expected)
+    assert metrics["groups"] == 6  # only when an update follows
+
+
+class Momentum(Regression):
+    """The step depends on the gradients before it; they are seen, averaged, where Lightning promises gradients."""
+
+    def on_after_backward(self) -> None:
+        self.seen = [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(self.trainer.strategy, SDPipeStrategy):
+            for seen in self.seen:
+                mean = seen.clone()
+                dist.all_reduce(mean, group=self.trainer.strategy.groups.stage)
+                torch.testing.assert_close(mean / 2, seen)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.distributed
+def test_all_reduce_is_exact_for_stateful_optimizers_and_clipping(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"gradient_clip_val": 0.3, "gradient_clip_algorithm": "value"}
+    _, expected = fit(tmp_path / "one", "auto", 1, 8, Momentum(), **options)
+    model, _ = train(tmp_path / "four", AllReduce(bucket_mib=1e-4), Momentum(), **options)
+    assert_close(model, expected)
+
+
+class OwnRows(IterableDataset[tuple[Tensor, Tensor]]):
+    """As many mini-batches of 4 as the pipeline has in this epoch."""
+
+    def __init__(self, pipeline: int) -> None:
+        self._pipeline = pipeline
+        self._epochs = iter(ROWS)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = (tensor[24 * self._pipeline :] for tensor in data(48).tensors)
+        yield from zip(x[: 4 * next(self._epochs)[self._pipeline]], y, strict=False)
+
+
+class Uneven(Regression):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(OwnRows(self.trainer.strategy.distributed_sampler_kwargs["rank"]), 4)  # type: ignore[attr-defined]
+
+
+@pytest.mark.distributed
+def test_a_pipeline_with_less_data_does_not_hold_all_reduce_up(tmp_path: Path) -> None:
+    expected = Regression()
+    optimizer = expected.configure_optimizers()
+    loaders = [DataLoader(OwnRows(pipeline), 4) for pipeline in range(2)]
+    for rows in ROWS:
+        batches = [list(loader) for loader in loaders]
+        assert tuple(map(len, batches)) == rows
+        for number in range(max(rows)):
+            optimizer.zero_grad()
+            there = [part[number] for part in batches if number < len(part)]
+            torch.stack([nn.functional.mse_loss(expected.net(x), y) for x, y in there]).mean().backward()
+            optimizer.step()
+    model, _ = train(tmp_path, AllReduce(), Uneven())
+    assert_close(model, expected)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sync", [ADPSGD(asynchronous=True), HetPipe(staleness=0, sync_every=1)], ids=str)
+def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync: Any) -> None:
+    train(tmp_path, sync, Uneven())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: HetPipe(staleness=-1), "staleness=-1"),
+        (lambda: HetPipe(sync_every=0), "sync_every=0"),
+        (lambda: HetPipe(combine="max"), "combine='max'"),  # type: ignore[arg-type]
+        (lambda: AllReduce(bucket_mib=0), "bucket_mib=0"),
+        (lambda: LocalSGD(every=0), "every=0"),
+        (lambda: SDPipeStrategy(2, sync="all_reduce"), "sync='all_reduce'"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_values_are_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        wrong()
