@@ -187,6 +187,12 @@ class SDPipeStrategy(DDPStrategy):
         self._data_seed = shared_seed()
         self._client = self._connect_to_scheduler()
 
+    def _get_process_group_backend(self) -> str:
+        """By default both kinds of tensors can travel: headers and metrics are on the CPU."""
+        if self._process_group_backend or self.root_device.type == "cpu":
+            return super()._get_process_group_backend()
+        return f"cpu:gloo,{self.root_device.type}:{super()._get_process_group_backend()}"
+
     def _connect_to_scheduler(self) -> SchedulerClient:
         where = self._standing_scheduler
         if where is None:
