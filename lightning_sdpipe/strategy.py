@@ -299,6 +299,12 @@ class SDPipeStrategy(DDPStrategy):
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.mesh.num_pipelines, "rank": self._worker.pipeline}
 
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether this worker runs the first blocks. A data module whose inputs go to those alone may leave them unread
+        elsewhere, and give :func:`~lightning_sdpipe.pipeline.data.stand_in` of their shape."""
+        return self.mesh.locate(self.global_rank)[0] == 0
+
     def process_dataloader(self, dataloader: Any) -> PipelineLoader:
         if self.module.trainer.predicting:
             deal_batches(dataloader, self.groups)

@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from recipes.throughput import ThroughputMeter
+from recipes.training_curve import TrainingCurve
 
 
 def train(config: DictConfig, output: Path) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def train(config: DictConfig, output: Path) -> dict[str, Any]:
     trainer: L.Trainer = hydra.utils.instantiate(config.trainer, strategy=strategy)
     meter = ThroughputMeter(trainer.world_size // strategy.num_stages)
     trainer.callbacks.append(meter)  # type: ignore[attr-defined]
+    trainer.callbacks.append(TrainingCurve(output / "training_curve.png"))  # type: ignore[attr-defined]
     trainer.fit(model, datamodule=data)
     summary = {
         "samples_per_second": meter.samples_per_second,

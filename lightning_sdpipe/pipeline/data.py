@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -112,25 +112,55 @@ def shared_seed() -> int:
     return int(seed)
 
 
+def stand_in(shape: Sequence[int]) -> Tensor:
+    """What a loader may give, without reading the data, for inputs that this worker's stage does not compute with.
+
+    Its float32 values are not numbers, so that a stage that does compute with them is noticed; it takes no memory.
+    """
+    return torch.full((), torch.nan).expand(*shape)
+
+
 def check_equal(batch: Any, groups: ProcessGroups) -> None:
     """Compares a batch between the stages of this pipeline; all of them must call it.
+
+    Of a tensor that is a :func:`stand_in` on some stages, shapes are compared there.
 
     Raises:
         ConfigurationError: they were given different batches.
     """
-    digest = hashlib.sha256()
-
-    def add(tensor: Tensor) -> None:
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-
-    apply_to_collection(batch, Tensor, add)
-    mine = torch.frombuffer(bytearray(digest.digest()[:8]), dtype=torch.int64)
-    stages = [torch.zeros_like(mine) for _ in range(groups.mesh.num_stages)]
-    dist.all_gather(stages, mine, group=groups.pipeline)
-    if any(not torch.equal(other, mine) for other in stages):
+    tensors: list[Tensor] = []
+    apply_to_collection(batch, Tensor, tensors.append)
+    counts = _on_all_stages([len(tensors)], groups)
+    same = len(set(counts)) == 1
+    if same:
+        shapes = _on_all_stages([_digest(repr(tuple(tensor.shape)).encode()) for tensor in tensors], groups)
+        values = _on_all_stages([_value_digest(tensor) for tensor in tensors], groups)
+        same = len(set(shapes)) == 1 and all(len({*column} - {_STAND_IN}) <= 1 for column in zip(*values, strict=True))
+    if not same:
         raise ConfigurationError(
             "The stages of a pipeline were given different batches, so outputs would not belong to labels. Draw random "
             "numbers in the dataset and in collate_fn from the generators of torch, numpy and random (which are in "
             "step here), not from one that is seeded per process, and let a custom sampler depend on "
             "trainer.strategy.distributed_sampler_kwargs instead of the rank."
         )
+
+
+_STAND_IN = 0
+
+
+def _value_digest(tensor: Tensor) -> int:
+    tensor = tensor.detach().cpu()
+    if tensor.is_floating_point() and tensor.isnan().all():
+        return _STAND_IN
+    return _digest(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big", signed=True)
+
+
+def _on_all_stages(numbers: Sequence[int], groups: ProcessGroups) -> list[tuple[int, ...]]:
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    stages = [torch.zeros_like(mine) for _ in range(groups.mesh.num_stages)]
+    dist.all_gather(stages, mine, group=groups.pipeline)
+    return [tuple(stage.tolist()) for stage in stages]

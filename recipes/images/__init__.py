@@ -1,0 +1,1 @@
+"""Pictures for image classifiers: how data sets are read, and how pictures are varied while training."""

@@ -1,0 +1,120 @@
+"""Data sets of small pictures, which fit into memory."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from recipes.images.augmentation import shift_and_flip
+from recipes.images.cifar import read_cifar10
+from recipes.images.idx import read_idx
+from recipes.missing import MissingDataError
+
+Pictures = tuple[Tensor, Tensor]
+_PADDING = 4  # pixels
+
+
+class _Small(L.LightningDataModule):
+    """What they share.
+
+    Args:
+        folder: that holds the files.
+        batch_size: of one pipeline.
+        num_workers: processes that vary pictures for each rank.
+    """
+
+    def __init__(self, folder: str, batch_size: int = 256, num_workers: int = 1) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+
+    @abstractmethod
+    def read(self, train: bool) -> Pictures:
+        """Pictures, uint8 of shape ``(n, channels, height, width)``, and labels.
+
+        Raises:
+            MissingDataError: the files are not in the folder.
+        """
+
+    def prepare_data(self) -> None:
+        self.read(train=False)  # what is missing is said once, by one rank
+
+    def setup(self, stage: str) -> None:
+        self.train, self.val = (PictureDataset(*self.read(train), augment=train) for train in (True, False))
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return self._loader(self.train, train=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return self._loader(self.val, train=False)
+
+    def _loader(self, pictures: PictureDataset, train: bool) -> DataLoader[tuple[Tensor, Tensor]]:
+        return DataLoader(
+            pictures,
+            self.batch_size,
+            shuffle=train,
+            drop_last=train,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )
+
+
+class FashionMNIST(_Small):
+    """60,000 grey pictures of clothes to train on and 10,000 to validate, 28 × 28 pixels, in ten classes."""
+
+    def read(self, train: bool) -> Pictures:
+        part = "train" if train else "t10k"
+        images, labels = (self._file(f"{part}-{what}-ubyte") for what in ("images-idx3", "labels-idx1"))
+        return read_idx(images).unsqueeze(1), read_idx(labels).long()
+
+    def _file(self, name: str) -> Path:
+        for file in (self.folder / name, self.folder / f"{name}.gz"):
+            if file.is_file():
+                return file
+        raise MissingDataError(
+            "Fashion-MNIST",
+            f"{name} or {name}.gz in {self.folder.absolute()}",
+            "On Debian: apt install dataset-fashion-mnist. Else put the four files from "
+            "https://github.com/zalandoresearch/fashion-mnist into a folder and say data.folder=FOLDER.",
+        )
+
+
+class CIFAR10(_Small):
+    """50,000 colour pictures to train on and 10,000 to validate, 32 × 32 pixels, in ten classes; binary version."""
+
+    def read(self, train: bool) -> Pictures:
+        names = [f"data_batch_{number}.bin" for number in range(1, 6)] if train else ["test_batch.bin"]
+        parts = [read_cifar10(self._file(name)) for name in names]
+        return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])
+
+    def _file(self, name: str) -> Path:
+        file = self.folder / name
+        if not file.is_file():
+            raise MissingDataError(
+                "CIFAR-10",
+                f"{name} in {self.folder.absolute()}",
+                "Unpack https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz and say data.folder=FOLDER.",
+            )
+        return file
+
+
+class PictureDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Pictures in float32 from −1 to 1, varied if ``augment``, with their labels."""
+
+    def __init__(self, images: Tensor, labels: Tensor, augment: bool) -> None:
+        self.images = images
+        self.labels = labels
+        self._augment = augment
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = self.images[index].float() / 127.5 - 1
+        return shift_and_flip(image, _PADDING) if self._augment else image, self.labels[index]
