@@ -1,0 +1,108 @@
+"""Training a small BERT on four pipelines whose models are averaged, with and without the variance correction, against
+one process that sees their batches joined.
+
+All three are real runs of the strategy: four pipelines of one stage average after every step (``AllReduce``), and the
+joint batch is one pipeline. Every run sees the same samples in the same order; the masks differ.
+"""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_sdpipe import AllReduce, SDPipeStrategy
+from recipes.language import LanguageModel
+from recipes.suites.ratios import Row
+from recipes.text.data import PydocText
+
+NUM_PIPELINES = 4
+METHODS = {"joint batch": (1, False), "averaged": (NUM_PIPELINES, False), "averaged, corrected": (NUM_PIPELINES, True)}
+
+Curve = dict[int, float]  # the validation loss after so many samples
+
+
+def measure(
+    *,
+    network: Mapping[str, Any],
+    batch_size: int,
+    length: int,
+    lr: float,
+    warmup_steps: int,
+    epochs: int,
+    repeats: int,
+    figure: str | None,
+    seed: int,
+) -> list[Row]:
+    """The validation loss after each epoch, one row for each run.
+
+    Args:
+        network: settings of the BERT; its ``vocab_size`` is that of the vocabulary.
+        batch_size: rows of one pipeline; the joint batch is four times as large.
+        length: tokens of a row.
+        lr: the learning rate of every run.
+        warmup_steps: over which it rises.
+        epochs: over the text of Python's reference manual.
+        repeats: seeds.
+        figure: path without suffix, for a PNG and an SVG of the curves.
+        seed: the first one.
+    """
+    torch.set_num_threads(1)  # workers are forked from this process, which must not have a pool of threads
+    curves: dict[str, list[Curve]] = {name: [] for name in METHODS}
+    for repeat in range(repeats):
+        for name, (pipelines, corrected) in METHODS.items():
+            L.seed_everything(seed + repeat, verbose=False)
+            model = LanguageModel("bert", network, lr=lr, warmup_steps=warmup_steps)
+            data = PydocText(batch_size * NUM_PIPELINES // pipelines, length, network["vocab_size"])
+            curves[name].append(_train(model, data, pipelines, corrected, epochs))
+    if figure is not None:
+        draw(curves, Path(figure))
+    return [
+        {"what": name, "seed": seed + repeat} | {f"loss@{samples}": loss for samples, loss in curve.items()}
+        for name, of_method in curves.items()
+        for repeat, curve in enumerate(of_method)
+    ]
+
+
+def _train(model: LanguageModel, data: PydocText, pipelines: int, corrected: bool, epochs: int) -> Curve:
+    with tempfile.TemporaryDirectory() as directory:
+        L.Trainer(
+            accelerator="cpu",
+            devices=pipelines,
+            strategy=SDPipeStrategy(1, sync=AllReduce(), variance_correction=corrected, start_method="fork"),
+            max_epochs=epochs,
+            num_sanity_val_steps=0,
+            logger=CSVLogger(directory, name="", version="metrics"),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(model, datamodule=data)
+        with (Path(directory) / "metrics" / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row["val_loss"]]
+    each = data.batch_size * pipelines
+    return {(int(row["step"]) + 1) * each: float(row["val_loss"]) for row in rows}
+
+
+def draw(curves: Mapping[str, Sequence[Curve]], file: Path) -> None:
+    """Means over the seeds, with their spread, as PNG and SVG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for name, of_method in curves.items():
+        samples = list(of_method[0])
+        losses = torch.tensor([list(curve.values()) for curve in of_method])
+        (line,) = axis.plot(samples, losses.mean(0), marker=".", label=name)
+        axis.fill_between(samples, losses.amin(0), losses.amax(0), color=line.get_color(), alpha=0.2)
+    axis.set_xlabel("samples of all pipelines")
+    axis.set_ylabel("validation loss")
+    axis.legend()
+    axis.grid(alpha=0.3)
+    for suffix in (".png", ".svg"):
+        figure.savefig(file.with_suffix(suffix), dpi=150)
