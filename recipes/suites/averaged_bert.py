@@ -1,14 +1,17 @@
 """Training a small BERT on four pipelines whose models are averaged, with and without the variance correction, against
-one process that sees their batches joined.
+the joint batch.
 
-All three are real runs of the strategy: four pipelines of one stage average after every step (``AllReduce``), and the
-joint batch is one pipeline. Every run sees the same samples in the same order; the masks differ.
+All three are real runs of the strategy with four processes: pipelines of one stage that average their models after
+every step, all together, and for the joint batch their gradients before it. They see the same masks, and start alike.
 """
 
 from __future__ import annotations
 
 import csv
+import logging
+import math
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +20,17 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_sdpipe import AllReduce, SDPipeStrategy
+from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from recipes.language import LanguageModel
 from recipes.suites.ratios import Row
 from recipes.text.data import PydocText
 
 NUM_PIPELINES = 4
-METHODS = {"joint batch": (1, False), "averaged": (NUM_PIPELINES, False), "averaged, corrected": (NUM_PIPELINES, True)}
+METHODS: dict[str, tuple[AllReduce | SemiDecentralized, bool]] = {
+    "joint batch": (AllReduce(), False),
+    "models averaged": (SemiDecentralized(window=math.inf), False),
+    "averaged, corrected": (SemiDecentralized(window=math.inf), True),
+}
 
 Curve = dict[int, float]  # the validation loss after so many samples
 
@@ -37,45 +44,50 @@ def measure(
     warmup_steps: int,
     epochs: int,
     repeats: int,
-    figure: str | None,
+    output: str | None,
     seed: int,
 ) -> list[Row]:
-    """The validation loss after each epoch, one row for each run.
+    """The validation loss at the end, and in the file after each epoch; one row for each run.
 
     Args:
         network: settings of the BERT; its ``vocab_size`` is that of the vocabulary.
-        batch_size: rows of one pipeline; the joint batch is four times as large.
+        batch_size: rows of one pipeline.
         length: tokens of a row.
         lr: the learning rate of every run.
         warmup_steps: over which it rises.
         epochs: over the text of Python's reference manual.
         repeats: seeds.
-        figure: path without suffix, for a PNG and an SVG of the curves.
+        output: a file; a PNG and an SVG of the curves get its name.
         seed: the first one.
     """
+    logging.getLogger("lightning").setLevel(logging.WARNING)  # what a Trainer says is not about the measurement
+    for part in ("fabric", "pytorch"):
+        logging.getLogger(f"lightning.{part}").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
     torch.set_num_threads(1)  # workers are forked from this process, which must not have a pool of threads
     curves: dict[str, list[Curve]] = {name: [] for name in METHODS}
     for repeat in range(repeats):
-        for name, (pipelines, corrected) in METHODS.items():
+        for name, (sync, corrected) in METHODS.items():
             L.seed_everything(seed + repeat, verbose=False)
             model = LanguageModel("bert", network, lr=lr, warmup_steps=warmup_steps)
-            data = PydocText(batch_size * NUM_PIPELINES // pipelines, length, network["vocab_size"])
-            curves[name].append(_train(model, data, pipelines, corrected, epochs))
-    if figure is not None:
-        draw(curves, Path(figure))
+            data = PydocText(batch_size, length, network["vocab_size"])
+            strategy = SDPipeStrategy(1, sync=sync, variance_correction=corrected, start_method="fork")
+            curves[name].append(_train(model, data, strategy, epochs))
+    if output is not None:
+        draw(curves, Path(output))
     return [
-        {"what": name, "seed": seed + repeat} | {f"loss@{samples}": loss for samples, loss in curve.items()}
+        {"what": name, "seed": seed + repeat, "samples": max(curve), "val_loss": curve[max(curve)], "curve": curve}
         for name, of_method in curves.items()
         for repeat, curve in enumerate(of_method)
     ]
 
 
-def _train(model: LanguageModel, data: PydocText, pipelines: int, corrected: bool, epochs: int) -> Curve:
+def _train(model: LanguageModel, data: PydocText, strategy: SDPipeStrategy, epochs: int) -> Curve:
     with tempfile.TemporaryDirectory() as directory:
         L.Trainer(
             accelerator="cpu",
-            devices=pipelines,
-            strategy=SDPipeStrategy(1, sync=AllReduce(), variance_correction=corrected, start_method="fork"),
+            devices=NUM_PIPELINES,
+            strategy=strategy,
             max_epochs=epochs,
             num_sanity_val_steps=0,
             logger=CSVLogger(directory, name="", version="metrics"),
@@ -85,7 +97,7 @@ def _train(model: LanguageModel, data: PydocText, pipelines: int, corrected: boo
         ).fit(model, datamodule=data)
         with (Path(directory) / "metrics" / "metrics.csv").open() as file:
             rows = [row for row in csv.DictReader(file) if row["val_loss"]]
-    each = data.batch_size * pipelines
+    each = data.batch_size * NUM_PIPELINES
     return {(int(row["step"]) + 1) * each: float(row["val_loss"]) for row in rows}
 
 
