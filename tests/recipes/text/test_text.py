@@ -138,3 +138,10 @@ def test_a_missing_folder_is_named_with_what_to_do(tmp_path: Path, cache: Path) 
     missing = tmp_path / "nowhere"
     with pytest.raises(MissingDataError, match=rf"{missing}(.|\n)*save_to_disk(.|\n)*data=pydoc"):
         WikipediaText(folder=str(missing)).prepare_data()
+
+
+def test_without_a_connection_the_hub_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(MissingDataError, match=r"wikimedia/wikipedia(.|\n)*data.folder=FOLDER"):
+        wikipedia(None)
