@@ -15,6 +15,7 @@ from typing import Any
 import hydra
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from lightning_sdpipe import SDPipeStrategy
@@ -130,12 +131,21 @@ def command(case: Case) -> str:
         "num_parameters", "iterations", "warm_up",
     )}
     # fmt: on
-    panel |= {"heterogeneity": [case.condition], "methods": [case.method], "repeats": 1}
+    panel |= {"heterogeneity": [case.condition], "methods": [case.method], "repeats": 1, "once": []}
     settings: dict[str, Any] = {"scale": case.scale, "only": [case.panel], f"grid.{case.panel}": panel}
-    settings[f"heterogeneity.{case.condition}"] = case.heterogeneity
-    settings |= {} if case.sync is None else {f"methods.{case.method}": case.sync}
+    return suite_command("throughput", case.seed, settings | specifications(case))
+
+
+def specifications(case: Case) -> dict[str, Any]:
+    """Those of the method and the condition, as settings of a suite."""
+    method = {} if case.sync is None else {f"methods.{case.method}": case.sync}
+    return {f"heterogeneity.{case.condition}": case.heterogeneity, **method}
+
+
+def suite_command(suite: str, seed: int, settings: Mapping[str, Any]) -> str:
+    """Runs a suite with these settings."""
     overrides = [f"suite.{name}={value}" for name, value in _flat(settings)]
-    return shlex.join(["python", "-m", "recipes.bench", "suite=throughput", f"seed={case.seed}", *overrides])
+    return shlex.join(["python", "-m", "recipes.bench", f"suite={suite}", f"seed={seed}", *overrides])
 
 
 def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -179,12 +189,17 @@ def _features(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
 
 def _real(case: Case) -> tuple[list[WorkerReport], int]:
     """Reports of the workers, and the samples of a mini-batch."""
+    module, loader = real_training(case)
+    return _fit(case, module, loader), loader.batch_size or 1
+
+
+def real_training(case: Case) -> tuple[L.LightningModule, DataLoader[Any]]:
+    """The module, and batches for all iterations in one epoch; the seed is that of the weights and of the order."""
     assert case.model is not None
-    torch.manual_seed(case.seed)
+    L.seed_everything(case.seed, verbose=False)
     module, data = hydra.utils.instantiate(case.model["model"]), hydra.utils.instantiate(case.model["data"])
     data.setup("fit")
-    loader = long_epoch(data.train_dataloader(), case.iterations * case.num_pipelines)
-    return _fit(case, module, loader), loader.batch_size or 1
+    return module, long_epoch(data.train_dataloader(), case.iterations * case.num_pipelines)
 
 
 def long_epoch(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
@@ -199,32 +214,36 @@ def long_epoch(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
 
 def _fit(case: Case, module: L.LightningModule, loader: DataLoader[Any]) -> list[WorkerReport]:
     with tempfile.TemporaryDirectory() as directory:
-        strategy: Any
         if case.method == "lightning_ddp":
             if case.num_stages != 1 or case.workload != EMULATED:
                 raise ConfigurationError("lightning_ddp has no stages: use it with num_stages=1, emulated.")
             compute = case.num_micro_batches * case.micro_batch_seconds * case.scale
-            strategy = lightning_ddp()
             probe: Probe = DelayedProbe(Path(directory), case.warm_up, _only_delays(case), compute)
         else:
-            strategy = SDPipeStrategy(
-                num_stages=case.num_stages,
-                sync=hydra.utils.instantiate(case.sync),
-                schedule=case.schedule,  # type: ignore[arg-type]
-                num_micro_batches=case.num_micro_batches,
-                delays=case.slowness,
-                timeout=TRANSFER_TIMEOUT,
-                start_method="fork",
-            )
             probe = Probe(Path(directory), case.warm_up)
-        fit(module, loader, strategy, case.num_stages * case.num_pipelines, case.iterations, probe)
+        fit(module, loader, strategy(case), case.num_stages * case.num_pipelines, case.iterations, probe)
         return read_reports(Path(directory))
+
+
+def strategy(case: Case) -> DDPStrategy:
+    """What trains this case."""
+    if case.method == "lightning_ddp":
+        return lightning_ddp()
+    return SDPipeStrategy(
+        num_stages=case.num_stages,
+        sync=hydra.utils.instantiate(case.sync),
+        schedule=case.schedule,  # type: ignore[arg-type]
+        num_micro_batches=case.num_micro_batches,
+        delays=case.slowness,
+        timeout=TRANSFER_TIMEOUT,
+        start_method="fork",
+    )
 
 
 def fit(
     module: L.LightningModule,
     loader: DataLoader[Any],
-    strategy: Any,
+    strategy: DDPStrategy,
     workers: int,
     iterations: int,
     callback: L.Callback,
