@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import tempfile
 import warnings
@@ -20,7 +21,7 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.heterogeneity import Delays, Heterogeneity, ThroughputBound, bound
+from lightning_sdpipe.heterogeneity import Delays, Heterogeneity, Slowed, ThroughputBound, bound
 from recipes.suites import machine
 from recipes.suites.emulated import FEATURES, EmulatedChain
 from recipes.suites.ratios import Row
@@ -58,6 +59,8 @@ class Case:
         num_parameters: of a stage; emulated only.
         iterations: in all.
         warm_up: how many of them do not count.
+        pace: how many times slower than a core each worker's device is; real compute only, see
+            :class:`~lightning_sdpipe.heterogeneity.Slowed`.
         scale: multiplies ``micro_batch_seconds`` and the delays.
         seed: of the delays and the weights.
     """
@@ -77,6 +80,7 @@ class Case:
     num_parameters: int
     iterations: int
     warm_up: int
+    pace: float
     scale: float
     seed: int
 
@@ -97,7 +101,8 @@ class Case:
         built: Heterogeneity = hydra.utils.instantiate(
             {**self.heterogeneity, **({"seed": self.seed} if "seed" in self.heterogeneity else {})}
         )
-        return replace(built, scale=built.scale * self.scale) if isinstance(built, Delays) else built
+        scaled = replace(built, scale=built.scale * self.scale) if isinstance(built, Delays) else built
+        return scaled if self.workload == EMULATED else Slowed(scaled, self.pace)
 
     @property
     def bound(self) -> ThroughputBound | None:
@@ -128,7 +133,7 @@ def command(case: Case) -> str:
     # fmt: off
     panel = {name: asdict(case)[name] for name in (
         "workload", "num_stages", "num_pipelines", "schedule", "num_micro_batches", "micro_batch_seconds",
-        "num_parameters", "iterations", "warm_up",
+        "num_parameters", "iterations", "warm_up", "pace",
     )}
     # fmt: on
     panel |= {"heterogeneity": [case.condition], "methods": [case.method], "repeats": 1, "once": []}
@@ -137,9 +142,10 @@ def command(case: Case) -> str:
 
 
 def specifications(case: Case) -> dict[str, Any]:
-    """Those of the method and the condition, as settings of a suite."""
+    """Those of the method, the condition and the workload, as settings of a suite."""
     method = {} if case.sync is None else {f"methods.{case.method}": case.sync}
-    return {f"heterogeneity.{case.condition}": case.heterogeneity, **method}
+    workload = {} if case.model is None else {f"workloads.{case.workload}": case.model}
+    return {f"heterogeneity.{case.condition}": case.heterogeneity, **method, **workload}
 
 
 def suite_command(suite: str, seed: int, settings: Mapping[str, Any]) -> str:
@@ -198,6 +204,7 @@ def real_training(case: Case) -> tuple[L.LightningModule, DataLoader[Any]]:
     assert case.model is not None
     L.seed_everything(case.seed, verbose=False)
     module, data = hydra.utils.instantiate(case.model["model"]), hydra.utils.instantiate(case.model["data"])
+    data.prepare_data()
     data.setup("fit")
     return module, long_epoch(data.train_dataloader(), case.iterations * case.num_pipelines)
 
@@ -269,6 +276,7 @@ def quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive the fork
 
 
 def _only_delays(case: Case) -> Delays:
