@@ -98,9 +98,7 @@ class Case:
     @property
     def slowness(self) -> Heterogeneity:
         """Delays are multiplied by the scale; speeds need not be, since they are relative."""
-        built: Heterogeneity = hydra.utils.instantiate(
-            {**self.heterogeneity, **({"seed": self.seed} if "seed" in self.heterogeneity else {})}
-        )
+        built: Heterogeneity = hydra.utils.instantiate(_seeded(self.heterogeneity, self.seed))
         scaled = replace(built, scale=built.scale * self.scale) if isinstance(built, Delays) else built
         return scaled if self.workload == EMULATED else Slowed(scaled, self.pace)
 
@@ -146,6 +144,10 @@ def specifications(case: Case) -> dict[str, Any]:
     method = {} if case.sync is None else {f"methods.{case.method}": case.sync}
     workload = {} if case.model is None else {f"workloads.{case.workload}": case.model}
     return {f"heterogeneity.{case.condition}": case.heterogeneity, **method, **workload}
+
+
+def _seeded(specification: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    return {**specification, **({"seed": seed} if "seed" in specification else {})}
 
 
 def suite_command(suite: str, seed: int, settings: Mapping[str, Any]) -> str:
@@ -238,7 +240,7 @@ def strategy(case: Case) -> DDPStrategy:
         return lightning_ddp()
     return SDPipeStrategy(
         num_stages=case.num_stages,
-        sync=hydra.utils.instantiate(case.sync),
+        sync=hydra.utils.instantiate(_seeded(case.sync or {}, case.seed)),
         schedule=case.schedule,  # type: ignore[arg-type]
         num_micro_batches=case.num_micro_batches,
         delays=case.slowness,
