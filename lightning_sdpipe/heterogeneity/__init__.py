@@ -3,7 +3,7 @@
 from lightning_sdpipe.heterogeneity.delays import Delays, ThroughputBound, bound, condition
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
-from lightning_sdpipe.heterogeneity.slowdowns import Static, Trace
+from lightning_sdpipe.heterogeneity.slowdowns import Slowed, Static, Trace
 from lightning_sdpipe.heterogeneity.tracks import Track, read_tracks, write_tracks
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Delays",
     "EmulatedBlock",
     "Heterogeneity",
+    "Slowed",
     "Static",
     "ThroughputBound",
     "Trace",

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 from lightning_sdpipe.heterogeneity.delays import Pass
@@ -35,6 +36,7 @@ class DelayInjector:
         settle: returns once the device has computed all that it was given; without it, once the call has returned.
         sleep: called with the seconds of each delay, never with 0.
         clock: monotonic seconds.
+        core_wait: seconds that this thread was ready and had no core: no device's time.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class DelayInjector:
         settle: Callable[[], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.perf_counter,
+        core_wait: Callable[[], float] | None = None,
     ) -> None:
         self.heterogeneity = heterogeneity
         self.stage = stage
@@ -55,6 +58,7 @@ class DelayInjector:
         self._settle = settle
         self._sleep = sleep
         self._clock = clock
+        self._core_wait = core_wait or seconds_without_a_core
         self._start: float | None = None
         self._iteration = 0
         self._by_iteration: defaultdict[int, float] = defaultdict(float)
@@ -76,13 +80,15 @@ class DelayInjector:
         start = self._clock()
         if self._start is None:
             self._start = start
+        waited = self._core_wait() if self._track else 0.0
         yield
         if self._track is not None and self._settle is not None:
             self._settle()
         work = self._clock() - start
-        self.computed_seconds += work
         if self._track is not None:
+            work = max(0.0, work - self._core_wait() + waited)
             self._record(self._iteration, self._track.duration(start - self._start, work) - work)
+        self.computed_seconds += work
 
     @property
     def injected_seconds(self) -> float:
@@ -101,3 +107,12 @@ class DelayInjector:
         if seconds > 0.0:
             self._by_iteration[iteration] += seconds
             self._sleep(seconds)
+
+
+def seconds_without_a_core() -> float:
+    """How long this thread has waited for a core so far, as Linux counts it; 0 where nobody counts."""
+    try:
+        _, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:
+        return 0.0
+    return int(waited) / 1e9

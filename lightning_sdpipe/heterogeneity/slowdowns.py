@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.delays import Pass, uniform
+from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.heterogeneity.tracks import Track, read_tracks
 
 SHARED_GPUS = Path(__file__).parent / "traces" / "shared_gpus.json"
@@ -84,3 +85,35 @@ class Trace:
         lap, index = divmod(rank, len(self._tracks))
         track = self._tracks[index]
         return track if lap == 0 else replace(track, start_seconds=uniform(self.seed, rank) * track.seconds)
+
+
+@dataclass(frozen=True)
+class Slowed:
+    """Every device is ``factor`` times slower, on top of another heterogeneity.
+
+    Where a machine has fewer cores than workers, this gives each worker a device of its own: at 1/``factor`` of a
+    core's speed it needs a core for that part of its time only, and who waits for others leaves nobody more of it.
+
+    Args:
+        base: what else happens.
+        factor: at least 1.
+
+    Raises:
+        ConfigurationError: a factor below 1.
+    """
+
+    base: Heterogeneity
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.factor) and self.factor >= 1.0):
+            raise ConfigurationError(f"factor={self.factor!r} must be a finite number of at least 1.")
+
+    def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
+        """As long as the base's."""
+        return self.base.delay(stage, pipeline, iteration, during)
+
+    def track(self, rank: int) -> Track | None:
+        """The base's, slower."""
+        track = self.base.track(rank) or Track(1.0, (1.0,))
+        return replace(track, speeds=tuple(speed / self.factor for speed in track.speeds))

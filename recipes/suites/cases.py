@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import tempfile
 import warnings
@@ -15,11 +16,12 @@ from typing import Any
 import hydra
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.heterogeneity import Delays, Heterogeneity, ThroughputBound, bound
+from lightning_sdpipe.heterogeneity import Delays, Heterogeneity, Slowed, ThroughputBound, bound
 from recipes.suites import machine
 from recipes.suites.emulated import FEATURES, EmulatedChain
 from recipes.suites.ratios import Row
@@ -57,6 +59,8 @@ class Case:
         num_parameters: of a stage; emulated only.
         iterations: in all.
         warm_up: how many of them do not count.
+        pace: how many times slower than a core each worker's device is; real compute only, see
+            :class:`~lightning_sdpipe.heterogeneity.Slowed`.
         scale: multiplies ``micro_batch_seconds`` and the delays.
         seed: of the delays and the weights.
     """
@@ -76,6 +80,7 @@ class Case:
     num_parameters: int
     iterations: int
     warm_up: int
+    pace: float
     scale: float
     seed: int
 
@@ -93,10 +98,9 @@ class Case:
     @property
     def slowness(self) -> Heterogeneity:
         """Delays are multiplied by the scale; speeds need not be, since they are relative."""
-        built: Heterogeneity = hydra.utils.instantiate(
-            {**self.heterogeneity, **({"seed": self.seed} if "seed" in self.heterogeneity else {})}
-        )
-        return replace(built, scale=built.scale * self.scale) if isinstance(built, Delays) else built
+        built: Heterogeneity = hydra.utils.instantiate(_seeded(self.heterogeneity, self.seed))
+        scaled = replace(built, scale=built.scale * self.scale) if isinstance(built, Delays) else built
+        return scaled if self.workload == EMULATED else Slowed(scaled, self.pace)
 
     @property
     def bound(self) -> ThroughputBound | None:
@@ -127,15 +131,29 @@ def command(case: Case) -> str:
     # fmt: off
     panel = {name: asdict(case)[name] for name in (
         "workload", "num_stages", "num_pipelines", "schedule", "num_micro_batches", "micro_batch_seconds",
-        "num_parameters", "iterations", "warm_up",
+        "num_parameters", "iterations", "warm_up", "pace",
     )}
     # fmt: on
-    panel |= {"heterogeneity": [case.condition], "methods": [case.method], "repeats": 1}
+    panel |= {"heterogeneity": [case.condition], "methods": [case.method], "repeats": 1, "once": []}
     settings: dict[str, Any] = {"scale": case.scale, "only": [case.panel], f"grid.{case.panel}": panel}
-    settings[f"heterogeneity.{case.condition}"] = case.heterogeneity
-    settings |= {} if case.sync is None else {f"methods.{case.method}": case.sync}
+    return suite_command("throughput", case.seed, settings | specifications(case))
+
+
+def specifications(case: Case) -> dict[str, Any]:
+    """Those of the method, the condition and the workload, as settings of a suite."""
+    method = {} if case.sync is None else {f"methods.{case.method}": case.sync}
+    workload = {} if case.model is None else {f"workloads.{case.workload}": case.model}
+    return {f"heterogeneity.{case.condition}": case.heterogeneity, **method, **workload}
+
+
+def _seeded(specification: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    return {**specification, **({"seed": seed} if "seed" in specification else {})}
+
+
+def suite_command(suite: str, seed: int, settings: Mapping[str, Any]) -> str:
+    """Runs a suite with these settings."""
     overrides = [f"suite.{name}={value}" for name, value in _flat(settings)]
-    return shlex.join(["python", "-m", "recipes.bench", "suite=throughput", f"seed={case.seed}", *overrides])
+    return shlex.join(["python", "-m", "recipes.bench", f"suite={suite}", f"seed={seed}", *overrides])
 
 
 def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -179,12 +197,18 @@ def _features(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
 
 def _real(case: Case) -> tuple[list[WorkerReport], int]:
     """Reports of the workers, and the samples of a mini-batch."""
-    assert case.model is not None
-    torch.manual_seed(case.seed)
-    module, data = hydra.utils.instantiate(case.model["model"]), hydra.utils.instantiate(case.model["data"])
-    data.setup("fit")
-    loader = long_epoch(data.train_dataloader(), case.iterations * case.num_pipelines)
+    module, loader = real_training(case)
     return _fit(case, module, loader), loader.batch_size or 1
+
+
+def real_training(case: Case) -> tuple[L.LightningModule, DataLoader[Any]]:
+    """The module, and batches for all iterations in one epoch; the seed is that of the weights and of the order."""
+    assert case.model is not None
+    L.seed_everything(case.seed, verbose=False)
+    module, data = hydra.utils.instantiate(case.model["model"]), hydra.utils.instantiate(case.model["data"])
+    data.prepare_data()
+    data.setup("fit")
+    return module, long_epoch(data.train_dataloader(), case.iterations * case.num_pipelines)
 
 
 def long_epoch(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
@@ -199,32 +223,36 @@ def long_epoch(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
 
 def _fit(case: Case, module: L.LightningModule, loader: DataLoader[Any]) -> list[WorkerReport]:
     with tempfile.TemporaryDirectory() as directory:
-        strategy: Any
         if case.method == "lightning_ddp":
             if case.num_stages != 1 or case.workload != EMULATED:
                 raise ConfigurationError("lightning_ddp has no stages: use it with num_stages=1, emulated.")
             compute = case.num_micro_batches * case.micro_batch_seconds * case.scale
-            strategy = lightning_ddp()
             probe: Probe = DelayedProbe(Path(directory), case.warm_up, _only_delays(case), compute)
         else:
-            strategy = SDPipeStrategy(
-                num_stages=case.num_stages,
-                sync=hydra.utils.instantiate(case.sync),
-                schedule=case.schedule,  # type: ignore[arg-type]
-                num_micro_batches=case.num_micro_batches,
-                delays=case.slowness,
-                timeout=TRANSFER_TIMEOUT,
-                start_method="fork",
-            )
             probe = Probe(Path(directory), case.warm_up)
-        fit(module, loader, strategy, case.num_stages * case.num_pipelines, case.iterations, probe)
+        fit(module, loader, strategy(case), case.num_stages * case.num_pipelines, case.iterations, probe)
         return read_reports(Path(directory))
+
+
+def strategy(case: Case) -> DDPStrategy:
+    """What trains this case."""
+    if case.method == "lightning_ddp":
+        return lightning_ddp()
+    return SDPipeStrategy(
+        num_stages=case.num_stages,
+        sync=hydra.utils.instantiate(_seeded(case.sync or {}, case.seed)),
+        schedule=case.schedule,  # type: ignore[arg-type]
+        num_micro_batches=case.num_micro_batches,
+        delays=case.slowness,
+        timeout=TRANSFER_TIMEOUT,
+        start_method="fork",
+    )
 
 
 def fit(
     module: L.LightningModule,
     loader: DataLoader[Any],
-    strategy: Any,
+    strategy: DDPStrategy,
     workers: int,
     iterations: int,
     callback: L.Callback,
@@ -250,6 +278,7 @@ def quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive the fork
 
 
 def _only_delays(case: Case) -> Delays:

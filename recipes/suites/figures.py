@@ -40,6 +40,32 @@ def throughput_figures(summaries: Sequence[Row], output: Path) -> list[Path]:
     return files
 
 
+def convergence_figures(rows: Sequence[Row], output: Path) -> list[Path]:
+    """Learning curves against time and against samples (the layout of Figure 5), one line per seed.
+
+    Args:
+        rows: of ``suite=convergence``.
+        output: a file; the figures get its name with an addition.
+    """
+    files = []
+    for name, own in _by(rows, "workload", "heterogeneity").items():
+        figure, axes = _axes(2)
+        methods = list(dict.fromkeys(_method(row) for row in own))
+        for axis, column, label in zip(axes, (0, 1), ("seconds", "samples"), strict=True):
+            for row in own:
+                points = [(point[column], point[2]) for point in row["curve"]]
+                index = methods.index(_method(row))
+                label_once = _method(row) if row["repeat"] == 0 else None
+                axis.plot(*zip(*points, strict=True), color=f"C{index}", label=label_once, linewidth=1)
+            axis.set_xlabel(label)
+            axis.set_ylabel(own[0]["target"].split()[0])
+            axis.axhline(float(own[0]["target"].split()[-1]), color="grey", linestyle=":")
+            axis.set_title(name)
+        axes[0].legend(fontsize="small")
+        files += _save(figure, output, f"convergence.{name.replace(' ', '.')}")
+    return files
+
+
 def speedups(rows: Sequence[Row], base: str = "hetpipe") -> list[Row]:
     """Throughput of each method over that of ``base`` (all-reduce, if it was not measured) with as many workers."""
     base = base if any(_method(row) == base for row in rows) else "all_reduce"

@@ -46,7 +46,12 @@ class DelayedProbe(Probe):
 
     def now(self, trainer: L.Trainer) -> Counters:
         assert self._injector is not None
-        return replace(counters(self._injector), computed=self._iterations * self._compute_seconds)
+        return replace(
+            counters(self._injector),
+            computed=self._iterations * self._compute_seconds,
+            groups=self._iterations,
+            members=self._iterations * trainer.world_size,
+        )
 
     def place(self, trainer: L.Trainer) -> tuple[int, int]:
         return 0, trainer.global_rank
@@ -141,7 +146,8 @@ def _train(
     counted = iterations - warm_up
     _, forward_seconds, backward_seconds, _ = chain
     computed = counted * num_micro_batches * (forward_seconds + backward_seconds)  # torch does not say: as emulated
-    return WorkerReport(stage, pipeline, counted, replace(used, computed=computed))
+    members = counted * num_pipelines
+    return WorkerReport(stage, pipeline, counted, replace(used, computed=computed, groups=counted, members=members))
 
 
 def _group(all_ranks: Sequence[Sequence[int]], own: int) -> Any:

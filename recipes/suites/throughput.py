@@ -15,7 +15,8 @@ from typing import Any
 
 from lightning_sdpipe.errors import ConfigurationError
 from recipes.suites import cases, machine
-from recipes.suites.cases import EMULATED, PAPERS_ITERATION_SECONDS, REFERENCES, Case, quiet
+from recipes.suites.calibration import calibrated_scale
+from recipes.suites.cases import EMULATED, REFERENCES, Case, quiet
 from recipes.suites.figures import require_matplotlib, throughput_figures
 from recipes.suites.headroom import table
 from recipes.suites.journal import Journal
@@ -39,7 +40,6 @@ GOALS: dict[str, tuple[str, str, float]] = {
 }
 """By the key of the ratio, without its schedule: what is divided by what, and what should come out at least."""
 
-CALIBRATION_ITERATIONS = 20
 HEADLINE = {"all_reduce": 4.3, "adpsgd": 2.8}
 """The paper's largest speed-ups over these (§5.2)."""
 HEADLINE_SLOWDOWN = 1.4
@@ -66,7 +66,7 @@ def run(
         heterogeneity: likewise.
         workloads: the ``model`` and ``data`` of each real workload, likewise.
         grid: by name, the fields of :class:`~recipes.suites.cases.Case`, with lists of ``methods`` and
-            ``heterogeneity``, and ``repeats``.
+            ``heterogeneity``, the number of ``repeats``, and the conditions that are measured ``once`` only.
         only: names of parts.
         scale: of emulated times, and of all delays; None to measure it.
         output: finished rows are kept beside this file, and figures are drawn there; None for neither.
@@ -102,9 +102,13 @@ def plan(
     Raises:
         ConfigurationError: a method or a condition that is not among the specifications.
     """
-    fields = {name: value for name, value in part.items() if name not in ("methods", "heterogeneity", "repeats")}
+    fields = {
+        name: value for name, value in part.items() if name not in ("methods", "heterogeneity", "repeats", "once")
+    }
     for repeat in range(part["repeats"]):
         for condition in part["heterogeneity"]:
+            if repeat and condition in part["once"]:
+                continue
             for method in rotated(part["methods"], repeat):
                 workload = part["workload"]
                 case = Case(
@@ -126,29 +130,6 @@ def _named(specifications: Mapping[str, Mapping[str, Any]], kind: str, name: str
         raise ConfigurationError(f"{name!r} is not among suite.{kind}; there are {', '.join(specifications[kind])}.")
     specification: Mapping[str, Any] = specifications[kind][name]
     return specification
-
-
-def calibrated_scale(
-    case: Case, all_reduce: Mapping[str, Any], no_delays: Mapping[str, Any], journal: Journal
-) -> float:
-    """By what to stretch times: emulated ones until the cores are under half busy, and the delays of real compute as
-    its mini-batch is longer than the one that they are meant for. Measured with all-reduce and without delays."""
-    probe = replace(
-        case, panel="calibration", method="all_reduce", sync=all_reduce, condition="none", heterogeneity=no_delays
-    )
-    if case.workload != EMULATED:
-        row = journal.measured(asdict(probe), lambda: cases.run(probe))
-        return float(round(row["iteration_ms"] / 1e3 / PAPERS_ITERATION_SECONDS, 2))
-    slots = case.num_micro_batches + case.num_stages - 1
-    probe = replace(
-        probe,
-        schedule="1f1b",
-        micro_batch_seconds=PAPERS_ITERATION_SECONDS / slots,
-        iterations=CALIBRATION_ITERATIONS,
-        warm_up=CALIBRATION_ITERATIONS // 4,
-    )
-    row = journal.measured(asdict(probe), lambda: cases.run(probe))
-    return machine.needed_scale(row["processor_s"], PAPERS_ITERATION_SECONDS, machine.cores())
 
 
 def _measured(case: Case, repeat: int, journal: Journal) -> Row:

@@ -18,12 +18,14 @@ from lightning_sdpipe.heterogeneity import (
     DelayInjector,
     Delays,
     EmulatedBlock,
+    Slowed,
     Static,
     Trace,
     Track,
     read_tracks,
     write_tracks,
 )
+from lightning_sdpipe.heterogeneity.injector import seconds_without_a_core
 from lightning_sdpipe.heterogeneity.slowdowns import SHARED_GPUS
 from lightning_sdpipe.heterogeneity.synthetic import main as synthesise
 
@@ -42,7 +44,7 @@ class Clock:
 
 
 def injector(heterogeneity: Any, clock: Clock, rank: int = 0) -> DelayInjector:
-    return DelayInjector(heterogeneity, 0, 0, rank, sleep=clock.sleep, clock=clock)
+    return DelayInjector(heterogeneity, 0, 0, rank, sleep=clock.sleep, clock=clock, core_wait=lambda: 0.0)
 
 
 def compute(worker: DelayInjector, clock: Clock, seconds: float) -> float:
@@ -115,6 +117,16 @@ def test_the_shipped_tracks_are_what_the_generator_makes(tmp_path: Path) -> None
     assert len({track.speeds for track in tracks}) == 16
 
 
+def test_slower_devices_meet_the_same_delays_and_courses() -> None:
+    clock = Clock()
+    worker = injector(Slowed(Delays(probability=1.0, seconds=0.3), 4.0), clock)
+    worker.before_forward(0)
+    assert compute(worker, clock, 0.2) == pytest.approx(0.8)
+    assert worker.injected_seconds == pytest.approx(0.3 + 0.6)
+    worker = injector(Slowed(Static([1.0, 2.0]), 4.0), clock, rank=1)
+    assert compute(worker, clock, 0.2) == pytest.approx(1.6)
+
+
 def test_delays_leave_devices_at_full_speed() -> None:
     clock = Clock()
     worker = injector(Delays(probability=1.0, seconds=0.3), clock)
@@ -136,8 +148,23 @@ def test_an_emulated_block_on_a_slow_device_takes_longer_in_both_directions() ->
 
 def test_a_device_is_waited_for_before_its_work_is_timed() -> None:
     clock = Clock()
-    worker = DelayInjector(Static([3.0]), 0, 0, settle=lambda: clock.sleep(0.5), sleep=clock.sleep, clock=clock)
+    worker = DelayInjector(
+        Static([3.0]), 0, 0, settle=lambda: clock.sleep(0.5), sleep=clock.sleep, clock=clock, core_wait=lambda: 0.0
+    )
     assert compute(worker, clock, 0.1) == pytest.approx(3 * 0.6)
+
+
+def test_waiting_for_a_core_is_not_computing() -> None:
+    clock, waited = Clock(), iter((2.0, 2.3))
+    worker = DelayInjector(Static([3.0]), 0, 0, sleep=clock.sleep, clock=clock, core_wait=lambda: next(waited))
+    assert compute(worker, clock, 0.4) == pytest.approx(0.4 + 2 * 0.1)
+    assert worker.computed_seconds == pytest.approx(0.1)
+
+
+def test_linux_counts_how_long_a_thread_had_no_core() -> None:
+    before = seconds_without_a_core()
+    time.sleep(0.02)
+    assert 0.0 <= seconds_without_a_core() - before < 1.0  # asleep it was not ready
 
 
 @pytest.mark.parametrize(
@@ -146,6 +173,7 @@ def test_a_device_is_waited_for_before_its_work_is_timed() -> None:
         (lambda: Static([]), "factors"),
         (lambda: Static([0.5]), "at least 1"),
         (lambda: Static([math.inf]), "factors"),
+        (lambda: Slowed(Delays(), 0.9), "factor"),
         (lambda: Trace(time_scale=0.0), "time_scale"),
         (lambda: Trace([]), "no track"),
         (lambda: Trace(["/nowhere/trace.json"]), "/nowhere/trace.json cannot be read: No such file"),

@@ -1,0 +1,224 @@
+"""Time and samples to a target, with real compute on real data: SDPipe §5.3 and §5.5.
+
+Nobody is stopped to be evaluated: workers write down their parameters as they go, and the model at each moment, the
+mean over the pipelines, is evaluated after the run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from recipes.suites import cases, machine
+from recipes.suites.calibration import calibrated_scale
+from recipes.suites.cases import Case, quiet
+from recipes.suites.figures import convergence_figures, require_matplotlib
+from recipes.suites.journal import Journal
+from recipes.suites.processes import run_processes
+from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.suites.snapshots import Snapshots, evaluate
+
+LOWER_IS_BETTER = frozenset({"samples"})
+
+OURS, BASELINE = "sdpipe", "all_reduce"
+SAMPLES_GOAL = 1.05
+TIME_GOAL = 1.4
+FINAL_GOAL = -1.0
+EVALUATION_TIMEOUT = 300.0
+TARGET_FIELDS = ("metric", "target", "rising", "snapshot_every")
+
+Curve = Sequence[Sequence[float]]
+
+
+def run(
+    *,
+    methods: Mapping[str, Any],
+    heterogeneity: Mapping[str, Any],
+    workloads: Mapping[str, Any],
+    experiments: Mapping[str, Mapping[str, Any]],
+    only: Sequence[str],
+    compared: Sequence[str],
+    conditions: Sequence[str],
+    repeats: int,
+    points: int,
+    scale: float | None,
+    output: str | None,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Runs the experiments that ``only`` names.
+
+    Args:
+        methods: specifications for Hydra, by name.
+        heterogeneity: likewise.
+        workloads: the ``model`` and ``data`` of each, likewise.
+        experiments: by the name of their workload, fields of :class:`~recipes.suites.cases.Case`, with the ``metric``
+            that ``validation_step`` logs, its ``target``, whether it is ``rising``, and after how many iterations
+            each snapshot is taken.
+        only: names of experiments.
+        compared: names of methods.
+        conditions: names of heterogeneity.
+        repeats: runs of each, with seeds that count up.
+        points: of each learning curve.
+        scale: of all delays; None for the length of a mini-batch without delays over the paper's.
+        output: finished rows are kept beside this file, and figures are drawn there; None for neither.
+        seed: of the first repeat.
+    """
+    if output is not None:
+        require_matplotlib()
+    quiet()
+    journal = Journal(None if output is None else Path(output).with_suffix(".rows.jsonl"), machine.setting())
+    rows: list[Row] = []
+    for name in only:
+        experiment = experiments[name]
+        fields = {key: value for key, value in experiment.items() if key not in TARGET_FIELDS}
+        factor = scale
+        for repeat in range(repeats):
+            for condition in conditions:
+                for method in rotated(compared, repeat):
+                    case = Case(
+                        panel="convergence",
+                        method=method,
+                        sync=methods[method],
+                        condition=condition,
+                        heterogeneity=heterogeneity[condition],
+                        workload=name,
+                        model=workloads[name],
+                        micro_batch_seconds=0.0,
+                        num_parameters=0,
+                        warm_up=0,
+                        scale=1.0,
+                        seed=seed + repeat,
+                        **fields,
+                    )
+                    if factor is None:
+                        factor = calibrated_scale(case, methods["all_reduce"], heterogeneity["none"], journal)
+                    rows.append(_measured(replace(case, scale=factor), repeat, experiment, points, journal))
+    if output is not None:
+        convergence_figures(rows, Path(output))
+    return rows, ratios(rows)
+
+
+def _measured(case: Case, repeat: int, experiment: Mapping[str, Any], points: int, journal: Journal) -> Row:
+    print(f"{case.workload} {case.condition} {case.method}, repeat {repeat}", end=": ", flush=True)
+    start = time.perf_counter()
+    metric, every = experiment["metric"], experiment["snapshot_every"]
+    asked = {**asdict(case), "metric": metric, "snapshot_every": every, "points": points}
+    row = journal.measured(asked, lambda: _train(case, metric, every, points))
+    curve, target, rising = row["curve"], experiment["target"], experiment["rising"]
+    reached = to_target(curve, target, rising)
+    print(f"{metric} {curve[-1][2]:.3f} ({time.perf_counter() - start:.0f} s)", flush=True)
+    return {
+        "what": case.method,
+        "workload": case.workload,
+        "shape": case.shape,
+        "schedule": case.schedule,
+        "heterogeneity": case.condition,
+        "repeat": repeat,
+        "target": f"{metric} {'≥' if rising else '≤'} {target}",
+        "seconds_to_target": None if reached is None else reached[0],
+        "samples_to_target": None if reached is None else reached[1],
+        "final": curve[-1][2],
+        "rising": rising,
+        "seconds": curve[-1][0],
+        "samples": curve[-1][1],
+        "scale": case.scale,
+        "seed": case.seed,
+        "command": _command(case, experiment, points),
+        "curve": curve,
+    }
+
+
+def _train(case: Case, metric: str, every: int, points: int) -> Row:
+    with tempfile.TemporaryDirectory() as directory:
+        module, loader = cases.real_training(case)
+        workers = case.num_stages * case.num_pipelines
+        snapshots = Snapshots(Path(directory), every)
+        cases.fit(module, loader, cases.strategy(case), workers, case.iterations, snapshots)
+        arguments = (Path(directory), case.model, metric, loader.batch_size, points)
+        (curve,) = run_processes(1, evaluate, *arguments, timeout=EVALUATION_TIMEOUT)
+    return {"curve": [list(point) for point in curve]}
+
+
+def _command(case: Case, experiment: Mapping[str, Any], points: int) -> str:
+    settings = {
+        "scale": case.scale,
+        "only": [case.workload],
+        "compared": [case.method],
+        "conditions": [case.condition],
+        "repeats": 1,
+        "points": points,
+        f"experiments.{case.workload}": experiment,
+        **cases.specifications(case),
+    }
+    return cases.suite_command("convergence", case.seed, settings)
+
+
+def to_target(curve: Curve, target: float, rising: bool) -> tuple[float, float] | None:
+    """Seconds and samples at which the curve first reaches ``target``, between its points in proportion; None if it
+    does not."""
+    sign = 1.0 if rising else -1.0
+    before: Sequence[float] | None = None
+    for point in curve:
+        missing = sign * (target - point[2])
+        if missing <= 0.0:
+            if before is None:
+                return point[0], point[1]
+            gained = sign * (point[2] - before[2])
+            share = 1.0 + missing / gained  # from the last point to this one
+            return before[0] + share * (point[0] - before[0]), before[1] + share * (point[1] - before[1])
+        before = point
+    return None
+
+
+def ratios(rows: Sequence[Row]) -> Ratios:
+    """Ours against all-reduce, seed by seed. Who never reaches the target needs infinitely long; seeds in which
+    all-reduce does not are left out."""
+    found: Ratios = {}
+    for workload, condition in dict.fromkeys((row["workload"], row["heterogeneity"]) for row in rows):
+        own = [row for row in rows if (row["workload"], row["heterogeneity"]) == (workload, condition)]
+        by_method = {
+            method: {row["repeat"]: row for row in own if row["what"] == method} for method in (OURS, BASELINE)
+        }
+        pairs = [
+            (ours, by_method[BASELINE][repeat])
+            for repeat, ours in by_method[OURS].items()
+            if repeat in by_method[BASELINE] and by_method[BASELINE][repeat]["samples_to_target"] is not None
+        ]
+        if pairs:
+            target = f"to {pairs[0][0]['target']}, {workload} under {condition}, {len(pairs)} seeds"
+            samples = [_or_never(ours["samples_to_target"]) / base["samples_to_target"] for ours, base in pairs]
+            seconds = [base["seconds_to_target"] / _or_never(ours["seconds_to_target"]) for ours, base in pairs]
+            found[f"samples/{workload}/{condition}"] = ratio(
+                samples, SAMPLES_GOAL, f"samples {target}: {OURS} over {BASELINE}"
+            )
+            found[f"time/{workload}/{condition}"] = ratio(
+                seconds, TIME_GOAL, f"speed-up {target}: time of {BASELINE} over that of {OURS}"
+            )
+        gap = _final_gap([*by_method[OURS].values()], [*by_method[BASELINE].values()])
+        if gap is not None:
+            found[f"final/{workload}/{condition}"] = ratio(
+                [gap],
+                FINAL_GOAL,
+                f"final value, {workload} under {condition}: {OURS} above {BASELINE}, in its deviations",
+            )
+    return found
+
+
+def _or_never(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _final_gap(ours: Sequence[Row], base: Sequence[Row]) -> float | None:
+    """How much better the mean of our final values is, in standard deviations of the baseline's."""
+    if not ours or len(base) < 2:
+        return None
+    sign = 1.0 if base[0]["rising"] else -1.0
+    gain = sign * (statistics.fmean(r["final"] for r in ours) - statistics.fmean(r["final"] for r in base))
+    deviation = statistics.stdev(row["final"] for row in base)
+    return gain / deviation if deviation else math.copysign(math.inf, gain) if gain else 0.0

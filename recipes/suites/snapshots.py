@@ -1,0 +1,154 @@
+"""The model while it trains, without stopping anybody: each worker writes down its part, and what the parts amount to
+is found out afterwards.
+
+At any moment the model is what the run would leave if it ended there: the mean over the pipelines, each as of its last
+snapshot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.pipeline.step_log import logging_through
+
+State = dict[str, Tensor]
+
+
+class Snapshots(L.Callback):
+    """Saves this worker's parameters and buffers every so many iterations, and at the beginning.
+
+    Args:
+        directory: where the files go.
+        every: iterations.
+    """
+
+    def __init__(self, directory: Path, every: int) -> None:
+        self._directory = directory
+        self._every = every
+        self._iterations = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._save(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._iterations += 1
+        if self._iterations % self._every == 0:
+            self._save(trainer, pl_module)
+
+    def _save(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert isinstance(trainer.strategy, SDPipeStrategy)
+        stage, pipeline = trainer.strategy.mesh.locate(trainer.global_rank)
+        clock = time.perf_counter()
+        own = {name: value.clone() for name, value in module.state_dict().items() if not value.is_meta}
+        torch.save((clock, own), self._directory / f"{pipeline}_{self._iterations}_{stage}.pt")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A pipeline after so many iterations."""
+
+    pipeline: int
+    iterations: int
+    clock: float  # when the last of its stages had written its part
+    files: Sequence[Path]
+
+    @classmethod
+    def read(cls, pipeline: int, iterations: int, files: Sequence[Path]) -> Snapshot:
+        return cls(pipeline, iterations, max(_load(file)[0] for file in files), files)
+
+    def state(self) -> State:
+        """Of all stages together."""
+        return {name: value for file in self.files for name, value in _load(file)[1].items()}
+
+
+def read_snapshots(directory: Path) -> list[Snapshot]:
+    """What :class:`Snapshots` wrote, by pipeline and iteration."""
+    files: dict[tuple[int, int], list[Path]] = {}
+    for file in sorted(directory.glob("*.pt")):
+        pipeline, iterations, _ = map(int, file.stem.split("_"))
+        files.setdefault((pipeline, iterations), []).append(file)
+    return [Snapshot.read(*key, parts) for key, parts in sorted(files.items())]
+
+
+def moments(snapshots: Sequence[Snapshot], count: int) -> list[tuple[float, list[Snapshot]]]:
+    """``count`` evenly spaced moments from the start, when every worker was there, to the end, when the last pipeline
+    was done: seconds since the start, and the last snapshot of each pipeline."""
+    pipelines = {snapshot.pipeline for snapshot in snapshots}
+    start = max(snapshot.clock for snapshot in snapshots if snapshot.iterations == 0)
+    end = max(snapshot.clock for snapshot in snapshots)
+    found = []
+    for index in range(count):
+        now = start + (end - start) * (index + 1) / count
+        past = [snapshot for snapshot in snapshots if snapshot.clock <= now]
+        last = [
+            max((s for s in past if s.pipeline == pipeline), key=lambda s: s.iterations)
+            for pipeline in sorted(pipelines)
+        ]
+        found.append((now - start, last))
+    return found
+
+
+def evaluate(
+    rank: int, directory: Path, model: Mapping[str, Any], metric: str, samples: int, count: int
+) -> list[tuple[float, int, float]]:
+    """The learning curve of a run: seconds, samples seen by all pipelines together, and the metric.
+
+    Args:
+        rank: not used; this runs in a process of its own, because a process that has computed must not be forked.
+        directory: with the snapshots.
+        model: specifications of the module and the data, for Hydra.
+        metric: a name that ``validation_step`` logs.
+        samples: of a mini-batch of one pipeline.
+        count: points of the curve.
+    """
+    module, data = hydra.utils.instantiate(model["model"]), hydra.utils.instantiate(model["data"])
+    data.setup("fit")
+    curve = []
+    for seconds, last in moments(read_snapshots(directory), count):
+        module.load_state_dict(mean_state([snapshot.state() for snapshot in last]))
+        value = validate(module, data.val_dataloader(), metric)
+        curve.append((seconds, samples * sum(snapshot.iterations for snapshot in last), value))
+    return curve
+
+
+def mean_state(states: Sequence[State]) -> State:
+    """The mean of what is a floating-point number, and the largest of the rest (counters)."""
+    return {
+        name: torch.stack([state[name] for state in states]).mean(0)
+        if value.is_floating_point()
+        else torch.stack([state[name] for state in states]).amax(0)
+        for name, value in states[0].items()
+    }
+
+
+def validate(module: L.LightningModule, batches: Iterable[Any], metric: str) -> float:
+    """The mean of what ``validation_step`` logs as ``metric``, weighted by the samples of each batch; random numbers
+    are the same in each call."""
+    total, weight = 0.0, 0
+    torch.manual_seed(0)
+    module.eval()
+    with torch.inference_mode():
+        for index, batch in enumerate(batches):
+            logged: dict[str, float] = {}
+            with logging_through(
+                module, lambda name, value, *_, logged=logged, **__: logged.update({name: float(value)})
+            ):
+                module.validation_step(batch, index)
+            size = len(next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0])
+            total, weight = total + size * logged[metric], weight + size
+    return total / weight
+
+
+def _load(file: Path) -> tuple[float, State]:
+    clock, state = torch.load(file, weights_only=True)
+    return clock, state
