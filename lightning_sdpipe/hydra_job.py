@@ -55,8 +55,12 @@ def rerun() -> Rerun | None:
 
 
 def _hydra() -> Any:
-    module = sys.modules.get("hydra.core.hydra_config")  # not imported: no Hydra application
-    return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
+    """Hydra's part of the configuration of the job that runs; None if ``hydra.main`` has not started one."""
+    module = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return None
+    hydra = module.HydraConfig.get()
+    return hydra if hydra.runtime.get("output_dir") is not None else None
 
 
 def _program(start: Path) -> tuple[list[str], dict[str, str]]:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -150,6 +151,9 @@ class WholeModelLauncher(_MultiProcessingLauncher):
         before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
         try:
             return super().launch(function, *args, **kwargs)
+        except KeyboardInterrupt:  # perhaps nobody but this process has heard of it
+            self.kill(signal.SIGKILL)
+            raise
         finally:
             _restore_environment(before)
 

@@ -23,7 +23,7 @@ from recipes.command_line import check_jobs
         ("sync.conectivity=3", "sync.conectivity does not exist; did you mean connectivity?"),
         (
             "+sync.conectivity=3",
-            "is not an option of SemiDecentralizedSpec; did you mean connectivity?",
+            "sync.conectivity is not an option of SemiDecentralized; did you mean connectivity?",
         ),
         ("+strategy.num_micro_batchs=3", "is not an option of SDPipeStrategy; did you mean num_micro_batches?"),
         ("partition=balanced strategy.partition.bandwith=3", "strategy.partition.bandwith does not exist; did you"),

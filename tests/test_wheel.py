@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = {"trainer", "strategy", "schedule", "partition", "sync", "heterogeneity"}
@@ -36,6 +37,11 @@ def test_the_wheel_has_the_groups_that_need_no_recipe(site: Path) -> None:
         assert {path.name for path in (conf / group).iterdir()} == options
         assert "recipes." not in "".join(path.read_text() for path in (conf / group).iterdir())
     assert not (site / "recipes").exists()
+
+
+def test_a_checkout_has_them_in_the_same_place() -> None:
+    with initialize_config_module("lightning_sdpipe.conf", version_base="1.3"):
+        assert compose("train").strategy.schedule == "1f1b"
 
 
 @pytest.mark.distributed
