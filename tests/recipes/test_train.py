@@ -116,7 +116,7 @@ def test_optuna_searches_for_the_least_objective(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "trainer.devices=2"]
     choices = [f"hydra.sweep.dir={tmp_path}", "model.lr=interval(0.01,0.1)", "num_stages=1"]
-    code, printed, marker = run_app(tmp_path, "-m", "recipes.train", "-m", *FORKED, *search, *choices)
+    code, printed, marker = run_app(tmp_path, "-m", "recipes.train", "-m", *FORKED, *search, *choices, timeout=220)
     assert code == 0, printed
     assert processes_of(marker) == []
     found = rows(tmp_path)
