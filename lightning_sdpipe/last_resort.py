@@ -1,12 +1,11 @@
 """Ending a worker that cannot end by itself.
 
 gloo offers no way to wake a thread that waits for a tensor of another process while that process lives. So when a run
-is over and a worker has not noticed within a few seconds, it is ended from another thread, with the reason.
+is over and a worker has not noticed within a few seconds, another thread says why and gives up.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -19,8 +18,9 @@ _PATIENCE = 2.0  # seconds in which a worker that computes, or waits for the sch
 class LastResort:
     """Armed when another worker has failed; disarmed when this one has noticed."""
 
-    def __init__(self, describe: Callable[[Failure], str]) -> None:
+    def __init__(self, describe: Callable[[Failure], str], give_up: Callable[[], None]) -> None:
         self._describe = describe
+        self._give_up = give_up
         self._timer: threading.Timer | None = None
         self._noticed = False
 
@@ -37,4 +37,4 @@ class LastResort:
 
     def _end(self, failure: Failure) -> None:
         print(self._describe(failure), file=sys.stderr, flush=True)
-        os._exit(1)
+        self._give_up()

@@ -2,28 +2,70 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import select
+import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _launch_process_observer
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
+from lightning_sdpipe import hydra_job, job
+from lightning_sdpipe.errors import WorkerFailedError
+
+_log = logging.getLogger(__name__)
+
+_JOINED = "SDPIPE_JOINED"  # in a started process: the pipe through which it says that it has come to its Trainer
+_SET_FOR_WORKERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_children: list[subprocess.Popen[bytes]] = []  # of this process's job: all its Trainers run on the same ones
+
 
 class CheckingLauncher(_SubprocessScriptLauncher):
-    """Calls ``check`` in the process that the user started, before any other process exists."""
+    """Calls ``check`` in the process that the user started, before any other process exists.
+
+    The others run the user's script; in a Hydra application, its task function on the configuration of this very job.
+    They run what this process runs, so they are started once, and end with the job.
+
+    Args:
+        environment: knows who starts processes, and where they meet.
+        num_processes: on this machine.
+        num_nodes: number of machines.
+        check: raises if the run cannot work.
+        timeout: seconds that started processes get to come to their Trainer, and to end after the job.
+    """
 
     def __init__(
-        self, environment: ClusterEnvironment, num_processes: int, num_nodes: int, check: Callable[[], None]
+        self,
+        environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        check: Callable[[], None],
+        timeout: float,
     ) -> None:
         super().__init__(environment, num_processes, num_nodes)
         self._check = check
+        self._timeout = timeout
+        self.procs = _children
 
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self._check()
-        return super().launch(function, *args, **kwargs)
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._start_children()
+        elif _JOINED in os.environ:
+            with os.fdopen(int(os.environ.pop(_JOINED)), "wb") as pipe:
+                pipe.write(b"!")
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
 
     def end_children(self, grace: float) -> None:
         """Waits ``grace`` seconds for the started processes to end by themselves, then ends them."""
@@ -35,6 +77,67 @@ class CheckingLauncher(_SubprocessScriptLauncher):
                 process.kill()
                 process.wait()
 
+    def _start_children(self) -> None:
+        job.at_end(_restore_environment, {name: os.environ.get(name) for name in _SET_FOR_WORKERS})
+        job.at_end(_leave_process_groups)
+        job.at_end(self._await_end)
+        environment = self.cluster_environment
+        os.environ |= {
+            "MASTER_ADDR": environment.main_address,
+            "MASTER_PORT": str(environment.main_port),
+            "NODE_RANK": str(environment.node_rank()),
+            "LOCAL_RANK": str(environment.local_rank()),
+            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+        }
+        rerun = hydra_job.rerun()
+        command, more = (_basic_subprocess_cmd(), {}) if rerun is None else (rerun.command, rerun.environment)
+        pipes = {}
+        for local_rank in range(1, self.num_processes):
+            reading, writing = os.pipe()
+            variables = os.environ | more | {"LOCAL_RANK": str(local_rank), _JOINED: str(writing)}
+            self.procs.append(subprocess.Popen(command, env=variables, pass_fds=[writing]))
+            os.close(writing)
+            pipes[reading] = local_rank
+        try:
+            self._await_start(pipes)
+        finally:
+            for reading in pipes:
+                os.close(reading)
+            if rerun is not None:
+                rerun.file.unlink()
+        if not hydra_job.in_sweep():  # it would end the sweep
+            _launch_process_observer(self.procs)
+
+    def _await_start(self, pipes: Mapping[int, int]) -> None:
+        """So that nobody waits for a process that has ended before there is a connection to notice it by."""
+        waiting, deadline = dict(pipes), time.monotonic() + self._timeout
+        poll = select.poll()
+        for reading in pipes:
+            poll.register(reading, select.POLLIN | select.POLLHUP)
+        while waiting:
+            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not ready:
+                raise WorkerFailedError(
+                    f"The processes with LOCAL_RANK {sorted(waiting.values())} did not come to their Trainer within "
+                    f"{self._timeout:g} s."
+                )
+            for reading, _ in ready:
+                local_rank = waiting.pop(reading)
+                poll.unregister(reading)
+                if not os.read(reading, 1):
+                    code = self.procs[local_rank - 1].wait()
+                    raise WorkerFailedError(
+                        f"The process with LOCAL_RANK {local_rank} ended (exit code {code}) before it came to its "
+                        "Trainer. It runs the same script; its own message is above."
+                    )
+
+    def _await_end(self) -> None:
+        self.end_children(self._timeout)
+        for local_rank, process in enumerate(self.procs, 1):
+            if process.returncode:
+                _log.warning(f"The process with LOCAL_RANK {local_rank} ended with exit code {process.returncode}.")
+        self.procs.clear()
+
 
 class WholeModelLauncher(_MultiProcessingLauncher):
     """Calls ``check`` first, and brings the whole trained module back to the process that the user started."""
@@ -45,10 +148,31 @@ class WholeModelLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check()
-        return super().launch(function, *args, **kwargs)
+        before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
+        try:
+            return super().launch(function, *args, **kwargs)
+        except KeyboardInterrupt:  # perhaps nobody but this process has heard of it
+            self.kill(signal.SIGKILL)
+            raise
+        finally:
+            _restore_environment(before)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         state = self._strategy.lightning_module_state_dict()
         if self._strategy.local_rank == 0:
             trainer.lightning_module.load_state_dict(state, assign=True)
         return super()._collect_rank_zero_results(trainer, results)
+
+
+def _restore_environment(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _leave_process_groups() -> None:
+    gc.collect()  # a Trainer and its strategy refer to each other; while they live, so do their groups
+    if dist.is_initialized():
+        dist.destroy_process_group()

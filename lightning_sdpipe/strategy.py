@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdpipe import checkpoint, lockstep, random_states
+from lightning_sdpipe import checkpoint, hydra_job, job, lockstep, random_states
 from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.clipping import clip_over_stages
 from lightning_sdpipe.distributed_checkpoint import DistributedWriter, is_distributed, read_part
@@ -159,10 +159,15 @@ class SDPipeStrategy(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        job.begin()
         _ = self.mesh  # refuses a number of workers that does not fit
         if self._start_method == "popen":
             self._launcher = CheckingLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes, self._check_module
+                self.cluster_environment,
+                self.num_processes,
+                self.num_nodes,
+                self._check_module,
+                self._run_timeout.total_seconds(),
             )
         else:
             self._launcher = WholeModelLauncher(self, self._start_method, self._check_module)
@@ -197,7 +202,7 @@ class SDPipeStrategy(DDPStrategy):
         where = self._standing_scheduler
         if where is None:
             self._scheduler, where = start_scheduler(self.sync.policy, self.mesh, self._bind())
-        self._last_resort = LastResort(self._describe)
+        self._last_resort = LastResort(self._describe, self._give_up)
         return connect(where, self.mesh, self._run_timeout.total_seconds(), self._last_resort.arm)
 
     def _bind(self) -> str:
@@ -528,10 +533,17 @@ class SDPipeStrategy(DDPStrategy):
         if self._client is not None and not isinstance(exception, WorkerFailedError):
             self._client.failed(f"{type(exception).__name__}: {exception}")
         if self._scheduler is not None:  # the others still have to hear of it
-            atexit.register(self._scheduler.close)
+            job.at_end(self._scheduler.close)
             self._scheduler = None
         if isinstance(self._launcher, CheckingLauncher):
-            atexit.register(self._launcher.end_children, _GRACE)  # after the error has been printed
+            job.at_end(self._launcher.end_children, _GRACE)  # after the error has been printed
+
+    def _give_up(self) -> None:
+        """Ends a wait for a tensor that will never come: with its sender if this process has to run on."""
+        if hydra_job.in_sweep() and isinstance(self._launcher, CheckingLauncher) and self._launcher.procs:
+            self._launcher.end_children(0)
+        else:
+            os._exit(1)
 
     def teardown(self) -> None:
         if self._writer is not None:

@@ -1,0 +1,158 @@
+"""Checks of a Hydra configuration against the classes that it names, before anything starts.
+
+The types are those of the classes' own signatures, as OmegaConf's structured configurations: there is no second list
+of options that could differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hydra.errors import HydraException, MissingConfigException
+from hydra.utils import get_object
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from lightning_sdpipe.errors import ConfigurationError
+
+
+def check(config: DictConfig, typed: Sequence[str] = ("lightning_sdpipe",)) -> None:
+    """Raises ConfigurationError for a name or a type that the class or function of a ``_target_`` does not take.
+
+    Values that cannot be resolved yet, such as a directory that Hydra will make, are not looked at.
+
+    Args:
+        config: all of it, or a part.
+        typed: packages whose type hints hold. Of others the names are checked.
+    """
+    for path, node in _targets(config, ""):
+        _check_target(path, node, typed)
+
+
+def explain(error: HydraException | OmegaConfBaseException, groups: Iterable[str] = ()) -> str:
+    """What Hydra says when it cannot compose a configuration, with the nearest name that is valid.
+
+    Args:
+        error: as Hydra raised it.
+        groups: names that are valid beside those of the configuration: its groups.
+    """
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={name} does not exist{_nearest(name, error.options)}"
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
+        parent, name = cause.parent_node, str(cause.key)
+        path = str(cause.full_key)
+        taken = parameters(get_object(parent._target_)) if "_target_" in parent else {}
+        if name in taken:
+            return f"{path} is an option of {parent._target_} that the configuration leaves out: write +{path}=…"
+        names = [*map(str, parent), *taken, *(groups if parent._get_parent() is None else ())]
+        return f"{path} does not exist{_nearest(name, names)}"
+    return f"{error}" if cause is error else f"{error}\n{cause}"
+
+
+def parameters(target: Any) -> dict[str, Any]:
+    """The named parameters of ``target`` with their types, those that a class passes on to its parents included."""
+    classes = inspect.getmro(target) if inspect.isclass(target) else (target,)
+    found: dict[str, Any] = {}
+    for each in classes:
+        signature, hints = _signature(each), _hints(each)
+        named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        found = {p.name: hints.get(p.name, Any) for p in named} | found
+        if not _takes_more(signature):
+            break
+    return found
+
+
+def _check_target(path: str, node: DictConfig, typed: Sequence[str]) -> None:
+    target = get_object(node._target_)
+    known = parameters(target)
+    ours = str(target.__module__).partition(".")[0] in typed
+    for key, value in _resolved(node):
+        if key not in known and (ours or not _takes_more(_signature(target))):
+            raise ConfigurationError(f"{path}.{key} is not an option of {target.__name__}{_nearest(key, known)}")
+        if ours and key in known and not OmegaConf.is_config(value):
+            _check_type(f"{path}.{key}", value, known[key])
+
+
+def _check_type(path: str, value: Any, hint: Any) -> None:
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        if value not in choices:
+            allowed = ", ".join(map(str, choices))
+            raise ConfigurationError(f"{path}={value} is not one of {allowed}{_nearest(str(value), choices)}")
+    elif not any(_accepts(each, value) for each in (choices if _is_union(hint) else [hint])):
+        raise ConfigurationError(f"{path}={value!r} must be {_name(hint)}.")
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
+def _accepts(hint: Any, value: Any) -> bool:
+    if hint is types.NoneType or value is None:
+        return value is None and hint in (types.NoneType, Any)
+    try:
+        option = OmegaConf.structured(dataclasses.make_dataclass("Option", [("value", hint, MISSING)]))
+    except (ValidationError, OmegaConfBaseException):
+        return True  # a type that OmegaConf does not know: the class checks it
+    try:
+        option.value = value
+    except ValidationError:
+        return False
+    return True
+
+
+def _targets(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
+    if isinstance(node, DictConfig) and "_target_" in node:
+        yield path, node
+    for key, value in _resolved(node):
+        if isinstance(value, DictConfig | ListConfig) and not OmegaConf.is_interpolation(node, key):
+            yield from _targets(value, f"{path}.{key}" if path else str(key))
+
+
+def _resolved(node: DictConfig | ListConfig) -> Iterator[tuple[Any, Any]]:
+    """The entries of ``node`` that are options and that can be resolved."""
+    keys = list(node) if isinstance(node, DictConfig) else range(len(node))
+    for key in keys:
+        if OmegaConf.is_missing(node, key) or key in ("_target_", "_partial_", "_recursive_", "_convert_", "_args_"):
+            continue
+        try:
+            yield key, node[key]
+        except OmegaConfBaseException:
+            continue
+
+
+def _hints(target: Any) -> Mapping[str, Any]:
+    function = target.__init__ if inspect.isclass(target) and "__init__" in vars(target) else target
+    try:
+        return typing.get_type_hints(function)
+    except (NameError, TypeError):  # a name that is imported for type checkers only
+        return {}
+
+
+def _signature(target: Any) -> inspect.Signature:
+    try:
+        return inspect.signature(target)
+    except ValueError:  # a class that is written in C
+        return inspect.signature(lambda **options: None)
+
+
+def _takes_more(signature: inspect.Signature) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    names = sorted({*names})
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names) or 'none'}."
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if inspect.isclass(hint) else str(hint)

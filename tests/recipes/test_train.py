@@ -1,0 +1,126 @@
+"""The training app: sweeps, torchrun and Optuna, on four real processes with a few batches each."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.test_failures import ROOT, processes_of
+from tests.test_sweep import run_app
+
+SMALL = (
+    *("experiment=digits", "trainer.max_epochs=1", "+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1"),
+    *("+trainer.enable_progress_bar=false", "+trainer.enable_checkpointing=false", "+trainer.num_sanity_val_steps=0"),
+)
+FORKED = (*SMALL, "strategy.start_method=fork")
+
+
+def rows(directory: Path) -> list[dict[str, str]]:
+    with (directory / "summary.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.distributed
+def test_a_sweep_of_eight_jobs_of_four_processes(tmp_path: Path) -> None:
+    choices = ["sync=semi_decentralized,all_reduce", "num_stages=1,2", "seed=1,2", f"hydra.sweep.dir={tmp_path}"]
+    code, printed, marker = run_app(tmp_path, "recipes/train.py", "-m", *FORKED, *choices)
+    assert code == 0, printed
+    assert processes_of(marker) == []
+    found = rows(tmp_path)
+    assert [row["job"] for row in found] == list("01234567")
+    assert {row["status"] for row in found} == {"done"}
+    assert {row["workers"] for row in found} == {"4"}
+    assert len({(row["sync"], row["num_stages"], row["seed"]) for row in found}) == 8
+    for row in found:  # all pipelines in one group, or one worker alone: the rule was the row's own
+        if row["sync"] == "all_reduce":
+            assert float(row["mean_group_size"]) == 4 / int(row["num_stages"])
+    last = printed.rstrip().splitlines()[-11:]
+    assert last[0].split()[:6] == ["job", "sync", "num_stages", "seed", "status", "seconds"]
+    assert [line.split()[0] for line in last[1:9]] == list("01234567")
+    assert last[-1] == f"{tmp_path}/summary.csv"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("on_failure", "jobs"), [("continue", ["failed", "done"]), ("stop", ["failed"])])
+def test_a_failed_job_is_a_row_and_the_sweep_goes_on_or_stops(tmp_path: Path, on_failure: str, jobs: list[str]) -> None:
+    choices = ["data.batch_size=2000,32", f"on_failure={on_failure}", f"hydra.sweep.dir={tmp_path}"]
+    code, printed, marker = run_app(tmp_path, "-m", "recipes.train", "-m", *FORKED, "trainer.devices=2", *choices)
+    assert code == 1, printed
+    assert processes_of(marker) == []
+    assert [row["status"] for row in rows(tmp_path)] == jobs
+    assert rows(tmp_path)[0]["error"]
+    assert "Job 0 failed" in printed
+    assert printed.rstrip().endswith("summary.csv")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_ranks_of_torchrun_share_one_directory_and_one_summary(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "recipes.train"]
+    where = f"hydra.run.dir={tmp_path}/${{start_time:%f}}"
+    code, printed, marker = run_app(tmp_path, *torchrun, *SMALL, "trainer.devices=2", where, timeout=220)
+    assert code == 0, printed
+    assert processes_of(marker) == []
+    (output,) = tmp_path.iterdir()
+    assert json.loads((output / "summary.json").read_text())["workers"] == 2
+    assert sorted(path.name for path in output.iterdir()) == [".hydra", "metrics", "summary.json", "train.log"]
+
+
+def test_a_sweep_under_torchrun_is_refused() -> None:
+    command = [sys.executable, "-m", "recipes.train", "-m", "seed=1,2"]
+    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1
+    assert "run it without torchrun" in done.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_an_interrupt_ends_the_sweep_and_all_its_processes(tmp_path: Path) -> None:
+    sweep = [f"hydra.sweep.dir={tmp_path}", "seed=1,2", "trainer.devices=2", "trainer.max_epochs=1000"]
+    small = [option for option in SMALL if not option.startswith("trainer.max_epochs")]
+    marker = f"sdpipe-test-{os.getpid()}-{time.monotonic_ns()}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "recipes.train", "-m", *small, *sweep],
+        cwd=ROOT,
+        env=os.environ | {"SDPIPE_TEST_RUN": marker},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "distributed_backend=gloo" in line:
+            break
+    time.sleep(2)  # into the training
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode != 0, printed
+    assert processes_of(marker) == []
+    assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_optuna_searches_for_the_least_objective(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "trainer.devices=2"]
+    choices = [f"hydra.sweep.dir={tmp_path}", "model.lr=interval(0.01,0.1)", "num_stages=1"]
+    code, printed, marker = run_app(tmp_path, "-m", "recipes.train", "-m", *FORKED, *search, *choices, timeout=220)
+    assert code == 0, printed
+    assert processes_of(marker) == []
+    found = rows(tmp_path)
+    assert {row["status"] for row in found} == {"done"}
+    best = re.search(r"best_value: ([\d.]+)", (tmp_path / "optimization_results.yaml").read_text())
+    assert best is not None
+    assert float(best[1]) == min(float(row["metrics.val_loss"]) for row in found)

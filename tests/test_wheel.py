@@ -1,0 +1,74 @@
+"""The configurations are installed with the package: the application of docs/hydra.md, next to an unpacked wheel."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+
+ROOT = Path(__file__).parents[1]
+INSTALLED = {"trainer", "strategy", "schedule", "partition", "sync", "heterogeneity"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``pip install`` would put into site-packages."""
+    directory = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = directory.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(directory / "site")
+    return directory / "site"
+
+
+def test_the_wheel_has_the_groups_that_need_no_recipe(site: Path) -> None:
+    conf = site / "lightning_sdpipe/conf"
+    assert {path.name for path in conf.iterdir()} == INSTALLED | {"__init__.py"}
+    for group in INSTALLED:
+        options = {path.name for path in (ROOT / "conf" / group).glob("*.yaml")}
+        assert {path.name for path in (conf / group).iterdir()} == options
+        assert "recipes." not in "".join(path.read_text() for path in (conf / group).iterdir())
+    assert not (site / "recipes").exists()
+
+
+def test_a_checkout_has_them_in_the_same_place() -> None:
+    with initialize_config_module("lightning_sdpipe.conf", version_base="1.3"):
+        assert compose("train").strategy.schedule == "1f1b"
+
+
+@pytest.mark.distributed
+def test_the_documented_application_sweeps_with_the_installed_groups(site: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs/hydra.md").read_text()
+    for name, language in (("config.yaml", "yaml"), ("train.py", "python")):
+        (example,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+        (tmp_path / name).write_text(example)
+    choices = ["-m", "num_stages=1,2", "schedule=gpipe", "strategy.start_method=fork", "hydra.sweep.dir=sweep"]
+    done = subprocess.run(
+        [sys.executable, "-c", FROM_WHEEL, *choices],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{site}/lightning_sdpipe/__init__.py" in done.stdout
+    with (tmp_path / "sweep/summary.csv").open() as file:
+        assert [(row["num_stages"], row["status"]) for row in csv.DictReader(file)] == [("1", "done"), ("2", "done")]
+
+
+FROM_WHEEL = """
+import runpy, sys
+import lightning_sdpipe
+print(lightning_sdpipe.__file__)
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
