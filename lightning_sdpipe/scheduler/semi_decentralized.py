@@ -48,8 +48,10 @@ PIPELINES_IN_ONE_GROUP = 8
 class _Stage:
     """What one stage remembers besides the roster."""
 
-    def __init__(self, num_pipelines: int, window: float | Literal["auto"], connectivity: int | None) -> None:
-        self.window = AdaptiveWindow(window, num_pipelines)
+    def __init__(
+        self, num_pipelines: int, window: float | Literal["auto"], connectivity: int | None, split: bool
+    ) -> None:
+        self.window = AdaptiveWindow(window, num_pipelines, split)
         self.graph = None if connectivity is None else SyncGraph(num_pipelines, connectivity)
         self.opener: int | None = None
         self.deadline = math.inf
@@ -74,11 +76,12 @@ class SemiDecentralizedPolicy:
     ) -> None:
         self.roster = Roster(num_stages, num_pipelines)
         self.token_holder: int | None = None
-        self._stages = [_Stage(num_pipelines, window, connectivity) for _ in range(num_stages)]
         self._min_group = min_group
         if max_group is None and num_pipelines > PIPELINES_IN_ONE_GROUP and window != math.inf:
             max_group = 2
         self._max_group = max_group
+        split = max_group is not None
+        self._stages = [_Stage(num_pipelines, window, connectivity, split) for _ in range(num_stages)]
 
     def ready(self, worker: Worker, iteration: int, now: float) -> list[Group]:
         """See :class:`~lightning_sdpipe.scheduler.policy.GroupPolicy`, as for all methods here."""

@@ -7,7 +7,9 @@ whereas starting short would cut the first groups to pieces. They end at 1/64: a
 long gets its maximum back within six small groups.
 
 **An automatic window** ends when the last of those should have come who are expected within 2/N of an iteration
-(a stage of N workers out of step sees two arrivals in that time), and is empty when nobody is. A worker is expected
+(a stage of N workers out of step sees two arrivals in that time), and is empty when nobody is. Where candidates are
+split into small groups it looks 1/√N ahead: such groups connect the stage more slowly, and what is saved by going alone
+is lost when connectivity is enforced, which waits for a whole delay of a straggler. A worker is expected
 one iteration after its last group; one that is late is a straggler, whom nobody awaits. Two pipelines out of step
 show why a mere length does not do: each waits its T in vain, both fall back by T, and they never meet. With the
 expected arrivals, the one that comes shortly before the other waits and the other does not, so they meet at once.
@@ -15,6 +17,7 @@ expected arrivals, the one that comes shortly before the other waits and the oth
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from typing import Literal
@@ -24,8 +27,10 @@ GROW = 2.0
 SHRINK = 0.9
 
 HORIZON = 2.0
-"""How far an automatic window looks ahead, in N-ths of an iteration; never more than half an iteration, so that of
-two workers out of step only one waits."""
+"""How far an automatic window looks ahead, in N-ths of an iteration, where candidates are not split."""
+
+FARTHEST = 0.5
+"""Never more than this part of an iteration, so that of two workers out of step only one waits."""
 
 SLACK = 1 / 6
 """How late an expected worker may be, as a part of the horizon."""
@@ -39,11 +44,17 @@ MEMORY = 31
 
 
 class AdaptiveWindow:
-    """How long the group that a worker opens may wait for company."""
+    """How long the group that a worker opens may wait for company.
 
-    def __init__(self, maximum: float | Literal["auto"], num_workers: int) -> None:
+    Args:
+        maximum: in seconds, or "auto".
+        num_workers: N, of the stage.
+        split: whether candidates are split into smaller groups.
+    """
+
+    def __init__(self, maximum: float | Literal["auto"], num_workers: int, split: bool = False) -> None:
         self._maximum = maximum
-        self._num_workers = num_workers
+        self._horizon = min(1.0 / math.sqrt(num_workers) if split else HORIZON / num_workers, FARTHEST)
         self._fractions = [1.0] * num_workers
         self._iteration_time: float | None = None
         self._recent: deque[float] = deque(maxlen=MEMORY)
@@ -61,7 +72,7 @@ class AdaptiveWindow:
     def _until_the_expected_came(self, now: float) -> float:
         if self._iteration_time is None:
             return UNMEASURED
-        horizon = min(HORIZON / self._num_workers, 0.5) * self._iteration_time
+        horizon = self._horizon * self._iteration_time
         slack = SLACK * horizon
         length, late = 0.0, []
         for worker, released_at in self._expected.items():

@@ -5,27 +5,18 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from recipes.suites import convergence, figures, snapshots
 from recipes.suites.snapshots import Snapshot
+from tests.recipes.composed import parameters_of
 
-ROOT = Path(__file__).parents[2]
-
-
-@cache
-def suite(*overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("bench", ["suite=convergence", *overrides])
-    plain: Any = OmegaConf.to_container(config.suite, resolve=True)
-    return {**plain, "seed": config.seed}
+suite = partial(parameters_of, "convergence")
 
 
 @pytest.mark.parametrize(

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Delays, Trace
 from recipes.suites import cases, figures, headroom, machine, throughput
 from recipes.suites.worker_reports import SHARES, Counters, WorkerReport, summary
+from tests.recipes.composed import parameters_of
 
-ROOT = Path(__file__).parents[2]
-
-
-@cache
-def suite(*overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("bench", ["suite=throughput", *overrides])
-    plain: Any = OmegaConf.to_container(config.suite, resolve=True)
-    return {**plain, "seed": config.seed}
+suite = partial(parameters_of, "throughput")
 
 
 def planned(panel: str, *overrides: str) -> list[tuple[cases.Case, int]]:

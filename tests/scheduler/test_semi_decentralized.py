@@ -203,6 +203,29 @@ def test_of_two_workers_out_of_step_only_the_later_one_waits_and_they_meet() -> 
     assert brief(policy.ready(W(0, 1), 2, 2.4)) == [(0, (0, 1), EVERYBODY)], "0 has waited for 1"
 
 
+@pytest.mark.parametrize(("pipelines", "max_group", "waits"), [(8, None, False), (8, 4, True), (9, None, True)])
+def test_an_automatic_window_looks_farther_ahead_where_candidates_are_split(
+    pipelines: int, max_group: int | None, waits: bool
+) -> None:
+    policy = make(1, pipelines, window="auto", connectivity=None, max_group=max_group)
+    for i in range(pipelines):
+        policy.ready(W(0, i), 0, 0.0)
+    policy.ready(W(0, 0), 1, 1.0)  # an iteration takes 1 s
+    assert brief(policy.tick(1.1)) == [(0, (0,), CLOSED)]
+    policy.ready(W(0, 1), 1, 1.8)  # 0 is due 0.3 s later: within 1/√N of an iteration, but not within 2/N
+    assert (policy.deadline() is not None) == waits
+
+
+def test_where_candidates_are_split_few_workers_are_held_up_by_enforcement() -> None:
+    enforced, answered = 0, 0
+    for seed in range(3):
+        pipelines = Pipelines(SemiDecentralizedPolicy(2, 16), 2, 16, 60, random_durations(seed))
+        pipelines.run()
+        enforced += sum(len(group.members) for _, group in pipelines.groups if group.reason is Reason.ENFORCED)
+        answered += sum(len(group.members) for _, group in pipelines.groups)
+    assert enforced / answered < 0.02  # looking 2/N ahead: 0.033
+
+
 def test_time_away_is_no_iteration() -> None:
     policy = make(1, 4, window="auto")
     for i in range(4):
