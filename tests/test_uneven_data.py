@@ -16,11 +16,16 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightning_sdpipe import SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from tests.test_strategy import Regression, data
 
 PIPELINES = 2
 X, Y = data(64).tensors
+
+
+def pipeline_of(trainer: L.Trainer) -> int:
+    assert isinstance(trainer.strategy, SDPipeStrategy)
+    return trainer.strategy.mesh.locate(trainer.global_rank)[1]
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -32,8 +37,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         assert self.trainer is not None
-        pipeline = self.trainer.strategy.distributed_sampler_kwargs["rank"]
-        for number in range(4 * self.batches[pipeline]):
+        for number in range(4 * self.batches[pipeline_of(self.trainer)]):
             yield X[number], Y[number]
 
 
@@ -53,7 +57,7 @@ class Own(Sampler[int]):
 
     def __len__(self) -> int:
         assert self.stream.trainer is not None
-        return 4 * self.stream.batches[self.stream.trainer.strategy.distributed_sampler_kwargs["rank"]]
+        return 4 * self.stream.batches[pipeline_of(self.stream.trainer)]
 
 
 class Diary(Callback):
@@ -84,8 +88,8 @@ class Diary(Callback):
         (self.directory / f"{trainer.global_rank}.json").write_text(json.dumps(record))
 
 
-def sdpipe(**options: Any) -> SDPipeStrategy:
-    sync = SemiDecentralized(window=0.002, connectivity=2)  # waits for others every other step
+def sdpipe(sync: Any = None, **options: Any) -> SDPipeStrategy:
+    sync = sync or SemiDecentralized(window=0.002, connectivity=2)  # waits for others every other step
     return SDPipeStrategy(2, sync, start_method="fork", timeout=timedelta(seconds=30), **options)
 
 
@@ -140,9 +144,22 @@ def test_validation_within_the_epoch_and_uneven_shards(tmp_path: Path, kind: Any
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("batches", [(1, 4), (4, 4), (6, 1)])
-def test_one_validation_at_the_end_of_an_epoch_of_unknown_length(tmp_path: Path, batches: tuple[int, int]) -> None:
-    records = fit(tmp_path, stream=Stream(batches), accumulate_grad_batches=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_gradients_of_uneven_shards_are_averaged(tmp_path: Path, schedule: str) -> None:
+    records = fit(
+        tmp_path, stream=Stream((5, 3)), strategy=sdpipe(AllReduce(), schedule=schedule), val_check_interval=2
+    )
+    one_epoch = ["validation", "validation", "epoch"]
+    assert [name for name, _ in same_for_all(records, [10, 6])] == 2 * one_epoch
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sync", [None, AllReduce()])
+@pytest.mark.parametrize("batches", [(1, 4), (6, 1)])
+def test_one_validation_at_the_end_of_an_epoch_of_unknown_length(
+    tmp_path: Path, batches: tuple[int, int], sync: Any
+) -> None:
+    records = fit(tmp_path, stream=Stream(batches), strategy=sdpipe(sync), accumulate_grad_batches=2)
     longest = max(batches)
     steps = (longest + 1) // 2
     expected = [["validation", steps], ["epoch", steps], ["validation", 2 * steps], ["epoch", 2 * steps]]
@@ -255,3 +272,14 @@ def test_users_may_communicate_between_pipelines(tmp_path: Path) -> None:
 def test_communication_within_a_step_is_refused_when_shards_may_differ(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="a pipeline that has fewer batches than they would not take part"):
         fit(tmp_path, stream=Stream((3, 3)), module=Gathering())
+
+
+class Fetching(Regression):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        raise AssertionError("refused before")
+
+
+@pytest.mark.distributed
+def test_a_step_that_fetches_its_own_batches_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="takes a dataloader_iter"):
+        fit(tmp_path, DataLoader(data(64), 4), module=Fetching())
