@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -58,6 +60,8 @@ Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedrea
 _LOOPED = ("interleaved_1f1b", "zero_bubble")
 
 _T = TypeVar("_T")
+
+_SIGNALS: Mapping[type[BaseException], str] = {KeyboardInterrupt: "Ctrl-C", SIGTERMException: "SIGTERM"}
 
 _GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
 
@@ -171,7 +175,7 @@ class SDPipeStrategy(DDPStrategy):
                 self.cluster_environment, self.num_processes, self.num_nodes, self._check_module
             )
         else:
-            self._launcher = WholeModelLauncher(self, self._start_method, self._check_module)
+            self._launcher = WholeModelLauncher(self, self._start_method, self._check_module, _GRACE)
 
     def _check_module(self) -> None:
         module = self.lightning_module
@@ -204,7 +208,8 @@ class SDPipeStrategy(DDPStrategy):
         if where is None:
             self._scheduler, where = start_scheduler(self.sync.policy, self.mesh, self._bind())
         self._last_resort = LastResort(self._describe)
-        return connect(where, self.mesh, self._run_timeout.total_seconds(), self._last_resort.arm)
+        embedded = self._standing_scheduler is None
+        return connect(where, self.mesh, self._run_timeout.total_seconds(), self._last_resort.arm, embedded)
 
     def _bind(self) -> str:
         assert self.cluster_environment is not None
@@ -581,9 +586,11 @@ class SDPipeStrategy(DDPStrategy):
             raise WorkerFailedError(self._describe(failure)) from error
 
     def _describe(self, failure: Failure) -> str:
-        stage, pipeline = failure.worker.stage, failure.worker.pipeline
-        rank = self.mesh.rank(stage, pipeline)
-        return f"Stage {stage} of pipeline {pipeline} (rank {rank}) failed first and ended the run: {failure.reason}"
+        return f"{self._place(failure.worker)} failed first and ended the run: {failure.reason}"
+
+    def _place(self, worker: Worker) -> str:
+        rank = self.mesh.rank(worker.stage, worker.pipeline)
+        return f"Stage {worker.stage} of pipeline {worker.pipeline} (rank {rank})"
 
     def on_exception(self, exception: BaseException) -> None:
         if self._assembled is not None:
@@ -591,7 +598,11 @@ class SDPipeStrategy(DDPStrategy):
         if self._client is not None:
             self._last_resort.disarm()
         if self._client is not None and not isinstance(exception, WorkerFailedError):
-            self._client.failed(f"{type(exception).__name__}: {exception}")
+            signal_name = _SIGNALS.get(type(exception))
+            reason = f"ended by {signal_name}" if signal_name else f"{type(exception).__name__}: {exception}"
+            self._client.failed(reason)
+            if signal_name:  # which ends a process without a word
+                print(f"{self._place(self._worker)} was {reason}.", file=sys.stderr, flush=True)
         if self._scheduler is not None:  # the others still have to hear of it
             atexit.register(self._scheduler.close)
             self._scheduler = None
