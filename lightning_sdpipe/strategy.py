@@ -368,18 +368,21 @@ class SDPipeStrategy(DDPStrategy):
         if self._absent and not self._takes_a_step_alone():
             self._updates += 1
             return closure()
-        return self._update(optimizer, closure, model, **kwargs)
+        return self._update(optimizer, closure, model, self._absent, **kwargs)
 
-    def _update(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Steps with the gradients that ``closure`` puts in place, and synchronises the outcome."""
+    def _update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, alone: bool = False, **kwargs: Any
+    ) -> Any:
+        """Steps with the gradients that ``closure`` puts in place, and synchronises the outcome unless ``alone``."""
         self._update_follows = True
         try:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._update_follows = False
         self._updates += 1
-        with self._first_failure():
-            self._sync.synchronise()
+        if not alone:
+            with self._first_failure():
+                self._sync.synchronise()
         if isinstance(
             optimizer, VarianceCorrection
         ):  # a new value costs a pass over the moments: keep small changes out
@@ -393,7 +396,8 @@ class SDPipeStrategy(DDPStrategy):
     def _pause(self) -> None:
         """Finishes what is in the pipeline and makes all replicas equal."""
         self._empty_pipeline()
-        self._sync.pause(lockstep.position(self._trainer))
+        with self._first_failure():
+            self._sync.pause(lockstep.position(self._trainer))
 
     def _empty_pipeline(self) -> None:
         if isinstance(self._parts.pipeline, PipeDreamPipeline):
@@ -405,7 +409,8 @@ class SDPipeStrategy(DDPStrategy):
     def _sit_out(self, position: int) -> Meeting:
         """There is no batch to train until the others come together somewhere."""
         self._empty_pipeline()
-        return self._sync.sit_out(position)
+        with self._first_failure():
+            return self._sync.sit_out(position)
 
     def _takes_a_step_alone(self) -> bool:
         """Has this pipeline gradients to apply although it has no batch, and may its model be another one?"""
@@ -419,8 +424,11 @@ class SDPipeStrategy(DDPStrategy):
                 "The training step communicates with other pipelines, and a pipeline that has fewer batches than they "
                 "would not take part. Use a map-style dataset of equal shards (as Lightning's own sampler makes them)."
             )
-        if self._assembled is not None:
-            self._sync.come_together(lockstep.position(self._trainer))
+        if self._assembled is not None and not self._sync.together:
+            if not self._in_step:
+                self._empty_pipeline()
+            with self._first_failure():
+                self._sync.come_together(lockstep.position(self._trainer))
 
     @property
     def _absent(self) -> bool:

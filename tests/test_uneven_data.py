@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe import ADPSGD, AllReduce, HetPipe, SDPipeStrategy, SemiDecentralized
 from tests.test_strategy import Regression, data
 
 PIPELINES = 2
@@ -154,7 +154,7 @@ def test_gradients_of_uneven_shards_are_averaged(tmp_path: Path, schedule: str) 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sync", [None, AllReduce()])
+@pytest.mark.parametrize("sync", [None, AllReduce(), HetPipe(), ADPSGD(asynchronous=True)], ids=repr)
 @pytest.mark.parametrize("batches", [(1, 4), (6, 1)])
 def test_one_validation_at_the_end_of_an_epoch_of_unknown_length(
     tmp_path: Path, batches: tuple[int, int], sync: Any

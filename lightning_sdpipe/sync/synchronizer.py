@@ -112,19 +112,21 @@ class Synchronizer:
         return 1.0
 
     def resume(self) -> None:
-        """Takes part from now on; returns when every worker of the stage has set out, too."""
+        """Takes part from now on; returns when every worker of the stage does."""
         if not self._active:
+            if self._unequal:  # all came together, but not for a pause
+                self._catch_up()
             self._join()
-            self._set_out()
+            dist.barrier(self.replica.groups.stage)  # nobody's first group may miss one that has not joined yet
+            self._apart = self._unequal = True
 
     def sit_out(self, position: int) -> Meeting:
         """Waits, without holding up anybody, until the others meet somewhere or are all out of data themselves.
 
         In the latter case everybody takes part again for its last batch.
         """
+        self.resume()
         self._leave()
-        self._set_out()
-        self._arrive()
         meeting = meet(position, True, self.replica.groups.stage, self.replica.device)
         if meeting.closing:
             self._catch_up()
@@ -149,7 +151,6 @@ class Synchronizer:
             )
         self._leave()
         if self._agreed != position:
-            self._arrive()
             meet(position, False, self.replica.groups.stage, self.replica.device)
         self._apart, self._agreed = False, None
 
@@ -182,20 +183,16 @@ class Synchronizer:
         if self._active:
             self.replica.client.leave()
             self._active = False
-
-    def _set_out(self) -> None:
-        if not self._apart:
-            dist.barrier(self.replica.groups.stage)  # nobody's first group may miss one that has not joined yet
-            self._apart = self._unequal = True
+            self._arrive()
 
     def _enter(self) -> None:
         """What else :meth:`resume` does before it waits for everybody."""
 
     def _arrive(self) -> None:
-        """What else a worker does that has come to a meeting, before the others are there."""
+        """What else a worker does that stops taking part, while others may train on."""
 
     def _catch_up(self) -> None:
-        """What a worker that was out of data does before it trains on; everybody is together."""
+        """What all workers, which are together, do before they take part again without a pause in between."""
 
     def _make_parameters_equal(self) -> None:
         for bucket in self.replica.parameters:
