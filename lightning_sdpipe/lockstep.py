@@ -22,6 +22,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe.appointments import Appointments
 from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
@@ -74,6 +75,15 @@ def _fail_on_sigterm(trainer: Trainer) -> None:
         connector.received_sigterm = True
 
     connector._sigterm_notifier_fn = note_sigterm
+    connector._slurm_sigusr_handler_fn = _decline_to_requeue
+
+
+def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
+    """Lightning would save a checkpoint in the handler: at another batch on each rank, which would wait for ever."""
+    rank_zero_warn(
+        f"Signal {signum} does not requeue the job: workers cannot save a checkpoint at any moment. Save some by "
+        "ModelCheckpoint(train_time_interval=...), and resume with fit(ckpt_path='last')."
+    )
 
 
 def _end_together(trainer: Trainer, sit_out: Callable[[int], Meeting]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -213,7 +214,9 @@ class SDPipeStrategy(DDPStrategy):
 
     def _bind(self) -> str:
         assert self.cluster_environment is not None
-        host = "127.0.0.1" if self.num_nodes == 1 else self.cluster_environment.main_address
+        if self.num_nodes == 1:
+            return "tcp://127.0.0.1:*"
+        host = socket.gethostbyname(self.cluster_environment.main_address)  # ZeroMQ binds to addresses only
         return f"tcp://{host}:*"
 
     # ------------------------------------------------------------------- setup
