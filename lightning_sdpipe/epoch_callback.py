@@ -11,7 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_sdpipe import p2p, random_states
+from lightning_sdpipe import lockstep, p2p, random_states
+from lightning_sdpipe.appointments import Appointments
 from lightning_sdpipe.groups import ProcessGroups
 
 
@@ -24,11 +25,16 @@ class EpochCallback(Callback):
         groups: ProcessGroups,
         pause: Callable[[], None],
         random_states: Callable[[], dict[str, Any]],
+        appointments: Appointments,
     ) -> None:
         self._groups = groups
         self._pause = pause
         self._random_states = random_states
+        self._appointments = appointments
         self._to_load: Mapping[str, Any] | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._appointments.start(lockstep.batches(trainer))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["random_states"] = self._random_states()
@@ -47,9 +53,11 @@ class EpochCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if any(_saves_now(callback, trainer) for callback in trainer.checkpoint_callbacks):
+        due = self._appointments.due(lockstep.batches(trainer))
+        if due or any(_saves_now(callback, trainer) for callback in trainer.checkpoint_callbacks):
             self._pause()
             self._share_metrics(trainer)
+            self._appointments.now = due
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause()

@@ -140,11 +140,16 @@ class CheckingLauncher(_SubprocessScriptLauncher):
 
 
 class WholeModelLauncher(_MultiProcessingLauncher):
-    """Calls ``check`` first, and brings the whole trained module back to the process that the user started."""
+    """Calls ``check`` first, and brings the whole trained module back to the process that the user started.
 
-    def __init__(self, strategy: Any, start_method: Any, check: Callable[[], None]) -> None:
+    Lightning treats exceptions in the process that the user started only. Here the worker tells the others why it
+    fails, and nobody outlives the user's process, however that is told to end.
+    """
+
+    def __init__(self, strategy: Any, start_method: Any, check: Callable[[], None], grace: float) -> None:
         super().__init__(strategy, start_method)
         self._check = check
+        self._grace = grace
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check()
@@ -152,10 +157,23 @@ class WholeModelLauncher(_MultiProcessingLauncher):
         try:
             return super().launch(function, *args, **kwargs)
         except KeyboardInterrupt:  # perhaps nobody but this process has heard of it
-            self.kill(signal.SIGKILL)
+            self.kill(signal.SIGTERM)
             raise
         finally:
+            deadline = time.monotonic() + self._grace
+            for process in self.procs:
+                process.join(max(0.0, deadline - time.monotonic()))
+                if process.is_alive():
+                    process.kill()
+                    process.join()
             _restore_environment(before)
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(*args, **kwargs)
+        except BaseException as error:
+            self._strategy.on_exception(error)
+            raise
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         state = self._strategy.lightning_module_state_dict()

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_sdpipe.errors import ConfigurationError
 
@@ -25,6 +26,11 @@ def refuse_unsupported(trainer: Trainer, schedule: str, num_stages: int) -> None
         raise ConfigurationError(
             f"{type(module).__name__} uses manual optimization. A pipeline runs forward and backward of several "
             "micro-batches in an order of its own, so the optimization must be automatic."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            f"{type(module).__name__}.training_step takes a dataloader_iter. A mini-batch is split into micro-batches "
+            "before the step sees it: take the batch instead."
         )
     if schedule == "pipedream" and trainer.accumulate_grad_batches > 1:
         raise ConfigurationError(

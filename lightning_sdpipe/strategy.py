@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdpipe import checkpoint, hydra_job, job, lockstep, random_states
+from lightning_sdpipe.appointments import Appointments
 from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.clipping import clip_over_stages
 from lightning_sdpipe.distributed_checkpoint import DistributedWriter, is_distributed, read_part
@@ -40,6 +44,7 @@ from lightning_sdpipe.partition.chain import Block, find_blocks
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.ownership import keep_only
 from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_seed
+from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.predictions import collect, deal_batches
@@ -48,11 +53,16 @@ from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
 from lightning_sdpipe.sync import SemiDecentralized
+from lightning_sdpipe.sync.meeting import Meeting
 from lightning_sdpipe.sync.rendezvous import connect, standing_scheduler, start_scheduler
 from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatistics
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
 _LOOPED = ("interleaved_1f1b", "zero_bubble")
+
+_T = TypeVar("_T")
+
+_SIGNALS: Mapping[type[BaseException], str] = {KeyboardInterrupt: "Ctrl-C", SIGTERMException: "SIGTERM"}
 
 _GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
 
@@ -150,6 +160,7 @@ class SDPipeStrategy(DDPStrategy):
         self._in_step = False
         self._update_follows = False
         self._accumulated = False  # gradients of earlier mini-batches wait for the next update
+        self._mini_batches = self._updates = 0
 
     # ------------------------------------------------------------------ launch
 
@@ -170,7 +181,7 @@ class SDPipeStrategy(DDPStrategy):
                 self._run_timeout.total_seconds(),
             )
         else:
-            self._launcher = WholeModelLauncher(self, self._start_method, self._check_module)
+            self._launcher = WholeModelLauncher(self, self._start_method, self._check_module, _GRACE)
 
     def _check_module(self) -> None:
         module = self.lightning_module
@@ -203,11 +214,14 @@ class SDPipeStrategy(DDPStrategy):
         if where is None:
             self._scheduler, where = start_scheduler(self.sync.policy, self.mesh, self._bind())
         self._last_resort = LastResort(self._describe, self._give_up)
-        return connect(where, self.mesh, self._run_timeout.total_seconds(), self._last_resort.arm)
+        embedded = self._standing_scheduler is None
+        return connect(where, self.mesh, self._run_timeout.total_seconds(), self._last_resort.arm, embedded)
 
     def _bind(self) -> str:
         assert self.cluster_environment is not None
-        host = "127.0.0.1" if self.num_nodes == 1 else self.cluster_environment.main_address
+        if self.num_nodes == 1:
+            return "tcp://127.0.0.1:*"
+        host = socket.gethostbyname(self.cluster_environment.main_address)  # ZeroMQ binds to addresses only
         return f"tcp://{host}:*"
 
     # ------------------------------------------------------------------- setup
@@ -217,10 +231,11 @@ class SDPipeStrategy(DDPStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, self.schedule, self.num_stages)
-        lockstep.release(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
-        self._put_first(trainer, EpochCallback(self.groups, self._pause, self._random_states))
+        appointments = Appointments(lockstep.clocks(trainer), self.broadcast)
+        lockstep.release(trainer, self._sync, self._sit_out, appointments)
+        self._put_first(trainer, EpochCallback(self.groups, self._pause, self._random_states, appointments))
         self._adapt(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -313,7 +328,10 @@ class SDPipeStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> PipelineLoader:
         if self.module.trainer.predicting:
             deal_batches(dataloader, self.groups)
-        return PipelineLoader(dataloader, self._worker.pipeline, self._seed_of_epoch)
+        loader = PipelineLoader(dataloader, self._worker.pipeline, self._seed_of_epoch)
+        if self._trainer.training:
+            loader.compare(self.groups, self.root_device)
+        return loader
 
     def _seed_of_epoch(self) -> tuple[int, ...]:
         return self._data_seed, self._worker.pipeline, self.module.trainer.current_epoch
@@ -321,11 +339,15 @@ class SDPipeStrategy(DDPStrategy):
     # ------------------------------------------------------------------- steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._absent:
+            return
         if self._mini_batches == 0:
             check_equal(batch, self.groups)
         self._sync.resume()
 
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
+        if self._absent:
+            return torch.zeros((), device=self.root_device, requires_grad=True)
         with self._step():
             scale = loss_scale(self.precision_plugin, self.root_device)
             step = Step("training_step", arguments, self.precision_plugin.train_step_context, scale)
@@ -333,6 +355,7 @@ class SDPipeStrategy(DDPStrategy):
             loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated)
         self._mini_batches += 1
         self._accumulated = not self._update_follows
+        self._sync.resume()  # if the user's step has communicated
         if self._update_follows:
             self._sync.announce(self._updates)
         return loss
@@ -350,18 +373,24 @@ class SDPipeStrategy(DDPStrategy):
     ) -> Any:
         if isinstance(self._parts.pipeline, PipeDreamPipeline) and self._parts.pipeline.filling:
             return closure()
-        return self._update(optimizer, closure, model, **kwargs)
+        if self._absent and not self._takes_a_step_alone():
+            self._updates += 1
+            return closure()
+        return self._update(optimizer, closure, model, self._absent, **kwargs)
 
-    def _update(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Steps with the gradients that ``closure`` puts in place, and synchronises the outcome."""
+    def _update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, alone: bool = False, **kwargs: Any
+    ) -> Any:
+        """Steps with the gradients that ``closure`` puts in place, and synchronises the outcome unless ``alone``."""
         self._update_follows = True
         try:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._update_follows = False
         self._updates += 1
-        with self._first_failure():
-            self._sync.synchronise()
+        if not alone:
+            with self._first_failure():
+                self._sync.synchronise()
         if isinstance(
             optimizer, VarianceCorrection
         ):  # a new value costs a pass over the moments: keep small changes out
@@ -374,13 +403,46 @@ class SDPipeStrategy(DDPStrategy):
 
     def _pause(self) -> None:
         """Finishes what is in the pipeline and makes all replicas equal."""
+        self._empty_pipeline()
+        with self._first_failure():
+            self._sync.pause(lockstep.position(self._trainer))
+
+    def _empty_pipeline(self) -> None:
         if isinstance(self._parts.pipeline, PipeDreamPipeline):
             with torch.inference_mode(False), torch.enable_grad(), self._first_failure():
                 while self._parts.pipeline.draining:
                     self._update(self.optimizers[0], self._drain)
                 self._settle()
+
+    def _sit_out(self, position: int) -> Meeting:
+        """There is no batch to train until the others come together somewhere."""
+        self._empty_pipeline()
         with self._first_failure():
-            self._sync.pause()
+            return self._sync.sit_out(position)
+
+    def _takes_a_step_alone(self) -> bool:
+        """Has this pipeline gradients to apply although it has no batch, and may its model be another one?"""
+        accumulated, self._accumulated = self._accumulated, False
+        return accumulated and self._sync.gradients is None
+
+    def _come_together(self) -> None:
+        """Before anything that waits for other pipelines: who waits there must not be waited for in the scheduler."""
+        if self._in_step and isinstance(self._trainer.fit_loop._data_fetcher, MeetingFetcher):
+            raise ConfigurationError(
+                "The training step communicates with other pipelines, and a pipeline that has fewer batches than they "
+                "would not take part. Use a map-style dataset of equal shards (as Lightning's own sampler makes them)."
+            )
+        if self._assembled is not None and not self._sync.together:
+            if not self._in_step:
+                self._empty_pipeline()
+            with self._first_failure():
+                self._sync.come_together(lockstep.position(self._trainer))
+
+    @property
+    def _absent(self) -> bool:
+        """Has this pipeline nothing to train in this turn of the loop?"""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        return isinstance(fetcher, MeetingFetcher) and fetcher.absent
 
     def _drain(self) -> Tensor:
         assert isinstance(self._parts.pipeline, PipeDreamPipeline)
@@ -432,18 +494,35 @@ class SDPipeStrategy(DDPStrategy):
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduces over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
         there, and logged values are reduced at the end of the epoch."""
-        if self._in_step:
+        if self._in_step or (self._assembled is not None and self._sync.announced):
             return tensor
+        self._come_together()
         return super().reduce(tensor, group or self.groups.stage, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._come_together()
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         return int(votes) == self.world_size if all else bool(votes)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers from the replicas of this stage."""
-        return super().all_gather(tensor, group or self.groups.stage, sync_grads)
+        """Gathers one tensor from each pipeline, of the replicas of this stage.
+
+        ``LightningModule.all_gather`` asks for all ranks by default; other stages may not come to where this one asks.
+        """
+        group = self.groups.stage if group in (None, dist.group.WORLD) else group
+        if sync_grads and dist.get_backend(group) == "gloo":  # torch.distributed.nn scatters by global rank
+            raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
+        self._come_together()
+        return super().all_gather(tensor, group, sync_grads)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._come_together()
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        self._come_together()
+        return super().broadcast(obj, src)
 
     # -------------------------------------------------------------- checkpoints
 
@@ -523,15 +602,23 @@ class SDPipeStrategy(DDPStrategy):
             raise WorkerFailedError(self._describe(failure)) from error
 
     def _describe(self, failure: Failure) -> str:
-        stage, pipeline = failure.worker.stage, failure.worker.pipeline
-        rank = self.mesh.rank(stage, pipeline)
-        return f"Stage {stage} of pipeline {pipeline} (rank {rank}) failed first and ended the run: {failure.reason}"
+        return f"{self._place(failure.worker)} failed first and ended the run: {failure.reason}"
+
+    def _place(self, worker: Worker) -> str:
+        rank = self.mesh.rank(worker.stage, worker.pipeline)
+        return f"Stage {worker.stage} of pipeline {worker.pipeline} (rank {rank})"
 
     def on_exception(self, exception: BaseException) -> None:
+        if self._assembled is not None:
+            self._sync.abandon()
         if self._client is not None:
             self._last_resort.disarm()
         if self._client is not None and not isinstance(exception, WorkerFailedError):
-            self._client.failed(f"{type(exception).__name__}: {exception}")
+            signal_name = _SIGNALS.get(type(exception))
+            reason = f"ended by {signal_name}" if signal_name else f"{type(exception).__name__}: {exception}"
+            self._client.failed(reason)
+            if signal_name:  # which ends a process without a word
+                print(f"{self._place(self._worker)} was {reason}.", file=sys.stderr, flush=True)
         if self._scheduler is not None:  # the others still have to hear of it
             job.at_end(self._scheduler.close)
             self._scheduler = None
@@ -570,6 +657,10 @@ class SDPipeStrategy(DDPStrategy):
     def module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self.module.trainer
 
     @property
     def groups(self) -> ProcessGroups:

@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
@@ -43,6 +45,9 @@ class PipelineLoader:
         self._seed = seed
         self._last: tuple[int, ...] = ()
         self._repetition = 0
+        self._longest: int | None = None
+        self.even: bool | None = None
+        """Do all pipelines get equally many batches for certain? Known after :meth:`compare`."""
         init = getattr(loader, "worker_init_fn", None)
         if isinstance(init, partial) and init.func is pl_worker_init_function:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=pipeline)  # type: ignore[attr-defined]
@@ -50,8 +55,24 @@ class PipelineLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
 
+    def compare(self, groups: ProcessGroups, device: torch.device) -> None:
+        """Makes the length that of the longest loader of all pipelines. Every rank must call it."""
+        mine = sized_len(self._loader)
+        trusted = isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset)
+        unknown = 2**62
+        lengths = torch.tensor([unknown, -unknown, 1] if mine is None else [mine, -mine, int(not trusted)])
+        lengths = lengths.to(device)
+        dist.all_reduce(lengths, dist.ReduceOp.MAX, group=groups.stage)
+        longest, shortest, doubtful = (int(number) for number in lengths)
+        self.even = longest == -shortest and not doubtful
+        self._longest = None if longest == unknown else longest
+
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # a TypeError is what callers expect of one without
+        if self.even is None:
+            return len(self._loader)  # type: ignore[arg-type]  # a TypeError is what callers expect of one without
+        if self._longest is None:
+            raise TypeError("the length of a loader is not known in all pipelines")
+        return self._longest
 
     def __iter__(self) -> Iterator[Any]:
         seed = self._seed()

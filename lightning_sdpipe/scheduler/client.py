@@ -30,6 +30,8 @@ _Reply = TypeVar("_Reply", bound=m.Reply)
 
 LAST_WORDS = 1.0
 """Seconds that a failing worker spends at most on telling the others."""
+LAST_BEAT = 12
+"""Heartbeats that stay unanswered before a scheduler that is not restarted is given up."""
 REPEAT_AFTER = 1.0
 """Seconds after which an unanswered request is repeated."""
 
@@ -48,6 +50,8 @@ class SchedulerClient:
     All methods belong to one thread, the one that trains. ``heartbeat`` is in seconds, None for none.
     ``on_abort`` is called in the heartbeats' thread when the run is over because another worker failed, which the
     training thread may not learn while it waits for a tensor.
+    ``host`` is the worker whose process the scheduler ends with; when many heartbeats in a row are not answered, that
+    worker is taken to have failed. None for a scheduler that may be restarted.
     ``on_invitation`` is called there too, for groups that the worker is a passive member of (asynchronous AD-PSGD
     only); it may be set until :meth:`join`.
     """
@@ -62,6 +66,7 @@ class SchedulerClient:
         heartbeat: float | None = 1.0,
         on_invitation: Callable[[Group], None] | None = None,
         on_abort: Callable[[Failure], None] | None = None,
+        host: Worker | None = None,
     ) -> None:
         _check_credentials(address, credentials)
         self.address = address
@@ -73,6 +78,7 @@ class SchedulerClient:
         self._heartbeat = heartbeat
         self.on_invitation = on_invitation
         self._on_abort = on_abort
+        self._host = host
         self._session = secrets.randbits(63)
         self._number = 0
         self._numbers = threading.Lock()
@@ -290,6 +296,11 @@ class _Pulse:
         self._client.aborted = failure
         if first_time and self._client._on_abort is not None:
             self._client._on_abort(failure)
+
+    def hear_nothing(self, beats: int) -> None:
+        if self._client._host is not None and beats >= LAST_BEAT and self._client.aborted is None:
+            gone = "it ended without a word, and the scheduler with it"
+            self.hear_failure(Failure(self._client._host, gone))
 
     def hear_invitation(self, group: Group) -> None:
         client = self._client

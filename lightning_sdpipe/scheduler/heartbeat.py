@@ -33,6 +33,9 @@ class Pulse(Protocol):
     def hear_failure(self, failure: m.Failure) -> None:
         """The run is over."""
 
+    def hear_nothing(self, beats: int) -> None:
+        """The last ``beats`` heartbeats were not answered."""
+
     def hear_invitation(self, group: Group) -> None:
         """The worker is a passive member of ``group``."""
 
@@ -64,14 +67,18 @@ class HeartbeatThread:
             poller.register(socket, zmq.POLLIN)
             poller.register(self._stop, zmq.POLLIN)
             self._send(socket, self._pulse.heartbeat())
+            unanswered = 1
             while True:
                 events = dict(poller.poll(int(self._interval * 1000)))
                 if self._stop in events:
                     return
                 if socket in events:
                     self._hear(socket)
+                    unanswered = 0
                 else:
+                    self._pulse.hear_nothing(unanswered)
                     self._send(socket, self._pulse.heartbeat())
+                    unanswered += 1
         finally:
             socket.close(0)
 

@@ -68,7 +68,7 @@ class AsynchronousPairs(Synchronizer):
         self._thread = threading.Thread(target=self._serve, name="AD-PSGD averaging", daemon=True)
         self._thread.start()
 
-    def _make_parameters_equal(self) -> None:
+    def _arrive(self) -> None:
         assert self._thread is not None
         self._invitations.put(None)  # the client has heard of all invitations when it has left
         self._thread.join(self.replica.timeout.total_seconds())
@@ -79,6 +79,11 @@ class AsynchronousPairs(Synchronizer):
                 f"the neighbours of stage {self.replica.stage} did not finish averaging with pipeline "
                 f"{self.replica.pipeline} within {self.replica.timeout.total_seconds():g} s"
             )
+
+    def _catch_up(self) -> None:
+        self._make_parameters_equal()
+
+    def _make_parameters_equal(self) -> None:
         self._publish()
         self._take_over()
         super()._make_parameters_equal()

@@ -44,12 +44,17 @@ class GradientAveraging(Synchronizer):
     def _enter(self) -> None:
         self._rounds = 0
 
-    def _make_parameters_equal(self) -> None:
+    def _arrive(self) -> None:
         nothing: list[Tensor | None] = [None] * len(self.replica.trained)
         while True:  # until all pipelines are here
             self._buckets.complete(nothing, trains=False)
             if self._buckets.finish().members == 0:
                 break
+
+    def _catch_up(self) -> None:
+        self._make_parameters_equal()
+
+    def _make_parameters_equal(self) -> None:
         source = self.replica.ranks[self._furthest()]
         for bucket in self.replica.parameters:
             dist.broadcast(bucket.buffer, source, group=self.replica.groups.stage)

@@ -19,7 +19,6 @@ class ModelAveraging(Synchronizer):
     def __init__(self, replica: Replica, every: int = 1) -> None:
         super().__init__(replica)
         self._every = every
-        self._announced = False
 
     @property
     def models_averaged(self) -> float:
@@ -28,18 +27,18 @@ class ModelAveraging(Synchronizer):
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that the last backward of ``iteration`` is under way; does not wait."""
-        if iteration % self._every == 0:
+        if self._active and iteration % self._every == 0:
             self.replica.client.ready(iteration)
-            self._announced = True
+            self.announced = True
 
     def synchronise(self) -> None:
         """Waits for the group that answers :meth:`announce` and averages the parameters with its members."""
-        if not self._announced:
+        if not self.announced:
             self.statistics.count(members=1)
             return
-        self._announced = False
         start = time.perf_counter()
         group = self.replica.client.group()
+        self.announced = False
         told = time.perf_counter()
         members = [self.replica.ranks[worker.pipeline] for worker in group.members]
         for bucket in self.replica.parameters:

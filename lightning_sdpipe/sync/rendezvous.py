@@ -59,8 +59,19 @@ def start_scheduler(spec: PolicySpec, mesh: Mesh, bind: str) -> tuple[EmbeddedSc
 
 
 def connect(
-    scheduler: SchedulerAddress, mesh: Mesh, timeout: float, on_abort: Callable[[Failure], None]
+    scheduler: SchedulerAddress,
+    mesh: Mesh,
+    timeout: float,
+    on_abort: Callable[[Failure], None],
+    embedded: bool = False,
 ) -> SchedulerClient:
-    """This rank's line to the scheduler."""
+    """This rank's line to the scheduler; an ``embedded`` one lives as long as rank 0, and is not restarted."""
     worker = Worker(*mesh.locate(dist.get_rank()))
-    return SchedulerClient(scheduler.address, worker, timeout=timeout, credentials=scheduler.keys, on_abort=on_abort)
+    return SchedulerClient(
+        scheduler.address,
+        worker,
+        timeout=timeout,
+        credentials=scheduler.keys,
+        on_abort=on_abort,
+        host=Worker(*mesh.locate(0)) if embedded else None,
+    )

@@ -69,10 +69,15 @@ class StaleSynchronous(Synchronizer):
         seconds = 0.9 * replica.timeout.total_seconds()  # so that its message comes before the transfers give up
         self._server = ParameterServer(self._pulled, clocks, remote, self._channel, seconds)
 
+    def _arrive(self) -> None:
+        assert self._server is not None
+        self._server.leave(self.replica.pipeline, self._changes())
+
+    def _catch_up(self) -> None:
+        self._make_parameters_equal()
+
     def _make_parameters_equal(self) -> None:
         server, replica = self._server, self.replica
-        assert server is not None
-        server.leave(replica.pipeline, self._changes())
         if isinstance(server, ParameterServer):
             for bucket, value in zip(replica.parameters, server.close(), strict=True):
                 bucket.buffer.copy_(value)

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.averaging.buckets import FlatBucket
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.pipeline.gradients import GradientExchange
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.scheduler.specification import PolicySpec
+from lightning_sdpipe.sync.meeting import Meeting, meet
 
 
 @dataclass
@@ -64,6 +66,11 @@ class Replica:
         return self.groups.mesh.locate(self.groups.rank)[1]
 
     @property
+    def device(self) -> torch.device:
+        """Of the stage's tensors."""
+        return self.parameters[0].buffer.device if self.parameters else torch.device("cpu")
+
+    @property
     def ranks(self) -> Sequence[int]:
         """Global rank of the stage's replica in each pipeline."""
         return self.groups.mesh.stage_ranks(self.stage)
@@ -76,8 +83,9 @@ class Synchronizer:
     :meth:`synchronise`, when the optimizer has stepped. A method that averages gradients offers ``gradients`` to the
     pipeline, which tells it of every gradient that the backward completes, and waits for the means before it ends.
 
-    A worker takes part between :meth:`resume` and :meth:`pause`. All workers of the run must call each of these at the
-    same point of training, since both wait for everybody; the numbers of updates in between may differ.
+    A worker takes part from :meth:`resume` on, until it meets the others (:meth:`come_together`, :meth:`pause`) or
+    runs out of data (:meth:`sit_out`). All workers of a stage meet at the same points of training, which are told by
+    ``position``, the batches that were begun in this epoch; the numbers of updates in between may differ.
     """
 
     gradients: GradientExchange | None = None
@@ -86,7 +94,17 @@ class Synchronizer:
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.statistics = SyncStatistics()
-        self._active = False
+        self.announced = False
+        """Has this worker been announced and not fetched its group yet?"""
+        self._active = False  # the scheduler counts on this worker
+        self._apart = False  # the others may be elsewhere
+        self._unequal = False  # somebody has trained since the last pause
+        self._agreed: int | None = None  # where this worker, which is out of data, will be together with the others
+
+    @property
+    def together(self) -> bool:
+        """Are all workers of the stage at the same point of training, and outside of the scheduler's groups?"""
+        return not self._apart
 
     @property
     def models_averaged(self) -> float:
@@ -94,12 +112,60 @@ class Synchronizer:
         return 1.0
 
     def resume(self) -> None:
-        """Takes part from now on; returns when every worker of the run does."""
+        """Takes part from now on; returns when every worker of the stage does."""
         if not self._active:
-            self.replica.client.join()
-            self._active = True
-            self._enter()
-            dist.barrier()
+            if self._unequal:  # all came together, but not for a pause
+                self._catch_up()
+            self._join()
+            dist.barrier(self.replica.groups.stage)  # nobody's first group may miss one that has not joined yet
+            self._apart = self._unequal = True
+
+    def sit_out(self, position: int) -> Meeting:
+        """Waits, without holding up anybody, until the others meet somewhere or are all out of data themselves.
+
+        In the latter case everybody takes part again for its last batch.
+        """
+        self.resume()
+        self._leave()
+        meeting = meet(position, True, self.replica.groups.stage, self.replica.device)
+        if meeting.closing:
+            self._catch_up()
+            self._join()
+            dist.barrier(self.replica.groups.stage)
+        else:
+            self._agreed = meeting.position
+        return meeting
+
+    def come_together(self, position: int) -> None:
+        """Waits until all workers of the stage are here. Nobody waits in the scheduler for one that waits here.
+
+        Raises:
+            ConfigurationError: this worker has been announced, so that others may count on it; or they met elsewhere.
+        """
+        if not self._apart:
+            return
+        if self.announced:
+            raise ConfigurationError(
+                "Something communicates with the other pipelines between the backward pass and the optimizer step, "
+                "where groups are being formed. Do it in on_train_batch_end, or before the backward pass."
+            )
+        self._leave()
+        if self._agreed != position:
+            meet(position, False, self.replica.groups.stage, self.replica.device)
+        self._apart, self._agreed = False, None
+
+    def pause(self, position: int) -> None:
+        """Comes together and makes all replicas of the stage equal: floating-point buffers become their mean over the
+        pipelines, integer buffers (counters) the largest, and so do parameters, unless the method knows better."""
+        self.come_together(position)
+        if self._unequal:
+            self._unequal = False
+            self._make_parameters_equal()
+            self._average_buffers()
+
+    def abandon(self) -> None:
+        """Training has failed: there is nobody to meet any more."""
+        self._active = self._apart = self._unequal = self.announced = False
 
     def announce(self, iteration: int) -> None:
         """The last backward of update ``iteration`` is under way. Does not wait."""
@@ -108,17 +174,25 @@ class Synchronizer:
         """The optimizer has stepped. Returns when the next iteration may start."""
         self.statistics.count(members=1)
 
-    def pause(self) -> None:
-        """Stops taking part, and makes all replicas of the stage equal: floating-point buffers become their mean over
-        the pipelines, integer buffers (counters) the largest, and so do parameters, unless the method knows better."""
+    def _join(self) -> None:
+        self.replica.client.join()
+        self._active = True
+        self._enter()
+
+    def _leave(self) -> None:
         if self._active:
             self.replica.client.leave()
             self._active = False
-            self._make_parameters_equal()
-            self._average_buffers()
+            self._arrive()
 
     def _enter(self) -> None:
         """What else :meth:`resume` does before it waits for everybody."""
+
+    def _arrive(self) -> None:
+        """What else a worker does that stops taking part, while others may train on."""
+
+    def _catch_up(self) -> None:
+        """What all workers, which are together, do before they take part again without a pause in between."""
 
     def _make_parameters_equal(self) -> None:
         for bucket in self.replica.parameters:

@@ -42,7 +42,7 @@ def train(rank: int, learn: bool) -> tuple[float, Tensor, Tensor]:
                 parameter.data.add_(rank + 1.0)
             sync.synchronise()
         ended = parameter.detach().clone()
-        sync.pause()
+        sync.pause(position=4)
         dist.barrier()
     finally:
         client.close()

@@ -1,0 +1,66 @@
+"""A training that never ends by itself, for tests that end it; prints the process of each rank when training runs.
+
+Arguments: how to start (popen, fork, forkserver, spawn or torchrun), and what happens to a rank after some batches:
+``none``, ``raise:RANK`` or ``kill:RANK``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sdpipe import SDPipeStrategy
+
+
+class Model(L.LightningModule):
+    def __init__(self, fault: str, at: int) -> None:
+        super().__init__()
+        self.fault, self.at = fault, at
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 5 and self.global_rank == self.at:
+            if self.fault == "raise":
+                raise ZeroDivisionError("the user's own mistake")
+            if self.fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.net(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            print(f"rank {self.global_rank} is process {os.getpid()}", flush=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def main(start: str, fault: str) -> None:
+    L.seed_everything(1)
+    kind, _, rank = fault.partition(":")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=SDPipeStrategy(
+            2,
+            start_method="popen" if start == "torchrun" else start,  # torchrun starts the processes
+            timeout=timedelta(minutes=5),  # of waits that nothing else ends
+        ),
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(kind, int(rank or 0)), DataLoader(TensorDataset(torch.randn(4096, 4)), batch_size=8))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

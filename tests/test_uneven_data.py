@@ -1,0 +1,285 @@
+"""Pipelines with different amounts of data, and what is decided by the clock: nobody waits for ever, and all workers
+count the same batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from lightning_sdpipe import ADPSGD, AllReduce, HetPipe, SDPipeStrategy, SemiDecentralized
+from tests.test_strategy import Regression, data
+
+PIPELINES = 2
+X, Y = data(64).tensors
+
+
+def pipeline_of(trainer: L.Trainer) -> int:
+    assert isinstance(trainer.strategy, SDPipeStrategy)
+    return trainer.strategy.mesh.locate(trainer.global_rank)[1]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """As many batches of 4 as ``batches`` says for the pipeline, without telling beforehand."""
+
+    def __init__(self, batches: tuple[int, ...]) -> None:
+        self.batches = batches
+        self.trainer: L.Trainer | None = None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        assert self.trainer is not None
+        for number in range(4 * self.batches[pipeline_of(self.trainer)]):
+            yield X[number], Y[number]
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 4 * 7
+
+
+class Own(Sampler[int]):
+    """A sampler of the user's, with shards of different lengths."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        assert self.stream.trainer is not None
+        return 4 * self.stream.batches[pipeline_of(self.stream.trainer)]
+
+
+class Diary(Callback):
+    """Writes down, on every rank, what Lightning did when."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.trained = 0
+        self.batches = 0
+        self.events: list[Any] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.batches += 1
+        self.trained = trainer.strategy._mini_batches
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.events.append(["validation", trainer.global_step])
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.events.append(["epoch", trainer.global_step])
+
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
+        self.events.append(["checkpoint", trainer.global_step])
+
+    def on_fit_end(self, trainer: L.Trainer, *_: Any) -> None:
+        record = {"steps": trainer.global_step, "trained": self.trained, "batches": self.batches, "events": self.events}
+        (self.directory / f"{trainer.global_rank}.json").write_text(json.dumps(record))
+
+
+def sdpipe(sync: Any = None, **options: Any) -> SDPipeStrategy:
+    sync = sync or SemiDecentralized(window=0.002, connectivity=2)  # waits for others every other step
+    return SDPipeStrategy(2, sync, start_method="fork", timeout=timedelta(seconds=30), **options)
+
+
+def fit(
+    directory: Path,
+    loader: Any = None,
+    stream: Stream | None = None,
+    module: L.LightningModule | None = None,
+    callbacks: list[Callback] | None = None,
+    strategy: SDPipeStrategy | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """What each rank wrote down of a training run of 2 stages × 2 pipelines."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2 * PIPELINES,
+        strategy=strategy or sdpipe(),
+        default_root_dir=directory,
+        callbacks=[*(callbacks or []), Diary(directory)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **{"max_epochs": 2, "enable_checkpointing": bool(callbacks), **options},
+    )
+    if stream is not None:
+        stream.trainer = trainer
+    trainer.fit(module or Regression(), loader or DataLoader(stream, 4), DataLoader(data(20), 5))
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2 * PIPELINES)]
+
+
+def same_for_all(records: list[dict[str, Any]], trained: list[int]) -> list[Any]:
+    """The events, which must be equal everywhere; ``trained`` is what each pipeline must have trained."""
+    assert [records[rank]["trained"] for rank in (0, 2)] == trained
+    assert [records[rank]["trained"] for rank in (1, 3)] == trained
+    assert all(record["events"] == records[0]["events"] for record in records)
+    assert all(record["steps"] == records[0]["steps"] for record in records)
+    events: list[Any] = records[0]["events"]
+    return events
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", [Stream, SizedStream, "sampler"])
+def test_validation_within_the_epoch_and_uneven_shards(tmp_path: Path, kind: Any) -> None:
+    stream = Stream((5, 7)) if kind == "sampler" else kind((5, 7))
+    loader = DataLoader(data(64), 4, sampler=Own(stream)) if kind == "sampler" else None
+    records = fit(tmp_path, loader, stream, val_check_interval=2, use_distributed_sampler=kind != "sampler")
+    one_epoch = [["validation", 2], ["validation", 4], ["validation", 6], ["epoch", 7]]
+    expected = one_epoch + [[name, step + 7] for name, step in one_epoch]
+    assert same_for_all(records, [10, 14]) == expected
+    assert all(record["batches"] == 14 for record in records)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_gradients_of_uneven_shards_are_averaged(tmp_path: Path, schedule: str) -> None:
+    records = fit(
+        tmp_path, stream=Stream((5, 3)), strategy=sdpipe(AllReduce(), schedule=schedule), val_check_interval=2
+    )
+    one_epoch = ["validation", "validation", "epoch"]
+    assert [name for name, _ in same_for_all(records, [10, 6])] == 2 * one_epoch
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sync", [None, AllReduce(), HetPipe(), ADPSGD(asynchronous=True)], ids=repr)
+@pytest.mark.parametrize("batches", [(1, 4), (6, 1)])
+def test_one_validation_at_the_end_of_an_epoch_of_unknown_length(
+    tmp_path: Path, batches: tuple[int, int], sync: Any
+) -> None:
+    records = fit(tmp_path, stream=Stream(batches), strategy=sdpipe(sync), accumulate_grad_batches=2)
+    longest = max(batches)
+    steps = (longest + 1) // 2
+    expected = [["validation", steps], ["epoch", steps], ["validation", 2 * steps], ["epoch", 2 * steps]]
+    assert same_for_all(records, [2 * n for n in batches]) == expected
+
+
+@pytest.mark.distributed
+def test_max_steps_ends_training_of_all_pipelines_at_once(tmp_path: Path) -> None:
+    records = fit(tmp_path, stream=Stream((2, 9)), max_steps=6, max_epochs=-1)
+    assert same_for_all(records, [1, 6])[-1] == ["epoch", 6]
+
+
+@pytest.mark.distributed
+def test_checkpoints_by_steps_are_of_all_pipelines(tmp_path: Path) -> None:
+    class Logging(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("now", loss, on_step=True)
+            return loss
+
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1, monitor="now", mode="max")
+    records = fit(tmp_path, stream=Stream((4, 8)), module=Logging(), callbacks=[checkpoint], max_epochs=1)
+    events = same_for_all(records, [4, 8])
+    assert [step for name, step in events if name == "checkpoint"] == [3, 6]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=3.ckpt", "step=6.ckpt"]
+
+
+@pytest.mark.distributed
+def test_a_pipeline_without_any_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="This pipeline was given no batches in this epoch"):
+        fit(tmp_path, stream=Stream((0, 3)))
+
+
+@pytest.mark.distributed
+def test_pipedream_drains_with_uneven_shards(tmp_path: Path) -> None:
+    strategy = SDPipeStrategy(
+        2,
+        SemiDecentralized(window=0.002, connectivity=2),
+        "pipedream",
+        start_method="fork",
+        timeout=timedelta(seconds=30),
+    )
+    records = fit(tmp_path, stream=Stream((3, 7)), strategy=strategy, val_check_interval=3)
+    assert [name for name, _ in same_for_all(records, [6, 14])] == ["validation", "validation", "epoch"] * 2
+
+
+@pytest.mark.distributed
+def test_the_clock_ends_training_on_all_workers_at_the_same_batch(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=0.3), save_top_k=-1)
+    loader = DataLoader(data(4000), 2)
+    records = fit(
+        tmp_path, loader, callbacks=[checkpoint], max_time={"seconds": 1.0}, max_epochs=-1, limit_val_batches=0
+    )
+    steps = records[0]["steps"]
+    events = same_for_all(records, [steps, steps])
+    assert 2 <= len([name for name, _ in events if name == "checkpoint"]) <= 4
+    assert len(list(tmp_path.glob("*.ckpt"))) >= 2
+
+
+@pytest.mark.distributed
+def test_validation_by_the_clock(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", minversion="2.6")
+    records = fit(
+        tmp_path,
+        DataLoader(data(4000), 2),
+        val_check_interval={"seconds": 0.2},
+        max_time={"seconds": 1.0},
+        max_epochs=-1,
+    )
+    steps = records[0]["steps"]
+    assert [name for name, _ in same_for_all(records, [steps, steps])].count("validation") >= 2
+
+
+class Stopping(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)  # the last stage only comes to the end of this
+        if self.global_rank == 2 and batch_idx == 3:
+            self.trainer.should_stop = True
+        return loss
+
+
+@pytest.mark.distributed
+def test_one_rank_that_asks_to_stop_stops_all_where_they_meet_next(tmp_path: Path) -> None:
+    records = fit(tmp_path, DataLoader(data(64), 4), module=Stopping(), val_check_interval=6)
+    assert same_for_all(records, [6, 6]) == [["validation", 6], ["epoch", 6]]
+
+
+class Gathering(Regression):
+    """Communicates everywhere a user may."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert self.all_gather(loss).shape == (PIPELINES,)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("rate", optimizer.param_groups[0]["lr"], sync_dist=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.strategy.barrier()
+        assert self.trainer.strategy.broadcast(self.global_rank) == 0
+
+
+@pytest.mark.distributed
+def test_users_may_communicate_between_pipelines(tmp_path: Path) -> None:
+    same_for_all(fit(tmp_path, DataLoader(data(40), 4), module=Gathering(), max_epochs=1), [5, 5])
+
+
+@pytest.mark.distributed
+def test_communication_within_a_step_is_refused_when_shards_may_differ(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="a pipeline that has fewer batches than they would not take part"):
+        fit(tmp_path, stream=Stream((3, 3)), module=Gathering())
+
+
+class Fetching(Regression):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        raise AssertionError("refused before")
+
+
+@pytest.mark.distributed
+def test_a_step_that_fetches_its_own_batches_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="takes a dataloader_iter"):
+        fit(tmp_path, DataLoader(data(64), 4), module=Fetching())
