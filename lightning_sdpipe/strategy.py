@@ -22,11 +22,12 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdpipe import checkpoint, hydra_job, job, lockstep, random_states
+from lightning_sdpipe import hydra_job, job, lockstep, random_states
 from lightning_sdpipe.appointments import Appointments
 from lightning_sdpipe.assembly import Assembled, Options, assemble
+from lightning_sdpipe.checkpoints import Checkpoints
 from lightning_sdpipe.clipping import clip_over_stages
-from lightning_sdpipe.distributed_checkpoint import DistributedWriter, is_distributed, read_part
+from lightning_sdpipe.distributed_checkpoint import is_distributed
 from lightning_sdpipe.epoch_callback import EpochCallback
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
@@ -155,8 +156,6 @@ class SDPipeStrategy(DDPStrategy):
         self._undo: Sequence[Callable[[], None]] = ()
         self._initialisation = Initialisation()
         self._plan: tuple[nn.Module, plan.Plan] | None = None
-        self._optimizer_parts: checkpoint.OptimizerParts | None = None
-        self._writer: DistributedWriter | None = None
         self._in_step = False
         self._update_follows = False
         self._accumulated = False  # gradients of earlier mini-batches wait for the next update
@@ -288,6 +287,7 @@ class SDPipeStrategy(DDPStrategy):
         stages = self._plan_stages(trainer)
         self._assembled = assemble(self.module, stages, self.groups, options, self._initialisation, self.root_device)
         parts = self._assembled
+        self._checkpoints = Checkpoints(self.module, parts.ownership, self.groups, self.save_distributed_checkpoint)
         self._sync = self.sync.build(
             Replica(self.client, self.groups, parts.buckets, parts.buffers, parts.trained, self._run_timeout)
         )
@@ -296,10 +296,7 @@ class SDPipeStrategy(DDPStrategy):
         with refuse_several_optimizers():
             super().setup_optimizers(trainer)
         (optimizer,) = self.optimizers
-        self._optimizer_parts = checkpoint.OptimizerParts(
-            optimizer, self.module, self._parts.ownership, self._worker.stage
-        )
-        self._optimizer_parts.drop_foreign(optimizer)
+        self._checkpoints.take_part_of(optimizer)
         if self.variance_correction and is_adam_family(optimizer):
             self.optimizers = [VarianceCorrection(optimizer, num_workers=self._sync.models_averaged)]
         elif self.variance_correction:
@@ -532,46 +529,36 @@ class SDPipeStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._pause()
-        if self.save_distributed_checkpoint:
-            return checkpoint.part_of_module_state(self.module, self._parts.ownership, self._worker.stage)
-        return checkpoint.gather_module_state(self.module, self._parts.ownership, self.groups)
+        return self._checkpoints.module_state()
 
-    def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:
-        self._data_seed = checkpoint_.get("random_states", {}).get("data_seed", self._data_seed)
-        state = checkpoint_["state_dict"]
-        checkpoint.load_module_state(self.module, self._parts.ownership, self._worker.stage, state, strict)
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._data_seed = checkpoint.get("random_states", {}).get("data_seed", self._data_seed)
+        self._checkpoints.load_module(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self._optimizer_parts is not None
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if self.save_distributed_checkpoint:
-            return self._optimizer_parts.part(optimizer, self._worker.stage)
-        return self._optimizer_parts.gather(optimizer, self.groups)
+        return self._checkpoints.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 
-    def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
-        assert self._optimizer_parts is not None
-        self._optimizer_parts.load(self.optimizers[0], checkpoint_["optimizer_states"][0])
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._checkpoints.distributed:
+            self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if is_distributed(checkpoint_path):
+            return self._checkpoints.load(Path(checkpoint_path), self.checkpoint_io)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self._checkpoints.wait()
+        super().remove_checkpoint(filepath)
 
     def _random_states(self) -> dict[str, Any]:
         return {"data_seed": self._data_seed, **random_states.gather(self.groups)}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if not self.save_distributed_checkpoint:
-            return super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self._writer is None:
-            self._writer = DistributedWriter(self.groups, self.save_distributed_checkpoint == "async")
-        self._writer.save(checkpoint, Path(filepath), self.checkpoint_io)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if not is_distributed(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        places = self._optimizer_parts.places if self._optimizer_parts else {}
-        return read_part(Path(checkpoint_path), self._parts.ownership, places, self.groups, self.checkpoint_io)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self._writer is not None and self.is_global_zero:
-            self._writer.wait()
-        super().remove_checkpoint(filepath)
 
     # ---------------------------------------------------------------- the end
 
@@ -633,11 +620,10 @@ class SDPipeStrategy(DDPStrategy):
             os._exit(1)
 
     def teardown(self) -> None:
-        if self._writer is not None:
-            self._writer.wait()
         for undo in self._undo:
             undo()
         if self._assembled is not None:
+            self._checkpoints.wait()
             self._assembled.cut_model.restore()
             stage, _ = self.mesh.locate(self.global_rank)
             keep_only(self.module, self._assembled.ownership, stage, torch.device("cpu"))
