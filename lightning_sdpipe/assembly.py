@@ -25,7 +25,7 @@ from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import StageRunner
-from lightning_sdpipe.refusals import refuse_shared
+from lightning_sdpipe.trainer.refusals import refuse_shared
 
 
 @dataclass(frozen=True)

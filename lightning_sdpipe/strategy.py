@@ -22,22 +22,17 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdpipe import hydra_job, job, lockstep, random_states
-from lightning_sdpipe.appointments import Appointments
 from lightning_sdpipe.assembly import Assembled, Options, assemble
-from lightning_sdpipe.checkpoints import Checkpoints
-from lightning_sdpipe.clipping import clip_over_stages
-from lightning_sdpipe.distributed_checkpoint import is_distributed
-from lightning_sdpipe.epoch_callback import EpochCallback
+from lightning_sdpipe.checkpoints import random_states
+from lightning_sdpipe.checkpoints.distributed import is_distributed
+from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
-from lightning_sdpipe.last_resort import LastResort
-from lightning_sdpipe.last_stage import gather_metrics_over, leave_results_to_the_last_stage
-from lightning_sdpipe.launcher import CheckingLauncher, WholeModelLauncher
-from lightning_sdpipe.loss_scale import agree_on_overflow, loss_scale
-from lightning_sdpipe.measure import measure_on_rank_zero
+from lightning_sdpipe.launching import hydra_job, job
+from lightning_sdpipe.launching.last_resort import LastResort
+from lightning_sdpipe.launching.launcher import CheckingLauncher, WholeModelLauncher
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
 from lightning_sdpipe.partition import plan
@@ -48,8 +43,6 @@ from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_s
 from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.stage_runner import Step
-from lightning_sdpipe.predictions import collect, deal_batches
-from lightning_sdpipe.refusals import refuse_several_optimizers, refuse_unsupported
 from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
@@ -57,6 +50,15 @@ from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.meeting import Meeting
 from lightning_sdpipe.sync.rendezvous import connect, standing_scheduler, start_scheduler
 from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatistics
+from lightning_sdpipe.trainer import lockstep
+from lightning_sdpipe.trainer.appointments import Appointments
+from lightning_sdpipe.trainer.clipping import clip_over_stages
+from lightning_sdpipe.trainer.epoch_callback import EpochCallback
+from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
+from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale
+from lightning_sdpipe.trainer.measure import measure_on_rank_zero
+from lightning_sdpipe.trainer.predictions import collect, deal_batches
+from lightning_sdpipe.trainer.refusals import refuse_several_optimizers, refuse_unsupported
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
 _LOOPED = ("interleaved_1f1b", "zero_bubble")

@@ -18,8 +18,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from lightning_sdpipe import job
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.launching import job
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from hydra import compose, initialize
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_sdpipe import hydra_job, job
+from lightning_sdpipe.launching import hydra_job, job
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
-from lightning_sdpipe.distributed_checkpoint import is_distributed
+from lightning_sdpipe.checkpoints.distributed import is_distributed
 from lightning_sdpipe.sync import NoSync
 from tests.features.running import (
     Regression,

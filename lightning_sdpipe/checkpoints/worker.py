@@ -10,8 +10,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
-from lightning_sdpipe import checkpoint
-from lightning_sdpipe.distributed_checkpoint import DistributedWriter, read_part
+from lightning_sdpipe.checkpoints import whole
+from lightning_sdpipe.checkpoints.distributed import DistributedWriter, read_part
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.ownership import Ownership
 
@@ -38,23 +38,23 @@ class Checkpoints:
         self._ownership = ownership
         self._groups = groups
         self._stage, _ = groups.mesh.locate(groups.rank)
-        self._optimizer: checkpoint.OptimizerParts | None = None
+        self._optimizer: whole.OptimizerParts | None = None
         self._writer: DistributedWriter | None = None
 
     def take_part_of(self, optimizer: Optimizer) -> None:
         """Drops the parameters of other stages from the optimizer of the whole module, and remembers their places."""
-        self._optimizer = checkpoint.OptimizerParts(optimizer, self._module, self._ownership, self._stage)
+        self._optimizer = whole.OptimizerParts(optimizer, self._module, self._ownership, self._stage)
         self._optimizer.drop_foreign(optimizer)
 
     def module_state(self) -> dict[str, Any]:
         """The whole ``state_dict`` on rank 0; for distributed checkpoints this stage's part on every rank."""
         if self.distributed:
-            return checkpoint.part_of_module_state(self._module, self._ownership, self._stage)
-        return checkpoint.gather_module_state(self._module, self._ownership, self._groups)
+            return whole.part_of_module_state(self._module, self._ownership, self._stage)
+        return whole.gather_module_state(self._module, self._ownership, self._groups)
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
         """Loads this stage's part of a whole ``state_dict``; raises ConfigurationError if the names do not fit."""
-        checkpoint.load_module_state(self._module, self._ownership, self._stage, state, strict)
+        whole.load_module_state(self._module, self._ownership, self._stage, state, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As :meth:`module_state`, of the optimizer."""
@@ -65,11 +65,11 @@ class Checkpoints:
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         self._parts.load(optimizer, state)
 
-    def save(self, whole: dict[str, Any], path: Path, files: CheckpointIO) -> None:
-        """Writes a distributed checkpoint; see :class:`~lightning_sdpipe.distributed_checkpoint.DistributedWriter`."""
+    def save(self, checkpoint: dict[str, Any], path: Path, files: CheckpointIO) -> None:
+        """Writes a distributed checkpoint; see :class:`~lightning_sdpipe.checkpoints.distributed.DistributedWriter`."""
         if self._writer is None:
             self._writer = DistributedWriter(self._groups, self.distributed == "async")
-        self._writer.save(whole, path, files)
+        self._writer.save(checkpoint, path, files)
 
     def load(self, path: Path, files: CheckpointIO) -> dict[str, Any]:
         """Reads a distributed checkpoint, as far as this worker needs it."""
@@ -82,6 +82,6 @@ class Checkpoints:
             self._writer.wait()
 
     @property
-    def _parts(self) -> checkpoint.OptimizerParts:
+    def _parts(self) -> whole.OptimizerParts:
         assert self._optimizer is not None, "setup_optimizers calls take_part_of"
         return self._optimizer

@@ -24,10 +24,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sdpipe.appointments import Appointments
 from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
 from lightning_sdpipe.sync.meeting import Meeting
 from lightning_sdpipe.sync.synchronizer import Synchronizer
+from lightning_sdpipe.trainer.appointments import Appointments
 
 
 def release(

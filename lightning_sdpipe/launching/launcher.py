@@ -19,8 +19,8 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
-from lightning_sdpipe import hydra_job, job
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.launching import hydra_job, job
 
 _log = logging.getLogger(__name__)
 

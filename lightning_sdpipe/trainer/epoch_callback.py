@@ -11,9 +11,11 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_sdpipe import lockstep, p2p, random_states
-from lightning_sdpipe.appointments import Appointments
+from lightning_sdpipe import p2p
+from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.trainer import lockstep
+from lightning_sdpipe.trainer.appointments import Appointments
 
 
 class EpochCallback(Callback):

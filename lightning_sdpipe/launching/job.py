@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning_sdpipe import hydra_job
+from lightning_sdpipe.launching import hydra_job
 
 _undo = ExitStack()
 _key: object = None

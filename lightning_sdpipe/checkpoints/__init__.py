@@ -1,0 +1,1 @@
+"""Saving and loading: one file of the whole model, or a directory to which every rank writes its part."""
