@@ -82,25 +82,25 @@ def _check_target(path: str, node: DictConfig, typed: Sequence[str]) -> None:
 
 
 def _check_type(path: str, value: Any, hint: Any) -> None:
-    choices = typing.get_args(hint)
+    if _accepts(hint, value):
+        return
     if typing.get_origin(hint) is typing.Literal:
-        if value not in choices:
-            allowed = ", ".join(map(str, choices))
-            raise ConfigurationError(f"{path}={value} is not one of {allowed}{_nearest(str(value), choices)}")
-    elif not any(_accepts(each, value) for each in (choices if _is_union(hint) else [hint])):
-        raise ConfigurationError(f"{path}={value!r} must be {_name(hint)}.")
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+        choices = typing.get_args(hint)
+        allowed = ", ".join(map(str, choices))
+        raise ConfigurationError(f"{path}={value} is not one of {allowed}{_nearest(str(value), choices)}")
+    raise ConfigurationError(f"{path}={value!r} must be {_name(hint)}.")
 
 
 def _accepts(hint: Any, value: Any) -> bool:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return any(_accepts(each, value) for each in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
     if hint is types.NoneType or value is None:
         return value is None and hint in (types.NoneType, Any)
     try:
         option = OmegaConf.structured(dataclasses.make_dataclass("Option", [("value", hint, MISSING)]))
-    except (ValidationError, OmegaConfBaseException):
+    except OmegaConfBaseException:
         return True  # a type that OmegaConf does not know: the class checks it
     try:
         option.value = value

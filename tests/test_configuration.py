@@ -29,7 +29,7 @@ from recipes.command_line import check_jobs
         ("partition=balanced strategy.partition.bandwith=3", "strategy.partition.bandwith does not exist; did you"),
         ("trainer.max_epoch=3", "trainer.max_epoch does not exist; did you mean max_epochs?"),
         ("+trainer.limit_train_batch=3", "is not an option of Trainer; did you mean limit_train_batches?"),
-        ("trainer.limit_train_batches=3", "write +trainer.limit_train_batches=…"),
+        ("trainer.max_steps=3", "write +trainer.max_steps=…"),
         ("model.chanels=3", "model.chanels does not exist; did you mean channels?"),
         ("num_stages=two", "strategy.num_stages='two' must be int."),
         ("model.lr=quick", "model.lr='quick' must be float."),
@@ -40,6 +40,7 @@ from recipes.command_line import check_jobs
         ),
         ("strategy.start_method=frok", "is not one of popen, spawn, fork, forkserver; did you mean fork?"),
         ("strategy.variance_correction=maybe", "strategy.variance_correction='maybe' must be bool."),
+        ("+strategy.save_distributed_checkpoint=asynch", "strategy.save_distributed_checkpoint='asynch' must be"),
         ("sync.window=-1", "window=-1 is not allowed"),
         ("num_stages=1,2,3", "4 workers cannot form pipelines of num_stages=3"),
         ("seed=1,2 trainer.devices=2,3", "3 workers cannot form pipelines of num_stages=2"),
@@ -56,7 +57,7 @@ def test_a_wrong_command_line_gets_one_message(overrides: str, message: str) -> 
     [
         "experiment=digits sync=semi_decentralized,all_reduce num_stages=1,2 seed=1,2",
         "strategy.partition=[3,3] trainer.devices=2,4",
-        "sync.window=0.5 strategy.blocks=['net.*'] ~trainer.logger +trainer.limit_train_batches=3",
+        "sync.window=0.5 strategy.blocks=['net.*'] ~trainer.logger +trainer.max_steps=3",
         "model.lr=interval(0.01,0.1) hydra.run.dir=somewhere",
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize
@@ -41,13 +42,13 @@ def test_what_was_registered_last_is_undone_first() -> None:
     assert done == ["second", "first"]
 
 
-def test_the_next_job_ends_the_one_before(hydra_job_in: DictConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("now", [("runtime.output_dir", "another"), ("job.num", 4)])
+def test_the_next_job_ends_the_one_before(hydra_job_in: DictConfig, now: tuple[str, Any]) -> None:
     done: list[str] = []
     job.begin()
     job.at_end(done.append, "undone")
-    now = HydraConfig.get()
-    with read_write(now):
-        now.runtime.output_dir = str(tmp_path / "4")
+    with read_write(HydraConfig.get()):
+        OmegaConf.update(HydraConfig.get(), *now)
     job.begin()
     assert done == ["undone"]
 

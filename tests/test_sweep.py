@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import csv
 import json
 import os
 import subprocess
@@ -10,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig, open_dict, read_write
 
 from lightning_sdpipe import ConfigurationError
 from lightning_sdpipe.sweep import Row, SweepTable, table
@@ -35,6 +40,34 @@ def test_an_unknown_reaction_to_failures_is_refused() -> None:
         SweepTable("halt")  # type: ignore[arg-type]
 
 
+def sweep_in(directory: Path) -> DictConfig:
+    """The configuration of a sweep's first job."""
+    with initialize(version_base="1.3", config_path=None):
+        config = compose(None, ["+seed=1"], return_hydra_config=True)
+    with read_write(config), open_dict(config):
+        config.hydra.sweep.dir = config.hydra.runtime.output_dir = str(directory)
+        config.hydra.job.num = 0
+    return config
+
+
+def test_a_failed_job_ends_a_sweep_that_shall_stop_after_its_row(tmp_path: Path) -> None:
+    config, callback = sweep_in(tmp_path), SweepTable("stop")
+    failed = JobReturn(status=JobStatus.FAILED)
+    try:
+        raise ValueError("no good")
+    except ValueError as error:
+        failed.return_value = error
+    callback.on_multirun_start(config)
+    atexit.unregister(callback._print)
+    callback.on_job_start(config)
+    with pytest.raises(SystemExit) as ended:
+        callback.on_job_end(config, failed)
+    assert ended.value.code == 1
+    with (tmp_path / "summary.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert (row["job"], row["status"], row["error"]) == ("0", "failed", "ValueError: no good")
+
+
 def run_app(directory: Path, *arguments: str, timeout: float = 110) -> tuple[int, str, str]:
     """Exit status, what was printed, and a mark by which the processes of the run are known."""
     marker = f"sdpipe-test-{os.getpid()}-{time.monotonic_ns()}"
@@ -53,21 +86,20 @@ def run_app(directory: Path, *arguments: str, timeout: float = 110) -> tuple[int
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
 def test_jobs_of_a_users_own_application_are_right_after_a_rank_failed(tmp_path: Path) -> None:
-    sweep = [f"hydra.sweep.dir={tmp_path}", "hydra.job.chdir=true", "case=none,raises,killed,three"]
+    sweep = [f"hydra.sweep.dir={tmp_path}", "hydra.job.chdir=true", "case=raises,killed,three"]
     code, printed, marker = run_app(tmp_path, "-m", "tests.scripts.hydra_app", "-m", *sweep, timeout=220)
     assert code == 1, printed  # Hydra raises the first failed job's error at the end
     assert processes_of(marker) == []
     seen = {
-        job: [json.loads(file.read_text()) for file in sorted((tmp_path / job).glob("rank*.json"))] for job in "0123"
+        job: [json.loads(file.read_text()) for file in sorted((tmp_path / job).glob("rank*.json"))] for job in "012"
     }
-    assert [len(seen[job]) for job in "0123"] == [2, 0, 0, 3], printed
-    for job, case in (("0", "none"), ("3", "three")):
-        for rank in seen[job]:
-            assert rank["world_size"] == len(seen[job])
-            assert rank["case"] == case
-            assert rank["job"] == [int(job), int(job), "hydra_app"]
-            assert rank["directory"] == str(tmp_path / job)
-        assert len({rank["when"] for rank in seen[job][1:]}) == 1
+    assert [len(seen[job]) for job in "012"] == [0, 0, 3], printed
+    for rank in seen["2"]:
+        assert rank["world_size"] == 3
+        assert rank["case"] == "three"
+        assert rank["job"] == [2, 2, "hydra_app"]
+        assert rank["directory"] == str(tmp_path / "2")
+    assert len({rank["when"] for rank in seen["2"][1:]}) == 1
     assert "the user's own mistake" in printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3", "multirun.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "multirun.yaml"]
     assert not list(tmp_path.glob("*/.job-*"))

@@ -33,7 +33,7 @@ class Rerun:
 def key() -> object:
     """What tells this process's Hydra job from others; None outside of Hydra."""
     hydra = _hydra()
-    return None if hydra is None else hydra.runtime.output_dir
+    return None if hydra is None else (hydra.runtime.output_dir, hydra.job.get("num"))  # jobs may share a directory
 
 
 def in_sweep() -> bool:
