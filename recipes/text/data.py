@@ -159,7 +159,10 @@ class _Rows(IterableDataset[Tensor]):
         self._tokenizer = tokenizer
         self._length = length
         self._framed = framed
+        self._epoch = 0
 
     def __iter__(self) -> Iterator[Tensor]:
+        self._articles.set_epoch(self._epoch)  # shuffles in another order
+        self._epoch += 1
         texts = (article["text"] for article in self._articles)
         return pack(texts, self._tokenizer, self._length, self._framed)

@@ -49,7 +49,7 @@ def test_the_papers_settings() -> None:
     assert (bert.data.length, bert.strategy.variance_correction) == (128, True)
     (resnets_end,), (berts_end,) = resnet.trainer.callbacks, bert.trainer.callbacks
     assert (resnets_end.monitor, resnets_end.mode, resnets_end.stopping_threshold) == ("val_accuracy", "max", 0.74)
-    assert (berts_end.monitor, berts_end.stopping_threshold) == ("train_loss_epoch", 3.0)
+    assert (berts_end.monitor, berts_end.stopping_threshold) == ("val_loss", 3.0)
 
 
 def test_the_learning_rate_warms_up_over_one_epoch_and_falls_every_thirty() -> None:
@@ -100,5 +100,13 @@ def test_bert_reads_wikipedias_stream(tmp_path: Path, monkeypatch: pytest.Monkey
     for number in range(4):
         datasets.Dataset.from_dict({"text": texts[number::4]}).to_parquet(tmp_path / f"wiki/{number}.parquet")
     data = ("data=wikipedia", f"data.folder={tmp_path / 'wiki'}", "data.length=32", "data.num_workers=1")
-    metrics = run(tmp_path, "experiment=bert_base", *data, "data.batch_size=4", "data.validation_articles=8")
+    metrics = run(
+        tmp_path,
+        "experiment=bert_base",
+        *data,
+        "data.batch_size=4",
+        "data.validation_articles=8",
+        "trainer.val_check_interval=2",
+    )
     assert 0 < metrics["train_loss"] < 12
+    assert 0 < metrics["val_loss"] < 12
