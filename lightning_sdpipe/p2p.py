@@ -1,8 +1,9 @@
-"""Point-to-point transfers over a process group, with CUDA tensors staged through pinned memory on gloo."""
+"""Transfers over a process group whose failures name the peer; point-to-point with CUDA tensors staged through pinned memory on gloo."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,16 @@ class Transfer:
                 if copy is not tensor:
                     tensor.copy_(copy)
         return self.tensors
+
+
+@contextmanager
+def waiting_for(group: dist.ProcessGroup, purpose: str) -> Iterator[None]:
+    """Around a collective of ``group``: WorkerFailedError names its members if one of them is gone, or late."""
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        raise WorkerFailedError(f"{purpose} among ranks {ranks} failed: {str(error).splitlines()[0]}") from error
 
 
 def _needs_staging(tensor: Tensor, group: dist.ProcessGroup) -> bool:

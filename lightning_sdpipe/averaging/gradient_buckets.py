@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.p2p import waiting_for
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,8 @@ class GradientBuckets:
         return work
 
     def _wait(self, work: dist.Work) -> None:
-        try:
+        with waiting_for(self._group, "averaging gradients"):
             work.wait()
-        except RuntimeError as error:
-            ranks = dist.get_process_group_ranks(self._group)
-            raise WorkerFailedError(
-                f"averaging gradients among ranks {ranks} failed: {str(error).splitlines()[0]}"
-            ) from error
 
 
 def _layout(parameters: Sequence[nn.Parameter], cap: int) -> list[list[int]]:

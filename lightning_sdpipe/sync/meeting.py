@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.p2p import waiting_for
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,14 @@ def meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: tor
     A worker is ``out_of_data`` when one batch is left, which it keeps for the end of the epoch.
 
     Raises:
+        WorkerFailedError: a member is gone.
         ConfigurationError: the workers with data are at different batches, so that they have come for different things.
     """
     nowhere = -(2**62)
     here = [nowhere, nowhere, position + 1] if out_of_data else [position, -position, nowhere]
     places = torch.tensor(here, device=device)
-    dist.all_reduce(places, dist.ReduceOp.MAX, group=group)
+    with waiting_for(group, "coming together"):
+        dist.all_reduce(places, dist.ReduceOp.MAX, group=group)
     furthest, nearest, last = (int(place) for place in places)
     if furthest == nowhere:
         return Meeting(last, closing=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_sdpipe.averaging.buckets import FlatBucket
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.gradients import GradientExchange
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.scheduler.specification import PolicySpec
@@ -117,7 +118,7 @@ class Synchronizer:
             if self._unequal:  # all came together, but not for a pause
                 self._catch_up()
             self._join()
-            dist.barrier(self.replica.groups.stage)  # nobody's first group may miss one that has not joined yet
+            self._barrier()  # nobody's first group may miss one that has not joined yet
             self._apart = self._unequal = True
 
     def sit_out(self, position: int) -> Meeting:
@@ -131,7 +132,7 @@ class Synchronizer:
         if meeting.closing:
             self._catch_up()
             self._join()
-            dist.barrier(self.replica.groups.stage)
+            self._barrier()
         else:
             self._agreed = meeting.position
         return meeting
@@ -185,6 +186,10 @@ class Synchronizer:
             self._active = False
             self._arrive()
 
+    def _barrier(self) -> None:
+        with waiting_for(self.replica.groups.stage, "setting out"):
+            dist.barrier(self.replica.groups.stage)
+
     def _enter(self) -> None:
         """What else :meth:`resume` does before it waits for everybody."""
 
@@ -221,4 +226,5 @@ class SyncMethod(Protocol):
 
 def _mean(tensor: Tensor, group: dist.ProcessGroup) -> None:
     tensor.div_(dist.get_world_size(group))
-    dist.all_reduce(tensor, group=group)
+    with waiting_for(group, "averaging models"):
+        dist.all_reduce(tensor, group=group)
