@@ -1,4 +1,4 @@
-"""Transfers over a process group whose failures name the peer; point-to-point with CUDA tensors staged through pinned memory on gloo."""
+"""Transfers over a process group, with CUDA tensors staged through pinned memory on gloo; failures name the peers."""
 
 from __future__ import annotations
 
