@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -101,3 +102,31 @@ def test_a_worker_that_is_killed_ends_the_run() -> None:
 def test_a_replica_that_is_killed_ends_the_run_whatever_the_method(case: str, message: str) -> None:
     printed = run_case(case)
     assert re.search(message, printed), printed
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("number", "whom"), [(signal.SIGTERM, 3), (signal.SIGINT, None)])
+def test_a_signal_to_one_process_ends_all_forked_ones(number: signal.Signals, whom: int | None) -> None:
+    marker = f"sdpipe-test-{os.getpid()}-{time.monotonic_ns()}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.scripts.endings", "fork", "none"],
+        cwd=ROOT,
+        env=os.environ | {"SDPIPE_TEST_RUN": marker, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    ranks: dict[int, int] = {}
+    for line in process.stdout:
+        ranks |= {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d) is process (\d+)", line)}
+        if len(ranks) == 4:
+            break
+    os.kill(process.pid if whom is None else ranks[whom], number)
+    printed = process.communicate(timeout=30)[0]
+    assert process.returncode != 0
+    assert processes_of(marker) == []
+    expected = (
+        "Detected KeyboardInterrupt" if whom is None else f"(rank {whom}) failed first and ended the run: ended by"
+    )
+    assert expected in printed
