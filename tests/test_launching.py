@@ -1,4 +1,4 @@
-"""Processes that torchrun, SLURM or two machines start. The places of all ranks are what they print."""
+"""Processes that Lightning, torchrun, SLURM or two machines start. The places of all ranks are what they print."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from lightning_sdpipe import AllReduce, SDPipeStrategy
+from tests.features.table import supported
+from tests.scripts import launched
+from tests.test_strategy import Regression, fit
+from tests.workers import run_workers
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ["-m", "tests.scripts.launched"]
@@ -59,6 +69,7 @@ def check(found: list[dict[str, Any]], host: str = "127.0.0.1") -> None:
     assert address.startswith(f"tcp://{host}:")
 
 
+@supported("Launching", "torchrun on one machine")
 @pytest.mark.distributed
 def test_torchrun_starts_all_processes() -> None:
     check(places([[*TORCHRUN, "--standalone", "--nproc-per-node", "4", *SCRIPT, "1", "4"]]))
@@ -69,6 +80,7 @@ def node(rank: int, address: str, port: int) -> list[str]:
     return [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(rank), *where, *SCRIPT, "2", "2"]
 
 
+@supported("Launching", "torchrun with two nodes", "rank 0 listens at the address of `--master-addr`")
 @pytest.mark.distributed
 def test_two_nodes_of_torchrun_on_loopback() -> None:
     port = free_port()
@@ -104,6 +116,7 @@ def namespaces() -> Iterator[list[str]]:
             subprocess.run([ip, "netns", "del", name], capture_output=True, check=False)
 
 
+@supported("Launching", "two machines", "two network namespaces with a cable between them")
 @pytest.mark.distributed
 def test_two_machines(namespaces: list[str]) -> None:
     """Gloo looks its address up by the host name, which both namespaces share: it is told the interface."""
@@ -112,18 +125,69 @@ def test_two_machines(namespaces: list[str]) -> None:
     check(places(commands, interfaces), host="10.231.7.1")
 
 
-@pytest.mark.distributed
-def test_slurm_starts_all_processes() -> None:
-    job = {
+def slurm(rank: int, nodes: int, tasks_per_node: int) -> dict[str, str]:
+    """What srun sets for one of its tasks."""
+    return {
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NAME": "train",
-        "SLURM_NTASKS": "4",
-        "SLURM_NTASKS_PER_NODE": "4",
-        "SLURM_NNODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_NODELIST": "localhost",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "SLURM_NTASKS": str(nodes * tasks_per_node),
+        "SLURM_NTASKS_PER_NODE": str(tasks_per_node),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_NODEID": str(rank // tasks_per_node),
+        "SLURM_NODELIST": "machine[7-8]",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % tasks_per_node),
     }
-    tasks = [job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(4)]
-    check(places([[sys.executable, *SCRIPT, "1", "4"]] * 4, tasks))
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_the_ranks_are_those_of_slurm_and_nothing_else_starts_processes(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else Lightning sets it
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets them, which the first line undoes in the end
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in slurm(rank, nodes=2, tasks_per_node=4).items():
+        monkeypatch.setenv(name, value)
+    trainer = L.Trainer(accelerator="cpu", strategy=SDPipeStrategy(2), devices=4, num_nodes=2, logger=False)
+    strategy = trainer.strategy
+    assert isinstance(strategy, SDPipeStrategy)
+    environment = strategy.cluster_environment
+    assert isinstance(environment, SLURMEnvironment)
+    assert environment.creates_processes_externally
+    assert (environment.main_address, environment.main_port) == ("machine7", 15000 + 4711)
+    strategy._configure_launcher()
+    assert strategy.launcher is not None
+    assert strategy.launcher.launch(lambda: "in this process") == "in this process"
+    assert strategy.launcher.procs == []
+    assert (trainer.global_rank, trainer.local_rank, trainer.node_rank) == (rank, rank % 4, rank // 4)
+    assert (strategy.mesh.num_stages, strategy.mesh.num_pipelines) == (2, 4)
+    assert strategy.mesh.locate(rank) == (0 if rank % 2 else 1, rank // 2)
+
+
+@supported("Launching", "SLURM", "`srun` starts the processes")
+@pytest.mark.distributed
+def test_four_tasks_of_slurm() -> None:
+    check(run_workers(4, _task, free_port()))
+
+
+def _task(rank: int, port: int) -> dict[str, Any]:
+    dist.destroy_process_group()  # Lightning opens its own
+    os.environ |= {**slurm(rank, nodes=1, tasks_per_node=4), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return launched.main(1, 4)
+
+
+@supported(
+    "Launching",
+    '`start_method="popen"`, `"fork"`, `"forkserver"`, `"spawn"`',
+    'of the two that pickle the trainer, the tests run `"forkserver"`, with one pipeline',
+)
+@pytest.mark.distributed
+def test_workers_that_get_the_trainer_pickled(tmp_path: Path) -> None:
+    """The other ways are those of most tests: "popen" in test_strategy.py, "fork" nearly everywhere."""
+    before = Regression()
+    trainer, model = fit(tmp_path, SDPipeStrategy(2, AllReduce(), start_method="forkserver"), 2, 4)
+    assert not torch.equal(model.net[0].weight, before.net[0].weight)
+    assert not torch.equal(model.net[3].weight, before.net[3].weight)
+    assert trainer.callback_metrics["loss_epoch"] > 0

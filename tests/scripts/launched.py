@@ -1,10 +1,11 @@
-"""A short training, started by test_launching.py; each rank prints where it is. Arguments: nodes, devices."""
+"""A short training, started by test_launching.py; each rank tells where it is. Arguments: nodes, devices."""
 
 from __future__ import annotations
 
 import json
 import sys
 from datetime import timedelta
+from typing import Any
 
 import lightning as L
 from torch.utils.data import DataLoader
@@ -13,7 +14,7 @@ from lightning_sdpipe import SDPipeStrategy
 from tests.test_strategy import Regression, data
 
 
-def main(nodes: int, devices: int) -> None:
+def main(nodes: int, devices: int) -> dict[str, Any]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -36,16 +37,15 @@ def main(nodes: int, devices: int) -> None:
     trainer.callbacks.append(Address())  # type: ignore[attr-defined]
     trainer.fit(Regression(), DataLoader(data(32), 4))
     assert strategy._launcher is not None
-    place = {
+    return {
         "rank": trainer.global_rank,
-        "worker": strategy.mesh.locate(trainer.global_rank),
+        "worker": list(strategy.mesh.locate(trainer.global_rank)),
         "world": trainer.world_size,
         "steps": trainer.global_step,
         "children": len(strategy._launcher.procs),  # type: ignore[attr-defined]
         "scheduler": addresses[0],
     }
-    print("PLACE " + json.dumps(place), flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    print("PLACE " + json.dumps(main(*map(int, sys.argv[1:]))), flush=True)
