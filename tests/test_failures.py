@@ -109,8 +109,11 @@ def test_a_worker_that_raises_ends_the_run_with_its_reason() -> None:
     [
         ("killed", r"(receiving from|sending to) stage 0 \(rank 1\) failed"),
         ("killed_all_reduce", r"averaging gradients among ranks \[0, 1\] failed"),
-        ("killed_het_pipe", r"(receiving from|sending to) pipeline 1 \(rank 1\) failed"),
-        ("killed_ad_psgd", r"(receiving from|sending to) pipeline 1 of stage 0 \(rank 1\) failed"),
+        ("killed_het_pipe", r"((receiving from|sending to) pipeline 1 \(rank 1\)|meeting among ranks \[0, 1\]) failed"),
+        (
+            "killed_ad_psgd",
+            r"((receiving from|sending to) pipeline 1 of stage 0 \(rank 1\)|meeting among ranks \[0, 1\]) failed",
+        ),
     ],
 )
 def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(case: str, message: str) -> None:

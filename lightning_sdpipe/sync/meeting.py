@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,16 @@ def meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: tor
 
     Raises:
         ConfigurationError: the workers with data are at different batches, so that they have come for different things.
+        WorkerFailedError: a member is gone, or the group's timeout passed.
     """
     nowhere = -(2**62)
     here = [nowhere, nowhere, position + 1] if out_of_data else [position, -position, nowhere]
     places = torch.tensor(here, device=device)
-    dist.all_reduce(places, dist.ReduceOp.MAX, group=group)
+    try:
+        dist.all_reduce(places, dist.ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        ranks = sorted(dist.get_process_group_ranks(group))
+        raise WorkerFailedError(f"meeting among ranks {ranks} failed: {str(error).splitlines()[0]}") from error
     furthest, nearest, last = (int(place) for place in places)
     if furthest == nowhere:
         return Meeting(last, closing=True)
