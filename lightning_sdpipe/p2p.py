@@ -50,7 +50,7 @@ def waiting_for(group: dist.ProcessGroup, purpose: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        ranks = dist.get_process_group_ranks(group)
+        ranks = sorted(dist.get_process_group_ranks(group))
         raise WorkerFailedError(f"{purpose} among ranks {ranks} failed: {str(error).splitlines()[0]}") from error
 
 

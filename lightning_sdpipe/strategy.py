@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -598,6 +599,8 @@ class SDPipeStrategy(DDPStrategy):
         return f"Stage {worker.stage} of pipeline {worker.pipeline} (rank {rank})"
 
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException):  # else the process would end as if all were well
+            exception.code = 128 + signal.SIGTERM
         if self._assembled is not None:
             self._sync.abandon()
         if self._client is not None:

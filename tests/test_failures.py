@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+
+from lightning_sdpipe import AllReduce, SDPipeStrategy
+from tests.features.table import refused, supported
+from tests.own_session import Script, script
+from tests.scripts import endings, run_case
+from tests.test_strategy import Regression, fit
 
 ROOT = Path(__file__).parents[1]
 
 
-def run_case(case: str, **environment: str) -> str:
-    """What the run of ``case`` printed; it must fail, within a minute of its start, and leave nothing behind."""
+def start(*command: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
+    """A script in a process of its own, and what marks the environment of all that it starts."""
     marker = f"sdpipe-test-{os.getpid()}-{time.monotonic_ns()}"
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.scripts.run_case", case],
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
         cwd=ROOT,
         env=os.environ | environment | {"SDPIPE_TEST_RUN": marker, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
     )
-    assert finished.returncode != 0, finished.stdout
+    return process, marker
+
+
+def failing(case: str, **environment: str) -> str:
+    """What the run of ``case`` printed; it must fail by itself, and leave nothing behind."""
+    process, marker = start("tests.scripts.run_case", case, **environment)
+    printed, _ = process.communicate(timeout=100)
+    assert process.returncode != 0, printed
     assert processes_of(marker) == []
-    return finished.stdout
+    return printed
 
 
 def processes_of(marker: str) -> list[str]:
@@ -52,8 +69,11 @@ def processes_of(marker: str) -> list[str]:
         ("no_chain", "No chain of blocks was found in Model"),
     ],
 )
-def test_a_wrong_configuration_is_refused_before_any_process_starts(case: str, message: str) -> None:
-    printed = run_case(case)
+def test_a_wrong_configuration_is_refused_before_any_process_starts(tmp_path: Path, case: str, message: str) -> None:
+    with script(tmp_path, run_case.main, case) as run:
+        assert run.wait(30) == 1
+        assert run.left() == []
+        printed = run.printed()
     assert re.search(message, printed), printed
     assert printed.count("Traceback") == 1
     assert "Starting with" not in printed
@@ -61,46 +81,146 @@ def test_a_wrong_configuration_is_refused_before_any_process_starts(case: str, m
 
 @pytest.mark.distributed
 def test_a_batch_smaller_than_the_micro_batches_says_so() -> None:
-    printed = run_case("small_batch")
+    printed = failing("small_batch")
     assert "A batch of 8 samples cannot be split into num_micro_batches=9" in printed
 
 
+@refused("Failures", "a port that is in use", "is in use by another program")
 @pytest.mark.distributed
 def test_a_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        printed = run_case("none", MASTER_PORT=str(port), MASTER_ADDR="127.0.0.1")
-    assert f"MASTER_PORT={port} is in use" in printed
+        printed = failing("none", MASTER_PORT=str(port), MASTER_ADDR="127.0.0.1")
+    assert f"MASTER_PORT={port} is in use by another program" in printed
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["raises", "raises_on_zero"])
-def test_a_worker_that_raises_ends_the_run_with_its_reason(case: str) -> None:
-    printed = run_case(case)
+def test_a_worker_that_raises_ends_the_run_with_its_reason() -> None:
+    printed = failing("raises")
     assert "ZeroDivisionError: the user's own mistake" in printed
     assert "failed first and ended the run: ZeroDivisionError" in printed
-
-
-@pytest.mark.distributed
-def test_a_worker_that_is_killed_ends_the_run() -> None:
-    printed = run_case("killed")
-    assert re.search(r"(receiving from|sending to) stage 0 \(rank 1\) failed", printed), printed
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        ("killed", r"(receiving from|sending to) stage 0 \(rank 1\) failed"),
         ("killed_all_reduce", r"averaging gradients among ranks \[0, 1\] failed"),
+        ("killed_het_pipe", r"((receiving from|sending to) pipeline 1 \(rank 1\)|meeting among ranks \[0, 1\]) failed"),
         (
-            "killed_het_pipe",
-            r"((receiving from|sending to) pipeline 1 \(rank 1\)|coming together .*\[0, 1\]) failed",
+            "killed_ad_psgd",
+            r"((receiving from|sending to) pipeline 1 of stage 0 \(rank 1\)|meeting among ranks \[0, 1\]) failed",
         ),
-        ("killed_ad_psgd", r"(receiving from|sending to) pipeline 1 of stage 0 \(rank 1\) failed"),
     ],
 )
-def test_a_replica_that_is_killed_ends_the_run_whatever_the_method(case: str, message: str) -> None:
-    printed = run_case(case)
+def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(case: str, message: str) -> None:
+    printed = failing(case)
     assert re.search(message, printed), printed
+
+
+@supported("Failures", "an exception on any rank", "ends all ranks; the first one's reason is printed")
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", range(4))
+def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
+    with script(tmp_path, endings.main, "fork", f"raise:{rank}") as run:
+        assert run.wait(30) == 1
+        assert run.left() == []
+        assert first_failure(run) == (rank, "ZeroDivisionError: the user's own mistake")
+        assert "ZeroDivisionError: the user's own mistake" in run.printed()
+
+
+@supported("Failures", "`SIGKILL` of any rank", "ends all ranks; where it was rank 0, after some seconds")
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", range(4))
+def test_the_death_of_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
+    with script(tmp_path, endings.main, "fork", f"kill:{rank}") as run:
+        assert run.wait(40) == 1
+        assert run.left() == []
+        assert f"process {rank} terminated with signal SIGKILL" in run.printed()
+
+
+@supported("Failures", "`SIGTERM` to any rank", "ends all ranks, after the batch in hand; its exit code is 143")
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", range(4))
+def test_sigterm_to_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
+    with script(tmp_path, endings.main, "fork", "none") as run:
+        os.kill(training_ranks(run)[rank], signal.SIGTERM)
+        assert run.wait(30) == 1
+        assert run.left() == []
+        assert first_failure(run) == (rank, "ended by SIGTERM")
+        assert f"process {rank} terminated with exit code 143" in run.printed()
+
+
+@supported("Failures", "Ctrl-C", "in a terminal, which tells all ranks, or `SIGINT` to the first process alone")
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("tell", [os.kill, os.killpg], ids=["first", "all"])
+def test_a_signal_to_the_first_process_or_to_all_ends_all(tmp_path: Path, number: signal.Signals, tell: Any) -> None:
+    with script(tmp_path, endings.main, "fork", "none") as run:
+        training_ranks(run)
+        tell(run.pid, number)
+        assert run.wait(30) == (1 if number == signal.SIGINT else -signal.SIGTERM)
+        assert run.left() == []
+
+
+@pytest.mark.distributed
+def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too() -> None:
+    process, marker = start("tests.scripts.endings", "popen", "none", "2")
+    assert process.stdout is not None
+    while "is process" not in process.stdout.readline():
+        assert process.poll() is None
+    process.terminate()
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 143, printed
+    assert processes_of(marker) == []
+
+
+def training_ranks(run: Script) -> dict[int, int]:
+    """The process of each rank, once all four are training."""
+    deadline = time.monotonic() + 40
+    while len(found := dict(re.findall(r"rank (\d) is process (\d+)\n", run.printed()))) < 4:
+        assert run.process.is_alive(), run.printed()
+        assert time.monotonic() < deadline, run.printed()
+        time.sleep(0.02)
+    return {int(rank): int(process) for rank, process in found.items()}
+
+
+def first_failure(run: Script) -> tuple[int, str]:
+    """The rank and its reason, as the scheduler wrote it down: once."""
+    pattern = r"scheduler: worker \(stage (\d), pipeline (\d)\) failed: (.*); the run is over"
+    ((stage, pipeline, reason),) = re.findall(pattern, run.printed())
+    return 2 * int(pipeline) + (1 - int(stage)), reason
+
+
+class Failing(Regression):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.global_rank == 1:
+            raise ZeroDivisionError("the user's own mistake")
+        return super().training_step(batch, batch_idx)
+
+
+def held() -> tuple[list[str], set[str]]:
+    """The sockets and the child processes of this process."""
+    links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    threads = Path("/proc/self/task").iterdir()
+    children = {child for thread in threads for child in (thread / "children").read_text().split()}
+    return sorted(link for link in links if link.startswith("socket:")), children
+
+
+@supported("Failures", 'a new `fit` after a failed one, with `start_method="fork"`', "in the same process")
+@pytest.mark.distributed
+def test_a_new_fit_after_a_failed_one(tmp_path: Path) -> None:
+    def strategy() -> SDPipeStrategy:
+        return SDPipeStrategy(2, AllReduce(), start_method="fork")
+
+    before, variables = held(), dict(os.environ)
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="the user's own mistake"):
+        fit(tmp_path / "failed", strategy(), 4, 4, Failing())
+    assert multiprocessing.active_children() == []
+    assert held() == before
+    assert dict(os.environ) == variables
+    trainer, _ = fit(tmp_path / "again", strategy(), 4, 4)
+    assert trainer.callback_metrics["loss_epoch"] < 1

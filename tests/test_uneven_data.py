@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_sdpipe import ADPSGD, AllReduce, HetPipe, SDPipeStrategy, SemiDecentralized
+from tests.features.table import refused, supported
 from tests.test_strategy import Regression, data
 
 PIPELINES = 2
@@ -117,7 +118,8 @@ def fit(
     )
     if stream is not None:
         stream.trainer = trainer
-    trainer.fit(module or Regression(), loader or DataLoader(stream, 4), DataLoader(data(20), 5))
+    validation = None if isinstance(loader, L.LightningDataModule) else DataLoader(data(20), 5)
+    trainer.fit(module or Regression(), loader or DataLoader(stream, 4), validation)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2 * PIPELINES)]
 
 
@@ -131,6 +133,26 @@ def same_for_all(records: list[dict[str, Any]], trained: list[int]) -> list[Any]
     return events
 
 
+class Module(L.LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(data(41), 4, drop_last=True, shuffle=True)  # 5 batches of each shard of 21
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(data(20), 5)
+
+
+@supported("Data", "`DataLoader`, `LightningDataModule`, `drop_last`", "with Lightning's own sampler: equal shards")
+@pytest.mark.distributed
+def test_a_data_module_that_drops_the_last_batch(tmp_path: Path) -> None:
+    records = fit(tmp_path, Module())
+    assert same_for_all(records, [10, 10]) == [[name, steps] for steps in (5, 10) for name in ("validation", "epoch")]
+
+
+@supported(
+    "Data",
+    "`IterableDataset`, samplers of your own, shards of different lengths",
+    "also with `val_check_interval`; all ranks count the same batches",
+)
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", [Stream, SizedStream, "sampler"])
 def test_validation_within_the_epoch_and_uneven_shards(tmp_path: Path, kind: Any) -> None:
@@ -153,6 +175,7 @@ def test_gradients_of_uneven_shards_are_averaged(tmp_path: Path, schedule: str) 
     assert [name for name, _ in same_for_all(records, [10, 6])] == 2 * one_epoch
 
 
+@supported("Data", "an epoch whose length nobody knows", "with every synchronisation method")
 @pytest.mark.distributed
 @pytest.mark.parametrize("sync", [None, AllReduce(), HetPipe(), ADPSGD(asynchronous=True)], ids=repr)
 @pytest.mark.parametrize("batches", [(1, 4), (6, 1)])
@@ -187,6 +210,7 @@ def test_checkpoints_by_steps_are_of_all_pipelines(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=3.ckpt", "step=6.ckpt"]
 
 
+@refused("Data", "a pipeline without any batch", "This pipeline was given no batches in this epoch")
 @pytest.mark.distributed
 def test_a_pipeline_without_any_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="This pipeline was given no batches in this epoch"):
@@ -206,6 +230,9 @@ def test_pipedream_drains_with_uneven_shards(tmp_path: Path) -> None:
     assert [name for name, _ in same_for_all(records, [6, 14])] == ["validation", "validation", "epoch"] * 2
 
 
+@supported(
+    "Data", "`max_time`, `ModelCheckpoint(train_time_interval=…)`", "by rank 0's clock, at the same batch on all ranks"
+)
 @pytest.mark.distributed
 def test_the_clock_ends_training_on_all_workers_at_the_same_batch(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=0.3), save_top_k=-1)
@@ -219,6 +246,7 @@ def test_the_clock_ends_training_on_all_workers_at_the_same_batch(tmp_path: Path
     assert len(list(tmp_path.glob("*.ckpt"))) >= 2
 
 
+@supported("Data", "`val_check_interval` by time", "Lightning 2.6 and later")
 @pytest.mark.distributed
 def test_validation_by_the_clock(tmp_path: Path) -> None:
     pytest.importorskip("lightning", minversion="2.6")
@@ -241,6 +269,7 @@ class Stopping(Regression):
         return loss
 
 
+@supported("Data", "`trainer.should_stop` on any rank", "at the next validation, checkpoint or end of an epoch")
 @pytest.mark.distributed
 def test_one_rank_that_asks_to_stop_stops_all_where_they_meet_next(tmp_path: Path) -> None:
     records = fit(tmp_path, DataLoader(data(64), 4), module=Stopping(), val_check_interval=6)
@@ -263,11 +292,19 @@ class Gathering(Regression):
         assert self.trainer.strategy.broadcast(self.global_rank) == 0
 
 
+@supported(
+    "Data", "`barrier`, `broadcast`, `self.all_gather` in hooks", "`all_gather` gives one value from each pipeline"
+)
 @pytest.mark.distributed
 def test_users_may_communicate_between_pipelines(tmp_path: Path) -> None:
     same_for_all(fit(tmp_path, DataLoader(data(40), 4), module=Gathering(), max_epochs=1), [5, 5])
 
 
+@refused(
+    "Data",
+    "communication within a step when shards may differ",
+    "a pipeline that has fewer batches than they would not take part",
+)
 @pytest.mark.distributed
 def test_communication_within_a_step_is_refused_when_shards_may_differ(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="a pipeline that has fewer batches than they would not take part"):
@@ -279,6 +316,7 @@ class Fetching(Regression):
         raise AssertionError("refused before")
 
 
+@refused("Data", "`training_step(dataloader_iter)`", "takes a dataloader_iter")
 @pytest.mark.distributed
 def test_a_step_that_fetches_its_own_batches_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="takes a dataloader_iter"):

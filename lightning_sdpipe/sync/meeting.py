@@ -32,13 +32,13 @@ def meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: tor
     A worker is ``out_of_data`` when one batch is left, which it keeps for the end of the epoch.
 
     Raises:
-        WorkerFailedError: a member is gone.
         ConfigurationError: the workers with data are at different batches, so that they have come for different things.
+        WorkerFailedError: a member is gone, or the group's timeout passed.
     """
     nowhere = -(2**62)
     here = [nowhere, nowhere, position + 1] if out_of_data else [position, -position, nowhere]
     places = torch.tensor(here, device=device)
-    with waiting_for(group, "coming together"):
+    with waiting_for(group, "meeting"):
         dist.all_reduce(places, dist.ReduceOp.MAX, group=group)
     furthest, nearest, last = (int(place) for place in places)
     if furthest == nowhere:

@@ -1,4 +1,4 @@
-"""The table of docs/lightning.md, made from the tests of this folder: ``python -m tests.features.table`` writes it."""
+"""The table of docs/lightning.md, made from the tests that are marked: ``python -m tests.features.table`` writes it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TypeVar
 import tests.features
 
 Test = TypeVar("Test", bound=Callable[..., None])
+OTHERS = ["tests.test_uneven_data", "tests.test_launching", "tests.test_failures"]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 START, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
@@ -43,11 +44,11 @@ def _marked(feature: Feature) -> Callable[[Test], Test]:
 
 
 def features() -> Iterator[Feature]:
-    """Of all tests of this folder, in the order of the files."""
-    for module in pkgutil.iter_modules(tests.features.__path__):
-        if module.name.startswith("test_"):
-            found = importlib.import_module(f"tests.features.{module.name}")
-            yield from (test.feature for test in vars(found).values() if hasattr(test, "feature"))
+    """Of all tests of this folder, in the order of the files, then of :data:`OTHERS`."""
+    here = [module.name for module in pkgutil.iter_modules(tests.features.__path__)]
+    for name in [*(f"tests.features.{name}" for name in here if name.startswith("test_")), *OTHERS]:
+        found = importlib.import_module(name)
+        yield from (test.feature for test in vars(found).values() if hasattr(test, "feature"))
 
 
 def table() -> str:

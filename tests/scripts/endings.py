@@ -1,7 +1,7 @@
 """A training that never ends by itself, for tests that end it; prints the process of each rank when training runs.
 
-Arguments: how to start (popen, fork, forkserver, spawn or torchrun), and what happens to a rank after some batches:
-``none``, ``raise:RANK`` or ``kill:RANK``.
+Arguments: how to start (popen or fork), what happens to a rank after some batches (``none``, ``raise:RANK`` or
+``kill:RANK``), and the number of processes.
 """
 
 from __future__ import annotations
@@ -42,17 +42,13 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def main(start: str, fault: str) -> None:
+def main(start: str, fault: str, devices: int = 4) -> None:
     L.seed_everything(1)
     kind, _, rank = fault.partition(":")
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=4,
-        strategy=SDPipeStrategy(
-            2,
-            start_method="popen" if start == "torchrun" else start,  # torchrun starts the processes
-            timeout=timedelta(minutes=5),  # of waits that nothing else ends
-        ),
+        devices=devices,
+        strategy=SDPipeStrategy(2, start_method=start, timeout=timedelta(minutes=5)),  # of waits that nothing else ends
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,
@@ -63,4 +59,4 @@ def main(start: str, fault: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,83 @@
+"""A user's script in a copy of this process, which has imported everything already, with a session of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Script:
+    """What runs: ``process`` leads a session, in which all processes that it starts stay."""
+
+    process: BaseProcess
+    output: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def printed(self) -> str:
+        return self.output.read_text()
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code, as multiprocessing has it: negative if a signal ended it."""
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"still runs after {seconds} s:\n{self.printed()}"
+        return self.process.exitcode
+
+    def left(self, patience: float = 5) -> list[str]:
+        """The commands of those in its session that have not ended within ``patience`` seconds."""
+        deadline = time.monotonic() + patience
+        while (found := [command for _, command in self._members()]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def end(self) -> None:
+        for pid, _ in self._members():
+            os.kill(pid, signal.SIGKILL)
+        self.process.join()
+
+    def _members(self) -> list[tuple[int, str]]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+                command = (process / "cmdline").read_text().replace("\0", " ")
+            except OSError:  # ended meanwhile
+                continue
+            if int(session) == self.pid and state != "Z":
+                found.append((int(process.name), command))
+        return found
+
+
+@contextmanager
+def script(directory: Path, main: Callable[..., Any], *arguments: Any) -> Iterator[Script]:
+    output = directory / "printed.txt"
+    output.touch()
+    process = multiprocessing.get_context("fork").Process(target=_lead, args=(output, main, arguments))
+    process.start()
+    running = Script(process, output)
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+def _lead(output: Path, main: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    main(*arguments)

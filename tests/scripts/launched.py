@@ -1,0 +1,51 @@
+"""A short training, started by test_launching.py; each rank tells where it is. Arguments: nodes, devices."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+from torch.utils.data import DataLoader
+
+from lightning_sdpipe import SDPipeStrategy
+from tests.test_strategy import Regression, data
+
+
+def main(nodes: int, devices: int) -> dict[str, Any]:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        num_nodes=nodes,
+        strategy=SDPipeStrategy(2, timeout=timedelta(seconds=40)),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    strategy = trainer.strategy
+    assert isinstance(strategy, SDPipeStrategy)
+    addresses: list[str] = []
+
+    class Address(L.Callback):
+        def on_train_start(self, *_: object) -> None:
+            addresses.append(strategy.client.address)
+
+    trainer.callbacks.append(Address())  # type: ignore[attr-defined]
+    trainer.fit(Regression(), DataLoader(data(32), 4))
+    assert strategy._launcher is not None
+    return {
+        "rank": trainer.global_rank,
+        "worker": list(strategy.mesh.locate(trainer.global_rank)),
+        "world": trainer.world_size,
+        "steps": trainer.global_step,
+        "children": len(strategy._launcher.procs),  # type: ignore[attr-defined]
+        "scheduler": addresses[0],
+    }
+
+
+if __name__ == "__main__":
+    print("PLACE " + json.dumps(main(*map(int, sys.argv[1:]))), flush=True)

@@ -1,0 +1,193 @@
+"""Processes that Lightning, torchrun, SLURM or two machines start. The places of all ranks are what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from lightning_sdpipe import AllReduce, SDPipeStrategy
+from tests.features.table import supported
+from tests.scripts import launched
+from tests.test_strategy import Regression, fit
+from tests.workers import run_workers
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ["-m", "tests.scripts.launched"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def places(commands: list[list[str]], environments: list[dict[str, str]] | None = None) -> list[dict[str, Any]]:
+    """What the ranks of all ``commands``, run at the same time, printed, by rank."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, environment in zip(commands, environments or [{}] * len(commands), strict=True)
+    ]
+    try:
+        printed = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(printed)
+    decoder = json.JSONDecoder()  # ranks may print on one line
+    parts = [part for output in printed for part in output.split("PLACE ")[1:]]
+    return sorted((decoder.raw_decode(part)[0] for part in parts), key=lambda place: place["rank"])
+
+
+def check(found: list[dict[str, Any]], host: str = "127.0.0.1") -> None:
+    assert [place["rank"] for place in found] == [0, 1, 2, 3]
+    assert [place["worker"] for place in found] == [[1, 0], [0, 0], [1, 1], [0, 1]]  # stage, pipeline
+    assert all(place["world"] == 4 and place["steps"] == 4 and place["children"] == 0 for place in found)
+    (address,) = {place["scheduler"] for place in found}
+    assert address.startswith(f"tcp://{host}:")
+
+
+@supported("Launching", "torchrun on one machine")
+@pytest.mark.distributed
+def test_torchrun_starts_all_processes() -> None:
+    check(places([[*TORCHRUN, "--standalone", "--nproc-per-node", "4", *SCRIPT, "1", "4"]]))
+
+
+def node(rank: int, address: str, port: int) -> list[str]:
+    where = ["--master-addr", address, "--master-port", str(port)]
+    return [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(rank), *where, *SCRIPT, "2", "2"]
+
+
+@supported("Launching", "torchrun with two nodes", "rank 0 listens at the address of `--master-addr`")
+@pytest.mark.distributed
+def test_two_nodes_of_torchrun_on_loopback() -> None:
+    port = free_port()
+    check(places([node(rank, "127.0.0.1", port) for rank in range(2)]))
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces with the addresses 10.231.7.1 and 10.231.7.2, joined by a cable."""
+    ip = shutil.which("ip")
+    if ip is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and the command ip (package iproute2)")
+    names = [f"sdpipe-{os.getpid()}-{number}" for number in (1, 2)]
+    cable = [f"sd{os.getpid()}a"[-15:], f"sd{os.getpid()}b"[-15:]]
+
+    def run(*arguments: str) -> None:
+        outcome = subprocess.run([ip, *arguments], capture_output=True, text=True, check=False)
+        if outcome.returncode:
+            pytest.skip(f"ip {' '.join(arguments)}: {outcome.stderr.strip()}")
+
+    try:
+        for name in names:
+            run("netns", "add", name)
+        run("link", "add", cable[0], "type", "veth", "peer", "name", cable[1])
+        for number, (name, end) in enumerate(zip(names, cable, strict=True), start=1):
+            run("link", "set", end, "netns", name)
+            run("-n", name, "addr", "add", f"10.231.7.{number}/24", "dev", end)
+            run("-n", name, "link", "set", end, "up")
+            run("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run([ip, "netns", "del", name], capture_output=True, check=False)
+
+
+@supported("Launching", "two machines", "two network namespaces with a cable between them")
+@pytest.mark.distributed
+def test_two_machines(namespaces: list[str]) -> None:
+    """Gloo looks its address up by the host name, which both namespaces share: it is told the interface."""
+    commands = [["ip", "netns", "exec", name, *node(n, "10.231.7.1", 29555)] for n, name in enumerate(namespaces)]
+    interfaces = [{"GLOO_SOCKET_IFNAME": f"sd{os.getpid()}{end}"[-15:]} for end in "ab"]
+    check(places(commands, interfaces), host="10.231.7.1")
+
+
+def slurm(rank: int, nodes: int, tasks_per_node: int) -> dict[str, str]:
+    """What srun sets for one of its tasks."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": str(nodes * tasks_per_node),
+        "SLURM_NTASKS_PER_NODE": str(tasks_per_node),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_NODEID": str(rank // tasks_per_node),
+        "SLURM_NODELIST": "machine[7-8]",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % tasks_per_node),
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_the_ranks_are_those_of_slurm_and_nothing_else_starts_processes(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else Lightning sets it
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets them, which the first line undoes in the end
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in slurm(rank, nodes=2, tasks_per_node=4).items():
+        monkeypatch.setenv(name, value)
+    trainer = L.Trainer(accelerator="cpu", strategy=SDPipeStrategy(2), devices=4, num_nodes=2, logger=False)
+    strategy = trainer.strategy
+    assert isinstance(strategy, SDPipeStrategy)
+    environment = strategy.cluster_environment
+    assert isinstance(environment, SLURMEnvironment)
+    assert environment.creates_processes_externally
+    assert (environment.main_address, environment.main_port) == ("machine7", 15000 + 4711)
+    strategy._configure_launcher()
+    assert strategy.launcher is not None
+    assert strategy.launcher.launch(lambda: "in this process") == "in this process"
+    assert strategy.launcher.procs == []
+    assert (trainer.global_rank, trainer.local_rank, trainer.node_rank) == (rank, rank % 4, rank // 4)
+    assert (strategy.mesh.num_stages, strategy.mesh.num_pipelines) == (2, 4)
+    assert strategy.mesh.locate(rank) == (0 if rank % 2 else 1, rank // 2)
+
+
+@supported("Launching", "SLURM", "`srun` starts the processes")
+@pytest.mark.distributed
+def test_four_tasks_of_slurm() -> None:
+    check(run_workers(4, _task, free_port()))
+
+
+def _task(rank: int, port: int) -> dict[str, Any]:
+    dist.destroy_process_group()  # Lightning opens its own
+    os.environ |= {**slurm(rank, nodes=1, tasks_per_node=4), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return launched.main(1, 4)
+
+
+@supported(
+    "Launching",
+    '`start_method="popen"`, `"fork"`, `"forkserver"`, `"spawn"`',
+    'of the two that pickle the trainer, the tests run `"forkserver"`, with one pipeline',
+)
+@pytest.mark.distributed
+def test_workers_that_get_the_trainer_pickled(tmp_path: Path) -> None:
+    """The other ways are those of most tests: "popen" in test_strategy.py, "fork" nearly everywhere."""
+    before = Regression()
+    trainer, model = fit(tmp_path, SDPipeStrategy(2, AllReduce(), start_method="forkserver"), 2, 4)
+    assert not torch.equal(model.net[0].weight, before.net[0].weight)
+    assert not torch.equal(model.net[3].weight, before.net[3].weight)
+    assert trainer.callback_metrics["loss_epoch"] > 0
