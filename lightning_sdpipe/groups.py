@@ -46,3 +46,10 @@ class ProcessGroups:
                 if self.rank in ranks:
                     self._side_channels.append(group)
         return self._side_channels[0]
+
+    @property
+    def everybody(self) -> dist.ProcessGroup:
+        """All workers of the run."""
+        world = dist.group.WORLD
+        assert world is not None, "open() has been called, so the world exists"
+        return world

@@ -97,13 +97,18 @@ def receive_bytes(source: int, group: dist.ProcessGroup, tag: int, peer: str) ->
 
 
 def broadcast_bytes(data: bytes, source: int, group: dist.ProcessGroup) -> bytes:
-    """Every member gets the bytes of global rank ``source``."""
-    length = torch.tensor([len(data)])
-    dist.broadcast(length, source, group=group)
-    payload = torch.empty(int(length), dtype=torch.uint8)
-    if dist.get_rank() == source:
-        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(payload, source, group=group)
+    """Every member gets the bytes of global rank ``source``.
+
+    Raises:
+        WorkerFailedError: a member is gone, or the group's timeout passed.
+    """
+    with waiting_for(group, f"a broadcast from rank {source}"):
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, source, group=group)
+        payload = torch.empty(int(length), dtype=torch.uint8)
+        if dist.get_rank() == source:
+            payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(payload, source, group=group)
     return payload.numpy().tobytes()
 
 

@@ -36,6 +36,7 @@ from lightning_sdpipe.launching.last_resort import LastResort
 from lightning_sdpipe.launching.launcher import CheckingLauncher, WholeModelLauncher
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
+from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.chain import Block, find_blocks
 from lightning_sdpipe.partition.materialise import Initialisation
@@ -502,7 +503,8 @@ class SDPipeStrategy(DDPStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._come_together()
         votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
+        with self._first_failure(), waiting_for(self.groups.everybody, "a decision"):
+            dist.all_reduce(votes)
         return int(votes) == self.world_size if all else bool(votes)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

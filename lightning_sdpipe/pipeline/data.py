@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.p2p import waiting_for
 
 _State = tuple[Tensor, Any, Any]
 
@@ -147,6 +148,7 @@ def check_equal(batch: Any, groups: ProcessGroups) -> None:
     Of a tensor that is a :func:`stand_in` on some stages, shapes are compared there.
 
     Raises:
+        WorkerFailedError: one of them is gone.
         ConfigurationError: they were given different batches.
     """
     tensors: list[Tensor] = []
@@ -183,5 +185,6 @@ def _digest(data: bytes) -> int:
 def _on_all_stages(numbers: Sequence[int], groups: ProcessGroups) -> list[tuple[int, ...]]:
     mine = torch.tensor(numbers, dtype=torch.int64)
     stages = [torch.zeros_like(mine) for _ in range(groups.mesh.num_stages)]
-    dist.all_gather(stages, mine, group=groups.pipeline)
+    with waiting_for(groups.pipeline, "comparing batches"):
+        dist.all_gather(stages, mine, group=groups.pipeline)
     return [tuple(stage.tolist()) for stage in stages]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -69,10 +68,8 @@ class EpochCallback(Callback):
         self._share_metrics(trainer)
 
     def _share_metrics(self, trainer: Trainer) -> None:
-        everybody = dist.group.WORLD
-        assert everybody is not None
         mine = {name: float(value) for name, value in trainer.callback_metrics.items()}  # reduces: on every rank
-        data = p2p.broadcast_bytes(json.dumps(mine).encode(), 0, everybody)
+        data = p2p.broadcast_bytes(json.dumps(mine).encode(), 0, self._groups.everybody)
         if self._groups.rank != 0:
             _adopt(trainer, {name: torch.tensor(value) for name, value in json.loads(data).items()})
 
