@@ -76,6 +76,7 @@ def script(directory: Path, main: Callable[..., Any], *arguments: Any) -> Iterat
 
 def _lead(output: Path, main: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job has ignored
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -80,20 +80,28 @@ def test_a_wrong_configuration_is_refused_before_any_process_starts(tmp_path: Pa
 
 
 @pytest.mark.distributed
-def test_a_batch_smaller_than_the_micro_batches_says_so() -> None:
-    printed = failing("small_batch")
-    assert "A batch of 8 samples cannot be split into num_micro_batches=9" in printed
+def test_a_batch_smaller_than_the_micro_batches_says_so(tmp_path: Path) -> None:
+    with script(tmp_path, run_case.main, "small_batch", "fork") as run:
+        assert run.wait(30) == 1
+        assert run.left() == []
+        assert "A batch of 8 samples cannot be split into num_micro_batches=9" in run.printed()
+
+
+def _with_port(port: int) -> None:
+    run_case.main("none", "fork", MASTER_PORT=str(port), MASTER_ADDR="127.0.0.1")
 
 
 @refused("Failures", "a port that is in use", "is in use by another program")
 @pytest.mark.distributed
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        printed = failing("none", MASTER_PORT=str(port), MASTER_ADDR="127.0.0.1")
-    assert f"MASTER_PORT={port} is in use by another program" in printed
+        with script(tmp_path, _with_port, port) as run:
+            assert run.wait(30) == 1
+            assert run.left() == []
+            assert f"MASTER_PORT={port} is in use by another program" in run.printed()
 
 
 @pytest.mark.distributed

@@ -72,7 +72,8 @@ def test_ranks_of_torchrun_share_one_directory_and_one_summary(tmp_path: Path) -
     assert processes_of(marker) == []
     (output,) = tmp_path.iterdir()
     assert json.loads((output / "summary.json").read_text())["workers"] == 2
-    assert sorted(path.name for path in output.iterdir()) == [".hydra", "metrics", "summary.json", "train.log"]
+    expected = [".hydra", "metrics", "summary.json", "train.log", "training_curve.png"]
+    assert sorted(path.name for path in output.iterdir()) == expected
 
 
 def test_a_sweep_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +97,7 @@ def test_an_interrupt_ends_the_sweep_and_all_its_processes(tmp_path: Path) -> No
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a background job has ignored
     )
     assert process.stdout is not None
     for line in process.stdout:

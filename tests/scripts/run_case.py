@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import Any
 
 import lightning as L
 import torch
@@ -33,7 +34,8 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def main(case: str) -> None:
+def main(case: str, start_method: Any = "popen", **environment: str) -> None:
+    os.environ |= environment
     L.seed_everything(1)  # every process makes the same data
     options = {
         "stages": {"num_stages": 3},
@@ -47,7 +49,7 @@ def main(case: str) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=4 if case in ("stages", "too_many_stages") else 2,
-        strategy=SDPipeStrategy(**options),  # type: ignore[arg-type]
+        strategy=SDPipeStrategy(start_method=start_method, **options),  # type: ignore[arg-type]
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
