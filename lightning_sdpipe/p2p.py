@@ -49,6 +49,8 @@ def waiting_for(group: dist.ProcessGroup, purpose: str) -> Iterator[None]:
     """Around a collective of ``group``: WorkerFailedError names its members if one of them is gone, or late."""
     try:
         yield
+    except WorkerFailedError:  # which says more
+        raise
     except RuntimeError as error:
         ranks = sorted(dist.get_process_group_ranks(group))
         raise WorkerFailedError(f"{purpose} among ranks {ranks} failed: {str(error).splitlines()[0]}") from error

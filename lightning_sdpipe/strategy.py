@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.checkpoints import random_states
-from lightning_sdpipe.checkpoints.distributed import is_distributed
+from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
@@ -392,9 +392,8 @@ class SDPipeStrategy(DDPStrategy):
         if not alone:
             with self._first_failure():
                 self._sync.synchronise()
-        if isinstance(
-            optimizer, VarianceCorrection
-        ):  # a new value costs a pass over the moments: keep small changes out
+        if isinstance(optimizer, VarianceCorrection):
+            # a new value costs a pass over the moments: small changes stay out
             optimizer.num_workers = max(1.0, round(self._sync.models_averaged, 1))
         return output
 
@@ -549,6 +548,9 @@ class SDPipeStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._checkpoints.distributed:
             self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io)
+        elif self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
+            with replacing(Path(filepath)):
+                super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import ResNetConfig, ResNetForImageClassification
 
+from recipes.classifier import Classifier
 
-class ResNet(L.LightningModule):
+
+class ResNet(Classifier):
     """ResNet-50, or another one, trained with SGD.
 
     The learning rate rises over the first epochs, and later falls by a factor again and again.
@@ -46,18 +46,6 @@ class ResNet(L.LightningModule):
         """Scores of the classes for pictures of any size; grey ones count as three equal colours."""
         scores: Tensor = self.network(images.expand(-1, 3, -1, -1)).logits
         return scores
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
-        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, labels = batch
-        scores = self(images)
-        self.log("val_loss", F.cross_entropy(scores, labels))
-        self.log("val_accuracy", (scores.argmax(-1) == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         chosen = {name: self.hparams[name] for name in ("lr", "momentum", "weight_decay")}

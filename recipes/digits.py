@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from recipes.classifier import Classifier
+
 
 class ResidualBlock(nn.Module):
     """Two 3 × 3 convolutions beside a shortcut."""
@@ -28,7 +30,7 @@ class ResidualBlock(nn.Module):
         return F.relu(x + self.body(x))
 
 
-class DigitsResNet(L.LightningModule):
+class DigitsResNet(Classifier):
     """A small residual network for 8 × 8 grey images in ten classes."""
 
     def __init__(self, channels: int = 32, depth: int = 4, lr: float = 0.05, momentum: float = 0.9) -> None:
@@ -42,18 +44,6 @@ class DigitsResNet(L.LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(images)  # type: ignore[no-any-return]
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
-        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, labels = batch
-        scores = self(images)
-        self.log("val_loss", F.cross_entropy(scores, labels))
-        self.log("val_accuracy", (scores.argmax(-1) == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"], momentum=self.hparams["momentum"])

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class DistributedWriter:
             parts[_OPTIMIZER] = {str(pipeline): {str(place): state for place, state in moments.items()}}
         part = path.with_name(f".{path.name}.part")
         if self._groups.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
+            _remove(part)
             files.save_checkpoint(checkpoint, part / _REST)
         if self._asynchronous:
             written = async_save(parts, checkpoint_id=part, process_group=self._group)
@@ -86,12 +87,26 @@ class DistributedWriter:
 
 
 def _put_in_place(part: Path, path: Path) -> None:
+    with replacing(path):
+        os.rename(part, path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[None]:
+    """Around what puts a checkpoint of another kind in the place of ``path``, which is removed only afterwards."""
     old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.is_dir():
+    _remove(old)
+    if path.exists():
         os.rename(path, old)
-    os.rename(part, path)
-    shutil.rmtree(old, ignore_errors=True)
+    yield
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def read_part(

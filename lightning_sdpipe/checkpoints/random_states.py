@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.p2p import waiting_for
 
 
 def gather(groups: ProcessGroups) -> dict[str, Any]:
@@ -20,7 +21,8 @@ def gather(groups: ProcessGroups) -> dict[str, Any]:
     device = "cpu" if dist.get_backend() == "gloo" else torch.cuda.current_device()
     flat = torch.cat([state.flatten() for state in mine.values()]).to(device)
     everybody = [torch.empty_like(flat) for _ in ranks] if groups.rank == 0 else None
-    dist.gather(flat, everybody, dst=0)
+    with waiting_for(groups.everybody, "gathering random states"):
+        dist.gather(flat, everybody, dst=0)
     if everybody is None:
         return {}
     sizes = {name: len(state) for name, state in mine.items()}
@@ -38,8 +40,8 @@ def restore(saved: Mapping[str, Any], groups: ProcessGroups) -> None:
     torch.set_rng_state(states["torch"].clone())
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].clone())
-    version, _, gauss = random.getstate()
-    random.setstate((version, tuple(_integers(states["python"])), gauss))
+    version, _, _ = random.getstate()
+    random.setstate((version, tuple(_integers(states["python"])), None))
     keys = _integers(states["numpy"])
     np.random.set_state(("MT19937", np.array(keys[:-1], dtype=np.uint32), keys[-1], 0, 0.0))
 

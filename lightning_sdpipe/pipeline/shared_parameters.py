@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
 
 
@@ -53,7 +54,8 @@ class SharedParameters:
             if not gradients:
                 continue
             flat = torch.cat([g.flatten() for g in gradients])
-            dist.all_reduce(flat, group=group)
+            with waiting_for(group, "summing the gradients of shared parameters"):
+                dist.all_reduce(flat, group=group)
             totals = torch.split_with_sizes(flat, [g.numel() for g in gradients])
             for parameter, total in zip(trained, totals, strict=True):
                 parameter.grad = total.view_as(parameter)

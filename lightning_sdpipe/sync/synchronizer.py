@@ -161,8 +161,9 @@ class Synchronizer:
         self.come_together(position)
         if self._unequal:
             self._unequal = False
-            self._make_parameters_equal()
-            self._average_buffers()
+            with waiting_for(self.replica.groups.stage, "averaging"):
+                self._make_parameters_equal()
+                self._average_buffers()
 
     def abandon(self) -> None:
         """Training has failed: there is nobody to meet any more."""
@@ -226,5 +227,4 @@ class SyncMethod(Protocol):
 
 def _mean(tensor: Tensor, group: dist.ProcessGroup) -> None:
     tensor.div_(dist.get_world_size(group))
-    with waiting_for(group, "averaging models"):
-        dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, group=group)

@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
 
 
@@ -32,10 +33,14 @@ def _clip_by_norm(
         pipeline: the stages.
         optimizer: whose gradients are clipped.
         clip_val: the L2 norm above which they are.
+
+    Raises:
+        WorkerFailedError: another stage is gone.
     """
     gradients = [p.grad for p in counted if p.grad is not None]
     square = get_total_norm(gradients).square()
     square = square.to(next((g.device for g in gradients), square.device))
-    dist.all_reduce(square, group=pipeline)
+    with waiting_for(pipeline, "clipping gradients"):
+        dist.all_reduce(square, group=pipeline)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     clip_grads_with_norm_(parameters, clip_val, square.sqrt())

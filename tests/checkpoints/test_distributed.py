@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
+
+
+def directory(path: Path) -> None:
+    path.mkdir()
+    (path / "meta.pt").touch()
+
+
+@pytest.mark.parametrize("make", [directory, Path.touch, lambda path: None], ids=["directory", "file", "nothing"])
+def test_a_checkpoint_takes_the_place_of_any_kind(tmp_path: Path, make: object) -> None:
+    path = tmp_path / "last.ckpt"
+    make(path)  # type: ignore[operator]
+    with replacing(path):
+        assert not path.exists()
+        path.write_text("new")
+    assert path.read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_what_was_there_is_kept_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    directory(path)
+    with pytest.raises(OSError, match="disk full"), replacing(path):
+        raise OSError("disk full")
+    assert is_distributed(tmp_path / ".last.ckpt.old")
