@@ -302,7 +302,10 @@ class SDPipeStrategy(DDPStrategy):
         (optimizer,) = self.optimizers
         self._checkpoints.take_part_of(optimizer)
         if self.variance_correction and is_adam_family(optimizer):
-            self.optimizers = [VarianceCorrection(optimizer, num_workers=self._sync.models_averaged)]
+            models = self._sync.models_averaged
+            self.optimizers = [VarianceCorrection(optimizer, num_workers=models)]
+            if models == 1:
+                rank_zero_info(f"variance_correction=True has nothing to correct: {self.sync} averages no models here.")
         elif self.variance_correction:
             rank_zero_info(
                 f"variance_correction=True does not apply to {type(optimizer).__name__}: not of Adam's family."
@@ -353,13 +356,15 @@ class SDPipeStrategy(DDPStrategy):
             scale = loss_scale(self.precision_plugin, self.root_device)
             step = Step("training_step", arguments, self.precision_plugin.train_step_context, scale)
             exchange = self._sync.gradients if self._update_follows else None
-            loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated)
+            announce = self._announce if self._update_follows else lambda: None
+            loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated, announce)
         self._mini_batches += 1
         self._accumulated = not self._update_follows
-        self._sync.resume()  # if the user's step has communicated
-        if self._update_follows:
-            self._sync.announce(self._updates)
         return loss
+
+    def _announce(self) -> None:
+        self._sync.resume()  # if the user's step has communicated
+        self._sync.announce(self._updates)
 
     def backward(self, closure_loss: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
         with self._first_failure():  # gradients may be averaged here
@@ -446,8 +451,7 @@ class SDPipeStrategy(DDPStrategy):
 
     def _drain(self) -> Tensor:
         assert isinstance(self._parts.pipeline, PipeDreamPipeline)
-        loss = self._parts.pipeline.drain(self._sync.gradients)
-        self._sync.announce(self._updates)
+        loss = self._parts.pipeline.drain(self._sync.gradients, self._announce)
         self.optimizers[0].zero_grad()
         return self.backward(loss, self.optimizers[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -159,6 +161,24 @@ def train_adam(directory: Path, devices: int, epochs: int, ckpt_path: Path | Non
 def test_variance_correction_wraps_adam_and_knows_the_group_size(tmp_path: Path) -> None:
     before = AdamRegression().net[0].weight
     assert not torch.equal(train_adam(tmp_path, 4, 1).net[0].weight, before)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("module", "note"),
+    [(AdamRegression, "has nothing to correct: AllReduce("), (Regression, "does not apply to SGD")],
+)
+def test_a_correction_that_corrects_nothing_says_so_once(tmp_path: Path, module: type[Regression], note: str) -> None:
+    strategy = SDPipeStrategy(2, sync=AllReduce(), variance_correction=True, start_method="fork")
+    written = tmp_path / "notes.txt"
+    handler = logging.FileHandler(written)  # which workers inherit
+    rank_zero.log.addHandler(handler)
+    try:
+        fit(tmp_path, strategy, 2, 4, module())
+    finally:
+        rank_zero.log.removeHandler(handler)
+        handler.close()
+    assert written.read_text().count(note) == 1
 
 
 @pytest.mark.distributed

@@ -8,6 +8,7 @@ averaging (tens of milliseconds on gloo). So its members run a ring all-reduce, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,7 @@ def ring_average(
     weights: Sequence[float],
     group: dist.ProcessGroup,
     tag: int,
-) -> None:
+) -> float:
     """Replaces ``buffer`` by the members' weighted mean, in place. Every member must call it with equal arguments.
 
     Args:
@@ -33,12 +34,15 @@ def ring_average(
         group: a process group that holds all members.
         tag: equal on all members and different for groups that could overlap in time: the scheduler's sequence number.
 
+    Returns:
+        Seconds until the first part from the previous member was there: what was waited for it, nearly.
+
     Raises:
         WorkerFailedError: a neighbour in the ring broke off or the process group's timeout passed.
     """
     size = len(members)
     if size == 1:
-        return
+        return 0.0
     position = members.index(dist.get_rank())
     following, previous = members[(position + 1) % size], members[(position - 1) % size]
     chunks = torch.tensor_split(buffer, size)
@@ -52,10 +56,14 @@ def ring_average(
         p2p.receive([into], previous, group, tag, f"rank {previous}, the previous in the group {list(members)}").wait()
         sending.wait()
 
+    start = came = time.perf_counter()
     for step in range(size - 1):
         target = chunks[(position - step - 1) % size]
         part = incoming[: target.numel()]
         exchange(chunks[(position - step) % size], part)
+        if step == 0:
+            came = time.perf_counter()
         target.add_(part)
     for step in range(size - 1):
         exchange(chunks[(position + 1 - step) % size], chunks[(position - step) % size])
+    return came - start

@@ -80,6 +80,7 @@ class FlushPipeline:
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
+        before_last_backward: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Runs forward and backward of a mini-batch.
 
@@ -89,6 +90,7 @@ class FlushPipeline:
             iteration: counts mini-batches.
             exchange: what an update that follows replaces gradients by.
             accumulated: earlier mini-batches have left gradients for the same update.
+            before_last_backward: called once, when this worker needs nothing more from others to finish.
 
         Returns:
             The loss, a scalar whose ``backward`` puts the gradients in place; zero on all stages but the last.
@@ -99,11 +101,14 @@ class FlushPipeline:
         before = set_aside(self._parameters)
         self._delays.before_forward(iteration)
         keys = [step.key(micro_batch) for micro_batch in micro_batches]
-        sleep = _once(lambda: self._delays.before_backward(iteration))
+        backwards = len(self._stages) * self._num_micro_batches
+        before_backward = _first_and_last(
+            backwards, lambda: self._delays.before_backward(iteration), before_last_backward
+        )
         last_backward = self._reporting(exchange if not accumulated else None)
         for runner, stage in zip(self._runners, self._stages, strict=True):
             forward = partial(_forward, runner, self._delays, micro_batches, step, log)
-            stage.begin(keys, forward, sleep, self._delays.computing, last_backward)
+            stage.begin(keys, forward, before_backward, self._delays.computing, last_backward)
         losses: list[Tensor] = []
         indices = torch.arange(self._num_micro_batches)  # the schedules want a target to call the loss function
         self._schedule.step(target=indices, losses=losses, return_outputs=False)
@@ -126,14 +131,16 @@ class FlushPipeline:
         return reported_to(exchange, self._parameters, private)
 
 
-def _once(action: Callable[[], None]) -> Callable[[], None]:
-    done = False
+def _first_and_last(calls: int, first: Callable[[], None], last: Callable[[], None]) -> Callable[[], None]:
+    """What runs ``first`` at the first of so many calls, and ``last`` at the last of them."""
+    numbers = iter(range(calls))
 
     def run() -> None:
-        nonlocal done
-        if not done:
-            done = True
-            action()
+        number = next(numbers)
+        if number == 0:
+            first()
+        if number == calls - 1:
+            last()
 
     return run
 

@@ -17,7 +17,7 @@ is applied to the newest weights, which have seen those up to k − 1: it is d s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,6 +80,7 @@ class PipeDreamPipeline:
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
+        before_last_backward: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Runs the forward of a mini-batch and the backward that is due.
 
@@ -89,6 +90,8 @@ class PipeDreamPipeline:
             iteration: counts mini-batches.
             exchange: what an update that follows replaces gradients by; not used while the pipeline fills.
             accumulated: False; every gradient is applied at once.
+            before_last_backward: called when this worker needs nothing more from others to compute the gradient that is
+                due; not while the pipeline fills.
 
         Returns:
             The loss of this mini-batch, a scalar (zero on all stages but the last). Its ``backward`` puts the gradient
@@ -96,11 +99,13 @@ class PipeDreamPipeline:
         """
         filling = self.filling
         loss = self._forward(batch, step, iteration)
-        return loss_with_gradients(loss, [], []) if filling else self._backward(loss, exchange)
+        return loss_with_gradients(loss, [], []) if filling else self._backward(loss, exchange, before_last_backward)
 
-    def drain(self, exchange: GradientExchange | None = None) -> Tensor:
+    def drain(
+        self, exchange: GradientExchange | None = None, before_last_backward: Callable[[], None] = lambda: None
+    ) -> Tensor:
         """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
-        return self._backward(torch.zeros((), device=self._runner.link.device), exchange)
+        return self._backward(torch.zeros((), device=self._runner.link.device), exchange, before_last_backward)
 
     def _forward(self, batch: Any, step: Step, iteration: int) -> Tensor:
         runner, log = self._runner, StepLog()
@@ -126,10 +131,11 @@ class PipeDreamPipeline:
     def _stash(self) -> list[Tensor]:
         return [p.detach().clone().requires_grad_() for p in self._parameters]
 
-    def _backward(self, loss: Tensor, exchange: GradientExchange | None) -> Tensor:
+    def _backward(self, loss: Tensor, exchange: GradientExchange | None, before: Callable[[], None]) -> Tensor:
         runner, oldest = self._runner, self._in_flight.popleft()
         gradients = None if runner.is_last else runner.link.receive_gradients(oldest.outputs)
         self._delays.before_backward(oldest.iteration)
+        before()
         leaves = [*oldest.inputs, *oldest.weights]
         hooks = []
         if exchange is not None:

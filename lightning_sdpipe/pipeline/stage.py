@@ -59,7 +59,7 @@ class CutStage:
             keys: for each micro-batch, what identifies the shapes of its messages.
             forward: runs this stage's part of the step on micro-batch ``i``, given what was received; returns the
                 boundary to send, or on the last stage the loss.
-            before_backward: called before each backward.
+            before_backward: called before each backward, when the gradients that it starts from have come.
             computing: held while gradients are computed.
             last_backward: entered around the last backward, if that one computes parameters' gradients.
         """
@@ -95,8 +95,8 @@ class CutStage:
 
         Without ``full_backward`` the parameters' gradients are left for :meth:`backward_weight_one_chunk`.
         """
-        self._before_backward()
         outputs, gradients = self._outputs_and_gradients(index, loss)
+        self._before_backward()
         inputs = self._received.pop(index, ())
         self._backwards_left -= 1
         if full_backward:

@@ -34,6 +34,7 @@ class AsynchronousPairs(Synchronizer):
         self._invitations: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._iteration = 0
         replica.client.on_invitation = self._invitations.put
 
     @property
@@ -42,8 +43,8 @@ class AsynchronousPairs(Synchronizer):
         return self.statistics.mean_group_size or 2.0
 
     def announce(self, iteration: int) -> None:
-        """Asks the scheduler for a neighbour; does not wait."""
-        self.replica.client.ready(iteration)
+        """Does not ask the scheduler yet: a neighbour's thread would serve nobody else until the backward has ended."""
+        self._iteration = iteration
 
     def synchronise(self) -> None:
         """Publishes the update, averages with the neighbour, and takes over what is published by then.
@@ -52,6 +53,7 @@ class AsynchronousPairs(Synchronizer):
             WorkerFailedError: a neighbour broke off, now or while it averaged with this worker.
         """
         start = time.perf_counter()
+        self.replica.client.ready(self._iteration)
         group = self.replica.client.group()
         told = time.perf_counter()
         if self._failure is not None:

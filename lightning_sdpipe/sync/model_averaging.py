@@ -32,16 +32,20 @@ class ModelAveraging(Synchronizer):
             self.announced = True
 
     def synchronise(self) -> None:
-        """Waits for the group that answers :meth:`announce` and averages the parameters with its members."""
+        """Learns the group that answers :meth:`announce` and averages the parameters with its members, whose last
+        backwards may still be under way."""
         if not self.announced:
             self.statistics.count(members=1)
             return
         start = time.perf_counter()
         group = self.replica.client.group()
         self.announced = False
-        told = time.perf_counter()
+        waited = time.perf_counter() - start
         members = [self.replica.ranks[worker.pipeline] for worker in group.members]
         for bucket in self.replica.parameters:
             bucket.check()
-            ring_average(bucket.buffer, members, group.weights, self.replica.groups.stage, group.sequence % 2**31)
-        self.statistics.count(len(members), told - start, time.perf_counter() - told)
+            tag = group.sequence % 2**31
+            came = ring_average(bucket.buffer, members, group.weights, self.replica.groups.stage, tag)
+            if bucket is self.replica.parameters[0]:  # after that all members are there
+                waited += came
+        self.statistics.count(len(members), waited, time.perf_counter() - start - waited)

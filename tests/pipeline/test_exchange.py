@@ -1,4 +1,4 @@
-"""What a pipeline tells an exchange of gradients, and when."""
+"""What a pipeline tells an exchange of gradients, and when; and when it announces its last backward."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ class Recorder:
         assert number not in self.early
         self.early[number] = gradient.clone()
         self.events.append("ready")
+
+    def announced(self) -> None:
+        self.events.append("announced")
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
         self.all = [None if g is None else g.clone() for g in gradients]
@@ -76,8 +79,9 @@ class Chain(Tied):
 
 def assembled(module: L.LightningModule, schedule: str) -> Assembled:
     groups = ProcessGroups.open(Mesh.build(2, 2), TIMEOUT)
-    stages = plan.plan(module, 2, "uniform", None, lambda _: pytest.fail("a uniform cut measures nothing"))
-    options = Options(2, schedule, 1, 4, timeout=TIMEOUT)
+    each = 2 if schedule in ("interleaved_1f1b", "zero_bubble") else 1
+    stages = plan.plan(module, 2 * each, "uniform", None, lambda _: pytest.fail("a uniform cut measures nothing"))
+    options = Options(2, schedule, each, 4, timeout=TIMEOUT)
     return assemble(module, stages, groups, options, Initialisation(), CPU)
 
 
@@ -86,13 +90,14 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
     parts = assembled(Tied() if tied else Chain(), schedule)
     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     first = Recorder()
-    parts.pipeline.train(batch, TRAIN, 0, None if accumulated else first).backward()
+    parts.pipeline.train(batch, TRAIN, 0, None if accumulated else first, False, first.announced).backward()
+    assert first.events[:1] == ([] if schedule == "pipedream" and not parts.runners[0].is_last else ["announced"])
     before = [None if p.grad is None else p.grad.clone() for p in parts.trained]
     if not accumulated:
         for p in parts.trained:
             p.grad = None
     recorder = Recorder()
-    loss = parts.pipeline.train(batch, TRAIN, 1, recorder, accumulated)
+    loss = parts.pipeline.train(batch, TRAIN, 1, recorder, accumulated, recorder.announced)
     told_in_training_step = len(recorder.events)
     loss.backward()
     for n, (p, told) in enumerate(zip(parts.trained, recorder.all, strict=True)):
@@ -103,8 +108,10 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
             torch.testing.assert_close(recorder.early[n], told)
         if accumulated:
             torch.testing.assert_close(told, before[n] * 2)
+    last = Recorder()
     while isinstance(parts.pipeline, PipeDreamPipeline) and parts.pipeline.draining:
-        parts.pipeline.drain()
+        parts.pipeline.drain(None, last.announced)
+        assert last.events == ["announced"]
     for runner in parts.runners:
         runner.link.settle()
     return recorder.events, told_in_training_step
@@ -113,14 +120,21 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
 @pytest.mark.distributed
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
 def test_gradients_are_reported_once_during_the_last_backward(schedule: str) -> None:
-    assert run_workers(2, train, schedule, False, False) == [(["ready", "ready", "complete", "finish"], 3)] * 2
+    expected = ["announced", "ready", "ready", "complete", "finish"]
+    assert run_workers(2, train, schedule, False, False) == [(expected, 4)] * 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
+def test_the_last_backward_of_a_workers_stages_is_announced(schedule: str) -> None:
+    assert run_workers(2, train, schedule, False, False) == [(["announced", "complete", "finish"], 2)] * 2
 
 
 @pytest.mark.distributed
 def test_a_tied_weight_is_summed_over_its_stages_first() -> None:
-    assert run_workers(2, train, "1f1b", True, False) == [(["ready", "complete", "finish"], 2)] * 2
+    assert run_workers(2, train, "1f1b", True, False) == [(["announced", "ready", "complete", "finish"], 3)] * 2
 
 
 @pytest.mark.distributed
 def test_accumulated_gradients_are_exchanged_as_a_sum() -> None:
-    assert run_workers(2, train, "1f1b", False, True) == [(["complete", "finish"], 0)] * 2
+    assert run_workers(2, train, "1f1b", False, True) == [(["announced", "complete", "finish"], 1)] * 2
