@@ -14,6 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Script:
@@ -76,6 +78,7 @@ def script(directory: Path, main: Callable[..., Any], *arguments: Any) -> Iterat
 
 def _lead(output: Path, main: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.setsid()
+    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job has ignored
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)

@@ -22,6 +22,7 @@ from tests.features.table import refused, supported
 from tests.own_session import Script, script
 from tests.scripts import endings, run_case
 from tests.test_strategy import Regression, fit
+from tests.workers import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -124,9 +125,25 @@ def test_a_worker_that_raises_ends_the_run_with_its_reason() -> None:
         ),
     ],
 )
-def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(case: str, message: str) -> None:
-    printed = failing(case)
-    assert re.search(message, printed), printed
+def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(tmp_path: Path, case: str, message: str) -> None:
+    """No launcher looks after these two."""
+    port = free_port()
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    with (
+        script(tmp_path / "0", _rank, 0, port, case) as survivor,
+        script(tmp_path / "1", _rank, 1, port, case) as killed,
+    ):
+        assert killed.wait(40) == -signal.SIGKILL
+        assert survivor.wait(20) == 1
+        assert killed.left() == survivor.left() == []
+        assert re.search(message, survivor.printed()), survivor.printed()
+
+
+def _rank(rank: int, port: int, case: str) -> None:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    run_case.main(case, **{name: str(value) for name, value in (where | place).items()})
 
 
 @supported("Failures", "an exception on any rank", "ends all ranks; the first one's reason is printed")

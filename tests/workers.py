@@ -1,9 +1,10 @@
-"""Runs a function in several processes that are connected by gloo."""
+"""Runs a function in several processes that are connected by gloo; and a port for other processes."""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
+import socket
 import tempfile
 import time
 import traceback
@@ -14,6 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def run_workers(count: int, work: Callable[..., Any], *arguments: Any, timeout: float = 50) -> list[Any]:

@@ -24,16 +24,17 @@ nothing is ever enforced, and all stages wait for the same iteration: all-reduce
 T = 0 is local SGD: every group has one member, except that connectivity is still enforced over P rounds. With
 ``connectivity=None`` nothing is enforced and T = 0 is local SGD exactly.
 
-Large groups cost bandwidth, so with many pipelines a candidate that was not enforced is split into groups of
-at most ``max_group``. The members are paired by a tournament table that turns every round, since equal speeds
-would otherwise pair the same workers for ever. If only the whole candidate connects the stage, it goes out
-whole.
+A ring takes 2 (k − 1) steps, so with many pipelines a candidate that was not enforced is split into groups of
+at most ``max_group``. The members are seated by a tournament table that turns every round, since equal speeds
+would otherwise bring the same workers together for ever. If only the whole candidate connects the stage, it
+goes out whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 from lightning_sdpipe.scheduler.policy import Group, Reason, RefusedEvent, Worker
@@ -42,7 +43,10 @@ from lightning_sdpipe.scheduler.sync_graph import SyncGraph
 from lightning_sdpipe.scheduler.window import AdaptiveWindow
 
 PIPELINES_IN_ONE_GROUP = 8
-"""With more pipelines than this, candidates are split into pairs unless ``max_group`` says otherwise."""
+"""With more pipelines than this, candidates are split unless ``max_group`` says otherwise."""
+
+SPLIT_SIZE = 4
+"""Into groups of at most so many. Pairs connect the stage so slowly that enforcing costs more than they save."""
 
 
 class _Stage:
@@ -78,7 +82,7 @@ class SemiDecentralizedPolicy:
         self.token_holder: int | None = None
         self._min_group = min_group
         if max_group is None and num_pipelines > PIPELINES_IN_ONE_GROUP and window != math.inf:
-            max_group = 2
+            max_group = SPLIT_SIZE
         self._max_group = max_group
         split = max_group is not None
         self._stages = [_Stage(num_pipelines, window, connectivity, split) for _ in range(num_stages)]
@@ -169,7 +173,7 @@ class SemiDecentralizedPolicy:
             self._adapt(stage, len(waiting))
         parts = [waiting]
         if not stage.enforcing and self._max_group is not None and len(waiting) > self._max_group:
-            split = pair_up(waiting, self._max_group, stage.releases)
+            split = split_up(waiting, self._max_group, stage.releases)
             if reason is Reason.TOKEN_BUSY or self._split_connects(stage, split):
                 parts = split
         groups = [self.roster.answer(number, part, reason) for part in parts]
@@ -231,8 +235,8 @@ class SemiDecentralizedPolicy:
         return stage.graph.components - len(joined) == 1
 
 
-def pair_up(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
-    """Cut ``workers`` into groups of at most ``size``, differently every ``turn``.
+def split_up(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
+    """Cut ``workers`` into as few groups of at most ``size`` as possible, about equal, differently every ``turn``.
 
     For pairs this is the circle method of tournaments: one worker stays, the others move round a table, and
     those who sit opposite each other meet, so that in turns of the same workers everybody meets everybody.
@@ -244,7 +248,9 @@ def pair_up(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
     half = (len(table) + 1) // 2
     front, back = table[:half], table[half:][::-1]
     seated = [worker for pair in zip(front, back, strict=False) for worker in pair] + front[len(back) :]
-    return [seated[start : start + size] for start in range(0, len(seated), size)]
+    count = math.ceil(len(seated) / size)
+    ends = [math.ceil(len(seated) * number / count) for number in range(count + 1)]
+    return [seated[start:end] for start, end in pairwise(ends)]
 
 
-__all__ = ["RefusedEvent", "SemiDecentralizedPolicy", "pair_up"]
+__all__ = ["RefusedEvent", "SemiDecentralizedPolicy", "split_up"]

@@ -21,7 +21,7 @@ class SemiDecentralizedSpec(msgspec.Struct, frozen=True, tag="semi_decentralized
     """SDPipe's policy.
 
     ``window`` is in seconds (inf too), or ``"auto"``: until those came who are expected soon. ``connectivity`` is P in
-    rounds, None to enforce nothing. ``max_group`` None means pairs beyond eight pipelines.
+    rounds, None to enforce nothing. ``max_group`` None means 4 beyond eight pipelines.
     """
 
     window: float | str = "auto"

@@ -25,7 +25,7 @@ class SemiDecentralized(SemiDecentralizedSpec, frozen=True):
 
     ``window`` is in seconds, ``"auto"``, or inf, which makes one group of everybody. ``connectivity`` is P in rounds,
     None to enforce nothing. Groups below ``min_group`` widen the window of who opened them; larger ones than
-    ``max_group`` are split, into pairs beyond eight pipelines if it is None.
+    ``max_group`` are split; None is 4 beyond eight pipelines, else no limit.
     """
 
     @property

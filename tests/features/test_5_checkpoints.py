@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from tests.features.running import (
     weights,
 )
 from tests.features.table import supported
+from tests.own_session import script
+from tests.scripts import save_forever
 
 pytestmark = pytest.mark.distributed
 
@@ -66,12 +69,12 @@ def _train(
            "`MyModule.load_from_checkpoint` reads it in one process, without this package")  # fmt: skip
 def test_ordinary(tmp_path: Path) -> None:
     ranks = on_four_ranks(_train, tmp_path, Regression, 1, 2)
-    script = (
+    reading = (
         "import sys; sys.modules['lightning_sdpipe'] = None  # importing it would fail\n"
         "import torch; checkpoint = torch.load(sys.argv[1], weights_only=True)\n"
         "print(sorted(checkpoint['state_dict']), checkpoint['global_step'], len(checkpoint['optimizer_states']))"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "last.ckpt")]
+    command = [sys.executable, "-c", reading, str(tmp_path / "last.ckpt")]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert shown.startswith("['net.0.bias'")
     assert shown.endswith(" 4 1\n")
@@ -131,21 +134,14 @@ def test_distributed_checkpoint(tmp_path: Path, distributed: Literal[True, "asyn
 @supported("Checkpoints", "a crash while a checkpoint is written leaves the one before it")
 @pytest.mark.parametrize("distributed", [False, True])
 def test_crash(tmp_path: Path, distributed: bool) -> None:
-    command = [sys.executable, "-m", "tests.scripts.save_forever", str(tmp_path), str(int(distributed))]
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen(command, cwd=root, start_new_session=True, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    saved = 0
-    for line in process.stdout:  # one for each checkpoint that was saved
-        saved = int(line)
-        if saved == 3:
-            break
-    assert saved == 3
-    time.sleep(0.05)  # somewhere within the next one
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
-    process.stdout.close()
     path = tmp_path / "last.ckpt"
+    with script(tmp_path, save_forever.main, path, distributed) as run:
+        while len(saved := re.findall(r"^\d+$", run.printed(), re.MULTILINE)) < 3:
+            assert run.process.is_alive(), run.printed()
+            time.sleep(0.01)
+        time.sleep(0.05)  # somewhere within the next one
+        os.killpg(run.pid, signal.SIGKILL)
+        assert run.left() == []
     state = _load_distributed_checkpoint(path) if distributed else torch.load(path, weights_only=True)
     (values,) = {tuple(value.unique().tolist()) for value in state["state_dict"].values()}
-    assert values[0] >= saved
+    assert values[0] >= int(saved[2])

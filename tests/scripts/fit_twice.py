@@ -9,15 +9,15 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe import AllReduce, SDPipeStrategy
+from lightning_sdpipe import SDPipeStrategy
 from tests.test_strategy import Regression, data
 
 
 def main(directory: str) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=4,
-        strategy=SDPipeStrategy(num_stages=2, sync=AllReduce()),  # the outcome must not depend on timing
+        devices=2,
+        strategy=SDPipeStrategy(num_stages=2),
         max_epochs=1,
         logger=CSVLogger(directory),
         log_every_n_steps=1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import lightning as L
@@ -16,10 +15,10 @@ from lightning_sdpipe import AllReduce, SDPipeStrategy
 class Large(L.LightningModule):
     """All its weights are the number of steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
+        self.path = path
         self.net = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(8)))
-        self.step = 0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).sum()
@@ -31,22 +30,20 @@ class Large(L.LightningModule):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.fill_(self.global_step)
-        self.trainer.save_checkpoint(Path(sys.argv[1]) / "last.ckpt")
+        self.trainer.save_checkpoint(self.path)
         if self.global_rank == 0:
             print(self.global_step, flush=True)
 
 
-if __name__ == "__main__":
+def main(path: Path, distributed: bool) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=SDPipeStrategy(
-            num_stages=2, sync=AllReduce(), start_method="fork", save_distributed_checkpoint=sys.argv[2] == "1"
-        ),
+        strategy=SDPipeStrategy(2, AllReduce(), start_method="fork", save_distributed_checkpoint=distributed),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Large(), DataLoader(torch.zeros(1000, 1000), 2))
+    trainer.fit(Large(path), DataLoader(torch.zeros(1000, 1000), 2))
