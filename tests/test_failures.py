@@ -41,15 +41,6 @@ def start(*command: str, **environment: str) -> tuple[subprocess.Popen[str], str
     return process, marker
 
 
-def failing(case: str, **environment: str) -> str:
-    """What the run of ``case`` printed; it must fail by itself, and leave nothing behind."""
-    process, marker = start("tests.scripts.run_case", case, **environment)
-    printed, _ = process.communicate(timeout=100)
-    assert process.returncode != 0, printed
-    assert processes_of(marker) == []
-    return printed
-
-
 def processes_of(marker: str) -> list[str]:
     left = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -103,13 +94,6 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
             assert run.wait(30) == 1
             assert run.left() == []
             assert f"MASTER_PORT={port} is in use by another program" in run.printed()
-
-
-@pytest.mark.distributed
-def test_a_worker_that_raises_ends_the_run_with_its_reason() -> None:
-    printed = failing("raises")
-    assert "ZeroDivisionError: the user's own mistake" in printed
-    assert "failed first and ended the run: ZeroDivisionError" in printed
 
 
 @pytest.mark.distributed

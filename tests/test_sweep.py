@@ -100,6 +100,6 @@ def test_jobs_of_a_users_own_application_are_right_after_a_rank_failed(tmp_path:
         assert rank["job"] == [2, 2, "hydra_app"]
         assert rank["directory"] == str(tmp_path / "2")
     assert len({rank["when"] for rank in seen["2"][1:]}) == 1
-    assert "the user's own mistake" in printed
+    assert "failed first and ended the run: ZeroDivisionError: the user's own mistake" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "multirun.yaml"]
     assert not list(tmp_path.glob("*/.job-*"))

@@ -6,8 +6,8 @@ import csv
 import json
 import os
 import re
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from recipes import command_line
-from tests.test_failures import ROOT, processes_of
+from tests.own_session import script
+from tests.test_failures import processes_of
 from tests.test_sweep import run_app
 
 SMALL = (
@@ -23,6 +24,11 @@ SMALL = (
     *("+trainer.enable_progress_bar=false", "+trainer.enable_checkpointing=false", "+trainer.num_sanity_val_steps=0"),
 )
 FORKED = (*SMALL, "strategy.start_method=fork")
+
+
+def train(*arguments: str) -> None:
+    sys.argv = ["train.py", *arguments]
+    runpy.run_module("recipes.train", run_name="__main__", alter_sys=True)
 
 
 def rows(directory: Path) -> list[dict[str, str]]:
@@ -84,42 +90,28 @@ def test_a_sweep_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 def test_an_interrupt_ends_the_sweep_and_all_its_processes(tmp_path: Path) -> None:
-    sweep = [f"hydra.sweep.dir={tmp_path}", "seed=1,2", "trainer.devices=2", "trainer.max_epochs=1000"]
-    small = [option for option in SMALL if not option.startswith("trainer.max_epochs")]
-    marker = f"sdpipe-test-{os.getpid()}-{time.monotonic_ns()}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "recipes.train", "-m", *small, *sweep],
-        cwd=ROOT,
-        env=os.environ | {"SDPIPE_TEST_RUN": marker},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a background job has ignored
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "distributed_backend=gloo" in line:
-            break
-    time.sleep(2)  # into the training
-    process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode != 0, printed
-    assert processes_of(marker) == []
+    sweep = [f"hydra.sweep.dir={tmp_path}", "seed=1,2", "trainer.devices=2"]
+    endless = [option.replace("trainer.max_epochs=1", "trainer.max_epochs=1000") for option in FORKED]
+    with script(tmp_path, train, "-m", *endless, *sweep) as run:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("0/metrics/metrics.csv"))) == 0:  # it trains
+            assert time.monotonic() < deadline, run.printed()
+            time.sleep(0.05)
+        os.kill(run.pid, signal.SIGINT)
+        assert run.wait(40) != 0, run.printed()
+        assert run.left() == []
     assert not (tmp_path / "1").exists()
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 def test_optuna_searches_for_the_least_objective(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "trainer.devices=2"]
     choices = [f"hydra.sweep.dir={tmp_path}", "model.lr=interval(0.01,0.1)", "num_stages=1"]
-    code, printed, marker = run_app(tmp_path, "-m", "recipes.train", "-m", *FORKED, *search, *choices, timeout=220)
-    assert code == 0, printed
-    assert processes_of(marker) == []
+    with script(tmp_path, train, "-m", *FORKED, *search, *choices) as run:
+        assert run.wait(110) == 0, run.printed()
+        assert run.left() == []
     found = rows(tmp_path)
     assert {row["status"] for row in found} == {"done"}
     best = re.search(r"best_value: ([\d.]+)", (tmp_path / "optimization_results.yaml").read_text())
