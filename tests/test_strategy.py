@@ -168,8 +168,11 @@ def test_variance_correction_wraps_adam_and_knows_the_group_size(tmp_path: Path)
     ("module", "note"),
     [(AdamRegression, "has nothing to correct: AllReduce("), (Regression, "does not apply to SGD")],
 )
-def test_a_correction_that_corrects_nothing_says_so_once(tmp_path: Path, module: type[Regression], note: str) -> None:
+def test_a_correction_that_corrects_nothing_says_so_once(
+    tmp_path: Path, module: type[Regression], note: str, caplog: pytest.LogCaptureFixture
+) -> None:
     strategy = SDPipeStrategy(2, sync=AllReduce(), variance_correction=True, start_method="fork")
+    caplog.set_level(logging.INFO, rank_zero.log.name)  # other tests may have made it quiet
     written = tmp_path / "notes.txt"
     handler = logging.FileHandler(written)  # which workers inherit
     rank_zero.log.addHandler(handler)

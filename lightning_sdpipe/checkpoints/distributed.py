@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
 
 _REST = "meta.pt"  # Lightning's name for it, so that its consolidation tool reads such a directory
@@ -65,6 +66,8 @@ class DistributedWriter:
         if self._groups.rank == 0:
             _remove(part)
             files.save_checkpoint(checkpoint, part / _REST)
+        with waiting_for(self._group, "beginning a checkpoint"):  # nobody may write before rank 0 has cleared the place
+            dist.barrier(self._group)
         if self._asynchronous:
             written = async_save(parts, checkpoint_id=part, process_group=self._group)
             assert isinstance(written, Future)
