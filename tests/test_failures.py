@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
+from tests.features.running import as_torchrun
 from tests.features.table import refused, supported
 from tests.own_session import Script, script
 from tests.scripts import endings, run_case
@@ -115,19 +116,13 @@ def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(tmp_path: Path
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     with (
-        script(tmp_path / "0", _rank, 0, port, case) as survivor,
-        script(tmp_path / "1", _rank, 1, port, case) as killed,
+        script(tmp_path / "0", as_torchrun, 0, port, 2, run_case.main, (case,)) as survivor,
+        script(tmp_path / "1", as_torchrun, 1, port, 2, run_case.main, (case,)) as killed,
     ):
         assert killed.wait(40) == -signal.SIGKILL
         assert survivor.wait(20) == 1
         assert killed.left() == survivor.left() == []
         assert re.search(message, survivor.printed()), survivor.printed()
-
-
-def _rank(rank: int, port: int, case: str) -> None:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
-    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    run_case.main(case, **{name: str(value) for name, value in (where | place).items()})
 
 
 @supported("Failures", "an exception on any rank", "ends all ranks; the first one's reason is printed")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ def directory(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [directory, Path.touch, lambda path: None], ids=["directory", "file", "nothing"])
-def test_a_checkpoint_takes_the_place_of_any_kind(tmp_path: Path, make: object) -> None:
+def test_a_checkpoint_takes_the_place_of_any_kind(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "last.ckpt"
-    make(path)  # type: ignore[operator]
+    make(path)
     with replacing(path):
         assert not path.exists()
         path.write_text("new")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
-from tests.workers import run_workers
+from tests.workers import free_port, run_workers
 
 BATCH = 4  # of one pipeline
 SAMPLES = 32
@@ -22,15 +21,13 @@ SAMPLES = 32
 
 def on_four_ranks(work: Callable[..., Any], *arguments: Any, count: int = 4) -> list[Any]:
     """What ``work(*arguments)`` returns on each rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return run_workers(count, _as_torchrun, port, count, work, arguments)
+    return run_workers(count, as_torchrun, free_port(), count, work, arguments)
 
 
-def _as_torchrun(rank: int, port: int, count: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def as_torchrun(rank: int, port: int, count: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Calls ``work`` in the environment of one rank of ``count``."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    own = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "features"}
+    own = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
     os.environ.update({name: str(value) for name, value in own.items()})
     return work(*arguments)
 

@@ -15,26 +15,25 @@ from tests.test_strategy import Regression, data
 
 
 def main(nodes: int, devices: int) -> dict[str, Any]:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        num_nodes=nodes,
-        strategy=SDPipeStrategy(2, timeout=timedelta(seconds=40)),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    strategy = trainer.strategy
-    assert isinstance(strategy, SDPipeStrategy)
+    strategy = SDPipeStrategy(2, timeout=timedelta(seconds=40))
     addresses: list[str] = []
 
     class Address(L.Callback):
         def on_train_start(self, *_: object) -> None:
             addresses.append(strategy.client.address)
 
-    trainer.callbacks.append(Address())  # type: ignore[attr-defined]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        num_nodes=nodes,
+        strategy=strategy,
+        callbacks=[Address()],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Regression(), DataLoader(data(32), 4))
     assert strategy._launcher is not None
     return {
