@@ -24,10 +24,10 @@ nothing is ever enforced, and all stages wait for the same iteration: all-reduce
 T = 0 is local SGD: every group has one member, except that connectivity is still enforced over P rounds. With
 ``connectivity=None`` nothing is enforced and T = 0 is local SGD exactly.
 
-A ring takes 2 (k − 1) steps, so with many pipelines a candidate that was not enforced is split into groups of
-at most ``max_group``. The members are seated by a tournament table that turns every round, since equal speeds
-would otherwise bring the same workers together for ever. If only the whole candidate connects the stage, it
-goes out whole.
+In a group of k each member exchanges 2 (k − 1) messages, so with many pipelines a candidate that was not
+enforced is split into groups of at most ``max_group``. The members are seated by a tournament table that turns
+every round, since equal speeds would otherwise bring the same workers together for ever. If only the whole
+candidate connects the stage, it goes out whole.
 """
 
 from __future__ import annotations

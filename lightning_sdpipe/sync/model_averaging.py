@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from lightning_sdpipe.averaging.ring import ring_average
+from lightning_sdpipe.averaging.group_average import group_average
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -45,7 +45,7 @@ class ModelAveraging(Synchronizer):
         for bucket in self.replica.parameters:
             bucket.check()
             tag = group.sequence % 2**31
-            came = ring_average(bucket.buffer, members, group.weights, self.replica.groups.stage, tag)
-            if bucket is self.replica.parameters[0]:  # after that all members are there
+            came = group_average(bucket.buffer, members, group.weights, self.replica.groups.stage, tag)
+            if bucket is self.replica.parameters[0]:  # after its first piece all members are there
                 waited += came
         self.statistics.count(len(members), waited, time.perf_counter() - start - waited)

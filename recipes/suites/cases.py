@@ -63,6 +63,7 @@ class Case:
             :class:`~lightning_sdpipe.heterogeneity.Slowed`.
         scale: multiplies ``micro_batch_seconds`` and the delays.
         seed: of the delays and the weights.
+        variance_correction: of Adam, in the methods that average models; real compute only.
     """
 
     panel: str
@@ -83,6 +84,7 @@ class Case:
     pace: float
     scale: float
     seed: int
+    variance_correction: bool = False
 
     @property
     def shape(self) -> str:
@@ -243,6 +245,7 @@ def strategy(case: Case) -> DDPStrategy:
         sync=hydra.utils.instantiate(_seeded(case.sync or {}, case.seed)),
         schedule=case.schedule,  # type: ignore[arg-type]
         num_micro_batches=case.num_micro_batches,
+        variance_correction=case.variance_correction,
         delays=case.slowness,
         timeout=TRANSFER_TIMEOUT,
         start_method="fork",

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.averaging.ring import ring_average
+from lightning_sdpipe.averaging import group_average as module
+from lightning_sdpipe.averaging.group_average import group_average
 from tests.workers import run_workers
 
 SIZES = (1, 2, 3, 1000)
@@ -21,13 +22,14 @@ def values(rank: int, size: int) -> torch.Tensor:
 
 
 def average_in_groups(rank: int) -> list[torch.Tensor]:
+    module.PIECE = 300  # so that the longest buffer has several
     world = dist.group.WORLD
     outcomes = []
     for sequence, (members, weights) in enumerate(GROUPS):
         for size in SIZES:
             buffer = values(rank, size)
             if rank in members:
-                ring_average(buffer, members, weights, world, sequence)
+                group_average(buffer, members, weights, world, sequence)
             outcomes.append(buffer)
     return outcomes
 
@@ -41,6 +43,7 @@ def test_members_get_their_weighted_mean_and_others_keep_theirs() -> None:
         for rank in range(4):
             expected = mean if rank in members else values(rank, size).double()
             torch.testing.assert_close(by_rank[rank][index].double(), expected, rtol=1e-6, atol=1e-6)
+        assert all(torch.equal(by_rank[rank][index], by_rank[members[0]][index]) for rank in members)
         # whatever the group, the mean over the stage stays (equal weights)
         if len(set(weights)) == 1:
             total = sum(by_rank[rank][index].double() for rank in range(4))
