@@ -95,7 +95,7 @@ class ThroughputBound:
 
     undisturbed: float
     no_synchronization: float
-    """N pipelines that never wait for each other: nobody can be faster."""
+    """N pipelines that never wait for each other: nobody can be faster, but for what hides in the drain of a flush."""
     all_reduce: float
     """Everyone waits for the slowest worker in every iteration."""
 

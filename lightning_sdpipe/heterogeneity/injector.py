@@ -84,10 +84,10 @@ class DelayInjector:
         yield
         if self._track is not None and self._settle is not None:
             self._settle()
-        work = self._clock() - start
+        passed = work = self._clock() - start
         if self._track is not None:
-            work = max(0.0, work - self._core_wait() + waited)
-            self._record(self._iteration, self._track.duration(start - self._start, work) - work)
+            work = max(0.0, passed - self._core_wait() + waited)
+            self._record(self._iteration, self._track.duration(start - self._start, work) - passed)
         self.computed_seconds += work
 
     @property

@@ -154,10 +154,11 @@ def test_a_device_is_waited_for_before_its_work_is_timed() -> None:
     assert compute(worker, clock, 0.1) == pytest.approx(3 * 0.6)
 
 
-def test_waiting_for_a_core_is_not_computing() -> None:
+@pytest.mark.parametrize(("factor", "ends"), [(3.0, 0.4), (5.0, 0.5)])
+def test_waiting_for_a_core_is_not_computing(factor: float, ends: float) -> None:
     clock, waited = Clock(), iter((2.0, 2.3))
-    worker = DelayInjector(Static([3.0]), 0, 0, sleep=clock.sleep, clock=clock, core_wait=lambda: next(waited))
-    assert compute(worker, clock, 0.4) == pytest.approx(0.4 + 2 * 0.1)
+    worker = DelayInjector(Static([factor]), 0, 0, sleep=clock.sleep, clock=clock, core_wait=lambda: next(waited))
+    assert compute(worker, clock, 0.4) == pytest.approx(ends)
     assert worker.computed_seconds == pytest.approx(0.1)
 
 
