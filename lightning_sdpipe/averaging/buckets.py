@@ -16,6 +16,11 @@ class FlatBucket:
     buffer: Tensor
     parameters: Sequence[nn.Parameter]
 
+    @property
+    def trains(self) -> bool:
+        """Is there anything in it that is not frozen, now?"""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
     def check(self) -> None:
         """Raises RuntimeError if a parameter no longer is a view of the buffer, which averaging would then miss."""
         offset = self.buffer.data_ptr()
@@ -29,14 +34,15 @@ class FlatBucket:
 
 
 def flatten(parameters: Iterable[nn.Parameter]) -> list[FlatBucket]:
-    """Moves parameters into flat buffers, one per dtype, and makes each parameter a view of its buffer.
+    """Moves parameters into flat buffers and makes each parameter a view of its buffer: one per dtype for those that
+    train, and one for those that are frozen.
 
-    The parameter objects stay the same; peak memory is the parameters of one dtype, twice, while they are copied.
+    The parameter objects stay the same; peak memory is the parameters of one buffer, twice, while they are copied.
     """
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    alike: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    return [_flatten_one(group) for group in by_dtype.values()]
+        alike.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+    return [_flatten_one(group) for group in alike.values()]
 
 
 def _flatten_one(parameters: list[nn.Parameter]) -> FlatBucket:

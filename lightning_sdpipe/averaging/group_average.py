@@ -54,27 +54,19 @@ def group_average(
 def _average(
     buffer: Tensor, members: Sequence[int], weights: Sequence[float], group: dist.ProcessGroup, tag: int
 ) -> float:
-    size = len(members)
-    position = members.index(dist.get_rank())
-    others = [(position + step) % size for step in range(1, size)]  # begins differently for each member
-    chunks = torch.tensor_split(buffer, size)
-    own = chunks[position]
-    parts = [own if index == position else torch.empty_like(own) for index in range(size)]
-
-    def exchange(outgoing: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        transfers = []
-        for other in others:
-            peer = f"rank {members[other]} of the group {list(members)}"
-            transfers.append(p2p.receive([into[other]], members[other], group, tag, peer))
-            transfers.append(p2p.send([outgoing[other]], members[other], group, tag, peer))
-        for transfer in transfers:
-            transfer.wait()
+    here = dist.get_rank()
+    position = members.index(here)
+    others = [*members[position + 1 :], *members[:position]]  # so that each begins with another one
+    chunks = dict(zip(members, torch.tensor_split(buffer, len(members)), strict=True))
+    weight = dict(zip(members, weights, strict=True))
+    own = chunks.pop(here)
+    parts = {rank: torch.empty_like(own) for rank in others}
 
     start = time.perf_counter()
-    exchange(chunks, parts)
+    p2p.exchange({rank: chunks[rank] for rank in others}, parts, group, tag)
     came = time.perf_counter() - start
-    own.mul_(weights[position])
-    for other in others:
-        own.add_(parts[other], alpha=weights[other])
-    exchange([own] * size, chunks)
+    own.mul_(weight[here])
+    for rank in others:
+        own.add_(parts[rank], alpha=weight[rank])
+    p2p.exchange(dict.fromkeys(others, own), {rank: chunks[rank] for rank in others}, group, tag)
     return came

@@ -42,10 +42,10 @@ class ModelAveraging(Synchronizer):
         self.announced = False
         waited = time.perf_counter() - start
         members = [self.replica.ranks[worker.pipeline] for worker in group.members]
-        for bucket in self.replica.parameters:
+        tag = group.sequence % 2**31
+        for number, bucket in enumerate(bucket for bucket in self.replica.parameters if bucket.trains):
             bucket.check()
-            tag = group.sequence % 2**31
             came = group_average(bucket.buffer, members, group.weights, self.replica.groups.stage, tag)
-            if bucket is self.replica.parameters[0]:  # after its first piece all members are there
+            if number == 0:  # after its first piece all members are there
                 waited += came
         self.statistics.count(len(members), waited, time.perf_counter() - start - waited)

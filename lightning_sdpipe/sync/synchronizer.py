@@ -203,7 +203,8 @@ class Synchronizer:
     def _make_parameters_equal(self) -> None:
         for bucket in self.replica.parameters:
             bucket.check()
-            _mean(bucket.buffer, self.replica.groups.stage)
+            if bucket.trains or torch.is_floating_point(bucket.buffer):  # quantised ones have not changed
+                _mean(bucket.buffer, self.replica.groups.stage)
 
     def _average_buffers(self) -> None:
         for buffer in self.replica.buffers:

@@ -22,3 +22,12 @@ def test_a_parameter_that_moved_away_is_noticed() -> None:
     model.weight.data = model.weight.data.clone()
     with pytest.raises(RuntimeError, match=r"shape \(3, 2\) was given other memory"):
         bucket.check()
+
+
+def test_frozen_parameters_are_kept_apart_until_they_train() -> None:
+    model = nn.Sequential(nn.Linear(2, 3).requires_grad_(False), nn.Linear(3, 1))
+    frozen, trained = flatten(model.parameters())
+    assert (frozen.trains, trained.trains) == (False, True)
+    assert (frozen.buffer.numel(), trained.buffer.numel()) == (9, 4)
+    model[0].bias.requires_grad_()
+    assert frozen.trains

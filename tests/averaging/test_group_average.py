@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from datetime import timedelta
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch.distributed as dist
 
 from lightning_sdpipe.averaging import group_average as module
 from lightning_sdpipe.averaging.group_average import group_average
+from lightning_sdpipe.errors import WorkerFailedError
 from tests.workers import run_workers
 
 SIZES = (1, 2, 3, 1000)
@@ -49,3 +51,18 @@ def test_members_get_their_weighted_mean_and_others_keep_theirs() -> None:
             total = sum(by_rank[rank][index].double() for rank in range(4))
             before = sum(values(rank, size).double() for rank in range(4))
             torch.testing.assert_close(total, before, rtol=1e-6, atol=1e-6)
+
+
+def wait_for_rank_1(rank: int) -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+    if rank == 0:
+        with pytest.raises(WorkerFailedError) as failure:
+            group_average(values(rank, 5), [0, 1], [0.5, 0.5], group, 7)
+        return str(failure.value)
+    return ""
+
+
+@pytest.mark.distributed
+def test_a_member_that_does_not_come_is_named() -> None:
+    message, _ = run_workers(2, wait_for_rank_1)
+    assert message.startswith("exchanging with rank 1 failed: ")
