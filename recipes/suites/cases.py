@@ -181,7 +181,7 @@ def _emulated(case: Case) -> tuple[list[WorkerReport], int]:
             case.num_micro_batches,
             *times,
             case.num_parameters,
-            _only_delays(case),
+            only_delays(case),
             case.iterations,
             case.warm_up,
         )
@@ -229,7 +229,7 @@ def _fit(case: Case, module: L.LightningModule, loader: DataLoader[Any]) -> list
             if case.num_stages != 1 or case.workload != EMULATED:
                 raise ConfigurationError("lightning_ddp has no stages: use it with num_stages=1, emulated.")
             compute = case.num_micro_batches * case.micro_batch_seconds * case.scale
-            probe: Probe = DelayedProbe(Path(directory), case.warm_up, _only_delays(case), compute)
+            probe: Probe = DelayedProbe(Path(directory), case.warm_up, only_delays(case), compute)
         else:
             probe = Probe(Path(directory), case.warm_up)
         fit(module, loader, strategy(case), case.num_stages * case.num_pipelines, case.iterations, probe)
@@ -284,8 +284,16 @@ def quiet() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive the fork
 
 
-def _only_delays(case: Case) -> Delays:
+def only_delays(case: Case) -> Delays:
+    """What an outside reference is given: it can sleep before the forward of a mini-batch.
+
+    Raises:
+        ConfigurationError: another heterogeneity.
+    """
     slowness = case.slowness
-    if not isinstance(slowness, Delays):
-        raise ConfigurationError(f"{case.method} can be delayed, but not slowed down as {case.condition!r} asks.")
+    if not isinstance(slowness, Delays) or slowness.draws != "iteration":
+        raise ConfigurationError(
+            f"{case.method} can only be delayed once per iteration, which is not what suite.heterogeneity."
+            f"{case.condition} asks; leave it out of suite.grid.{case.panel}.methods."
+        )
     return slowness

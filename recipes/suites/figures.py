@@ -29,8 +29,9 @@ def throughput_figures(summaries: Sequence[Row], output: Path) -> list[Path]:
         summaries: of ``suite=throughput``.
         output: a file; the figures get its name with an addition.
     """
-    emulated = [row for row in summaries if row["workload"] == "emulated" and row["panel"] != "headline"]
-    panels = _by(summaries, "workload", "shape", "schedule")
+    compared = [row for row in summaries if row["panel"] != "headline"]  # whose mini-batches are shorter
+    emulated = [row for row in compared if row["workload"] == "emulated"]
+    panels = _by(compared, "workload", "shape", "schedule")
     files = _save(_grouped_bars(panels, "samples_per_s", "samples/s"), output, "throughput")
     flush = [row for row in emulated if row["schedule"] == "1f1b" and row["shape"].startswith("4x")]
     if len({row["shape"] for row in flush}) > 1:

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_sdpipe.errors import ConfigurationError
 from recipes.suites import cases, machine
 from recipes.suites.calibration import calibrated_scale
-from recipes.suites.cases import EMULATED, REFERENCES, Case, quiet
+from recipes.suites.cases import EMULATED, REFERENCES, Case, only_delays, quiet
 from recipes.suites.figures import require_matplotlib, throughput_figures
 from recipes.suites.headroom import table
 from recipes.suites.journal import Journal
@@ -100,7 +100,8 @@ def plan(
     """The cases of one part of the grid with their repeats, in the order in which they run.
 
     Raises:
-        ConfigurationError: a method or a condition that is not among the specifications.
+        ConfigurationError: a method or a condition that is not among the specifications, or a condition that an outside
+            reference cannot be given.
     """
     fields = {
         name: value for name, value in part.items() if name not in ("methods", "heterogeneity", "repeats", "once")
@@ -122,6 +123,8 @@ def plan(
                     scale=1.0,
                     **fields,
                 )
+                if method in REFERENCES:
+                    only_delays(case)
                 yield case, repeat
 
 

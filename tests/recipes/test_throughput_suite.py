@@ -18,6 +18,8 @@ from tests.recipes.composed import parameters_of
 
 suite = partial(parameters_of, "throughput")
 
+PIPEDREAM = {"pipedream": 3.0, "headline": 5.0}
+
 
 def planned(panel: str, *overrides: str) -> list[tuple[cases.Case, int]]:
     parameters = suite(*overrides)
@@ -51,6 +53,13 @@ def test_every_part_of_the_grid_can_be_built(panel: str) -> None:
             assert case.iteration_seconds == pytest.approx(0.057 if panel == "headline" else 0.1, rel=0.01)
 
 
+@pytest.mark.parametrize("asked", ["grid.flush.heterogeneity=[trace]", "heterogeneity.b.draws=pass"])
+def test_outside_references_are_only_asked_for_delays_that_they_can_be_given(asked: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"bare_torch .* suite\.grid\.flush\.methods"):
+        planned("flush", f"suite.{asked}")
+    assert planned("flush", f"suite.{asked}", "suite.grid.flush.methods=[sdpipe,nosync]")
+
+
 def test_methods_take_turns_under_the_same_delays() -> None:
     found = planned("flush")
     by_repeat = [[c.method for c, r in found if r == repeat and c.condition == "b"] for repeat in range(3)]
@@ -82,7 +91,7 @@ def test_delays_are_scaled_and_speeds_are_not() -> None:
     case = replace(planned("flush", "suite.grid.flush.heterogeneity=[b]")[0][0], scale=1.5)
     assert case.slowness == Delays(probability=0.1, seconds=0.3, scale=1.5)
     assert case.iteration_seconds == pytest.approx(0.15, rel=1e-3)
-    trace = replace(planned("flush", "suite.grid.flush.heterogeneity=[trace]")[0][0], scale=1.5)
+    trace = replace(planned("pipedream", "suite.grid.pipedream.heterogeneity=[trace]")[0][0], scale=1.5)
     assert trace.slowness == Trace(time_scale=0.1)
     assert trace.bound is None
 
@@ -165,6 +174,15 @@ def test_figures_show_every_method(tmp_path: Path) -> None:
     faster = figures.speedups(throughput.summarise(rows))
     assert {r["speedup"] for r in faster if r["what"] == "sdpipe, median"} == {2.0}
     assert {r["heterogeneity"] for r in faster} == {"none, over hetpipe", "b, over hetpipe"}
+
+
+def test_the_headline_is_not_drawn_over_the_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "_save", lambda figure, *_: drawn.append(figure) or [])
+    rows = [row("sdpipe", "b", 0, speed, schedule="pipedream", panel=panel) for panel, speed in PIPEDREAM.items()]
+    figures.throughput_figures(throughput.summarise(rows), tmp_path / "out.json")
+    (axis,) = drawn[0].axes
+    assert [bar.get_height() for bar in axis.patches] == [PIPEDREAM["pipedream"]]
 
 
 @pytest.mark.distributed
