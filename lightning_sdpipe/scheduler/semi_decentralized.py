@@ -52,10 +52,8 @@ SPLIT_SIZE = 4
 class _Stage:
     """What one stage remembers besides the roster."""
 
-    def __init__(
-        self, num_pipelines: int, window: float | Literal["auto"], connectivity: int | None, split: bool
-    ) -> None:
-        self.window = AdaptiveWindow(window, num_pipelines, split)
+    def __init__(self, num_pipelines: int, window: float | Literal["auto"], connectivity: int | None) -> None:
+        self.window = AdaptiveWindow(window, num_pipelines)
         self.graph = None if connectivity is None else SyncGraph(num_pipelines, connectivity)
         self.opener: int | None = None
         self.deadline = math.inf
@@ -84,8 +82,7 @@ class SemiDecentralizedPolicy:
         if max_group is None and num_pipelines > PIPELINES_IN_ONE_GROUP and window != math.inf:
             max_group = SPLIT_SIZE
         self._max_group = max_group
-        split = max_group is not None
-        self._stages = [_Stage(num_pipelines, window, connectivity, split) for _ in range(num_stages)]
+        self._stages = [_Stage(num_pipelines, window, connectivity) for _ in range(num_stages)]
 
     def ready(self, worker: Worker, iteration: int, now: float) -> list[Group]:
         """See :class:`~lightning_sdpipe.scheduler.policy.GroupPolicy`, as for all methods here."""

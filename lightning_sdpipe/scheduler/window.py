@@ -6,13 +6,14 @@ small, and multiplied by 0.9 otherwise. It is kept as a fraction of the maximum,
 whereas starting short would cut the first groups to pieces. They end at 1/64: a worker that was in full company for
 long gets its maximum back within six small groups.
 
-**An automatic window** ends when the last of those should have come who are expected within 2/N of an iteration
-(a stage of N workers out of step sees two arrivals in that time), and is empty when nobody is. Where candidates are
-split into small groups it looks 1/√N ahead: such groups connect the stage more slowly, and what is saved by going alone
-is lost when connectivity is enforced, which waits for a whole delay of a straggler. A worker is expected
-one iteration after its last group; one that is late is a straggler, whom nobody awaits. Two pipelines out of step
-show why a mere length does not do: each waits its T in vain, both fall back by T, and they never meet. With the
-expected arrivals, the one that comes shortly before the other waits and the other does not, so they meet at once.
+**An automatic window** ends when the last of those should have come who are expected within a quarter of an iteration,
+and is empty when nobody is. Looking farther ahead, fast devices would wait most of the time for slow ones, with whom
+they cannot stay in step; looking less far, groups connect the stage so slowly that more is lost when connectivity is
+enforced, which waits for a whole delay of a straggler. With many workers somebody is always about to come, so from 16
+on it looks 1/√N ahead. A worker is expected one iteration after its last group; one that is late is a straggler, whom
+nobody awaits. Two pipelines out of step show why a mere length does not do: each waits its T in vain, both fall back by
+T, and they never meet. With the expected arrivals, the one that comes shortly before the other waits and the other does
+not, so they meet at once; if they are farther apart, the next enforced group brings them together.
 """
 
 from __future__ import annotations
@@ -26,11 +27,9 @@ SMALLEST_FRACTION = 1 / 64
 GROW = 2.0
 SHRINK = 0.9
 
-HORIZON = 2.0
-"""How far an automatic window looks ahead, in N-ths of an iteration, where candidates are not split."""
-
-FARTHEST = 0.5
-"""Never more than this part of an iteration, so that of two workers out of step only one waits."""
+HORIZON = 0.25
+"""How far an automatic window looks ahead at most, in iterations. Less than half of one, so that of two workers out of
+step only one waits."""
 
 SLACK = 1 / 6
 """How late an expected worker may be, as a part of the horizon."""
@@ -49,12 +48,11 @@ class AdaptiveWindow:
     Args:
         maximum: in seconds, or "auto".
         num_workers: N, of the stage.
-        split: whether candidates are split into smaller groups.
     """
 
-    def __init__(self, maximum: float | Literal["auto"], num_workers: int, split: bool = False) -> None:
+    def __init__(self, maximum: float | Literal["auto"], num_workers: int) -> None:
         self._maximum = maximum
-        self._horizon = min(1.0 / math.sqrt(num_workers) if split else HORIZON / num_workers, FARTHEST)
+        self._horizon = min(1.0 / math.sqrt(num_workers), HORIZON)
         self._fractions = [1.0] * num_workers
         self._iteration_time: float | None = None
         self._recent: deque[float] = deque(maxlen=MEMORY)
