@@ -60,6 +60,11 @@ def _needs_staging(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     return tensor.device.type == "cuda" and dist.get_backend(group) == "gloo"
 
 
+def _landing(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Where the network puts what is meant for ``tensor``."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True) if _needs_staging(tensor, group) else tensor
+
+
 def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
     """Starts sending ``tensors`` to global rank ``to``; they must not change before the transfer is waited for."""
     transfer = Transfer(peer)
@@ -77,7 +82,7 @@ def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: 
     """Starts receiving from global rank ``source`` into contiguous tensors, in the order they were sent."""
     transfer = Transfer(peer, receiving=True)
     for tensor in into:
-        staged = torch.empty_like(tensor, device="cpu", pin_memory=True) if _needs_staging(tensor, group) else tensor
+        staged = _landing(tensor, group)
         transfer.tensors.append(tensor)
         transfer.staged.append(staged)
         if staged.numel():
@@ -98,10 +103,7 @@ def exchange(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], group: 
     Raises:
         WorkerFailedError: a peer closed the connection or the group's timeout passed; names the peer.
     """
-    arriving = {
-        peer: torch.empty_like(tensor, device="cpu", pin_memory=True) if _needs_staging(tensor, group) else tensor
-        for peer, tensor in into.items()
-    }
+    arriving = {peer: _landing(tensor, group) for peer, tensor in into.items()}
     leaving = {peer: tensor.cpu() if _needs_staging(tensor, group) else tensor for peer, tensor in outgoing.items()}
     directions = ((dist.irecv, arriving), (dist.isend, leaving))
     operations = [
