@@ -136,7 +136,7 @@ def test_delays_leave_devices_at_full_speed() -> None:
 
 
 def test_an_emulated_block_on_a_slow_device_takes_longer_in_both_directions() -> None:
-    block, worker = EmulatedBlock(0.02, 0.03), DelayInjector(Static([2.0]), 0, 0)
+    block, worker = EmulatedBlock(0.02, 0.03), DelayInjector(Static([2.0]), 0, 0, core_wait=lambda: 0.0)
     start = time.perf_counter()
     with worker.computing():
         output = block(torch.zeros(2, 4))
