@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -27,13 +26,13 @@ from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.launching import hydra_job, job
-from lightning_sdpipe.launching.last_resort import LastResort
 from lightning_sdpipe.launching.launcher import CheckingLauncher, WholeModelLauncher
+from lightning_sdpipe.membership import Membership
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
 from lightning_sdpipe.p2p import waiting_for
@@ -45,12 +44,10 @@ from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_s
 from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.stage_runner import Step
-from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.policy import Worker
-from lightning_sdpipe.scheduler.process import EmbeddedScheduler
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.meeting import Meeting
-from lightning_sdpipe.sync.rendezvous import connect, standing_scheduler, start_scheduler
+from lightning_sdpipe.sync.rendezvous import standing_scheduler
 from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatistics
 from lightning_sdpipe.trainer import lockstep
 from lightning_sdpipe.trainer.appointments import Appointments
@@ -66,8 +63,6 @@ Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedrea
 _LOOPED = ("interleaved_1f1b", "zero_bubble")
 
 _T = TypeVar("_T")
-
-_SIGNALS: Mapping[type[BaseException], str] = {KeyboardInterrupt: "Ctrl-C", SIGTERMException: "SIGTERM"}
 
 _GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
 
@@ -154,8 +149,7 @@ class SDPipeStrategy(DDPStrategy):
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._run_timeout = timeout
         self._groups: ProcessGroups | None = None
-        self._scheduler: EmbeddedScheduler | None = None
-        self._client: SchedulerClient | None = None
+        self._membership: Membership | None = None
         self._assembled: Assembled | None = None
         self._undo: Sequence[Callable[[], None]] = ()
         self._initialisation = Initialisation()
@@ -204,21 +198,20 @@ class SDPipeStrategy(DDPStrategy):
         if self._groups is None:
             self._groups = ProcessGroups.open(self.mesh, self._run_timeout)
         self._data_seed = shared_seed()
-        self._client = self._connect_to_scheduler()
+        self._membership = Membership(
+            self.mesh,
+            self.sync.policy,
+            self._standing_scheduler,
+            self._bind,
+            self._run_timeout.total_seconds(),
+            self._give_up,
+        )
 
     def _get_process_group_backend(self) -> str:
         """By default both kinds of tensors can travel: headers and metrics are on the CPU."""
         if self._process_group_backend or self.root_device.type == "cpu":
             return super()._get_process_group_backend()
         return f"cpu:gloo,{self.root_device.type}:{super()._get_process_group_backend()}"
-
-    def _connect_to_scheduler(self) -> SchedulerClient:
-        where = self._standing_scheduler
-        if where is None:
-            self._scheduler, where = start_scheduler(self.sync.policy, self.mesh, self._bind())
-        self._last_resort = LastResort(self._describe, self._give_up)
-        embedded = self._standing_scheduler is None
-        return connect(where, self.mesh, self._run_timeout.total_seconds(), self._last_resort.arm, embedded)
 
     def _bind(self) -> str:
         assert self.cluster_environment is not None
@@ -293,7 +286,7 @@ class SDPipeStrategy(DDPStrategy):
         parts = self._assembled
         self._checkpoints = Checkpoints(self.module, parts.ownership, self.groups, self.save_distributed_checkpoint)
         self._sync = self.sync.build(
-            Replica(self.client, self.groups, parts.buckets, parts.buffers, parts.trained, self._run_timeout)
+            Replica(self.membership.client, self.groups, parts.buckets, parts.buffers, parts.trained, self._run_timeout)
         )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -536,7 +529,8 @@ class SDPipeStrategy(DDPStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._pause()
+        if self._membership is not None:  # else the run is over, and nothing under way
+            self._pause()
         return self._checkpoints.module_state()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -588,40 +582,16 @@ class SDPipeStrategy(DDPStrategy):
         """How long this worker computed, and how long it was made to sleep by ``delays``."""
         return self._parts.delays
 
-    @contextmanager
-    def _first_failure(self) -> Iterator[None]:
-        """A worker that fails takes others down with it; those say who was first and why."""
-        try:
-            yield
-        except (WorkerFailedError, SchedulerError) as error:
-            failure = self.client.first_failure(timeout=2.0)
-            if failure is None or failure.worker == self._worker:
-                raise
-            raise WorkerFailedError(self._describe(failure)) from error
-
-    def _describe(self, failure: Failure) -> str:
-        return f"{self._place(failure.worker)} failed first and ended the run: {failure.reason}"
-
-    def _place(self, worker: Worker) -> str:
-        rank = self.mesh.rank(worker.stage, worker.pipeline)
-        return f"Stage {worker.stage} of pipeline {worker.pipeline} (rank {rank})"
+    def _first_failure(self) -> AbstractContextManager[None]:
+        return self.membership.first_failure(lambda: self._trainer.received_sigterm)
 
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):  # else the process would end as if all were well
             exception.code = 128 + signal.SIGTERM
         if self._assembled is not None:
             self._sync.abandon()
-        if self._client is not None:
-            self._last_resort.disarm()
-        if self._client is not None and not isinstance(exception, WorkerFailedError):
-            signal_name = _SIGNALS.get(type(exception))
-            reason = f"ended by {signal_name}" if signal_name else f"{type(exception).__name__}: {exception}"
-            self._client.failed(reason)
-            if signal_name:  # which ends a process without a word
-                print(f"{self._place(self._worker)} was {reason}.", file=sys.stderr, flush=True)
-        if self._scheduler is not None:  # the others still have to hear of it
-            job.at_end(self._scheduler.close)
-            self._scheduler = None
+        if self._membership is not None:
+            self._membership.fail(exception)
         if isinstance(self._launcher, CheckingLauncher):
             job.at_end(self._launcher.end_children, _GRACE)  # after the error has been printed
 
@@ -640,12 +610,9 @@ class SDPipeStrategy(DDPStrategy):
             self._assembled.cut_model.restore()
             stage, _ = self.mesh.locate(self.global_rank)
             keep_only(self.module, self._assembled.ownership, stage, torch.device("cpu"))
-        if self._client is not None:
-            self._client.close()
-            self._client = None
-        if self._scheduler is not None:
-            self._scheduler.close()
-            self._scheduler = None
+        if self._membership is not None:
+            self._membership.close()
+            self._membership = None
         module, self._lightning_module = self._lightning_module, None
         super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
         self._lightning_module = module
@@ -667,9 +634,9 @@ class SDPipeStrategy(DDPStrategy):
         return self._groups
 
     @property
-    def client(self) -> SchedulerClient:
-        assert self._client is not None, "setup_environment connects to the scheduler"
-        return self._client
+    def membership(self) -> Membership:
+        assert self._membership is not None, "setup_environment connects to the scheduler"
+        return self._membership
 
     @property
     def _parts(self) -> Assembled:

@@ -20,7 +20,7 @@ def main(nodes: int, devices: int) -> dict[str, Any]:
 
     class Address(L.Callback):
         def on_train_start(self, *_: object) -> None:
-            addresses.append(strategy.client.address)
+            addresses.append(strategy.membership.client.address)
 
     trainer = L.Trainer(
         accelerator="cpu",
