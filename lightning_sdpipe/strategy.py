@@ -93,7 +93,7 @@ class SDPipeStrategy(DDPStrategy):
             that of ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
         scheduler_key_file: the workers' keys for it, as ``sdpipe keygen`` made them; ``SDPIPE_KEY_FILE`` by default.
         variance_correction: correct the second moments of an optimizer of the Adam family for the averaging of models
-            (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the mean group size so far.
+            (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the number of pipelines.
         dynamic_shapes: a block's output shape may differ between batches of equal shapes.
         save_distributed_checkpoint: every rank writes its own part of a checkpoint, a directory then, instead of rank 0
             all of a file; with ``"async"`` in the background.
@@ -390,9 +390,6 @@ class SDPipeStrategy(DDPStrategy):
         if not alone:
             with self._first_failure():
                 self._sync.synchronise()
-        if isinstance(optimizer, VarianceCorrection):
-            # a new value costs a pass over the moments: small changes stay out
-            optimizer.num_workers = max(1.0, round(self._sync.models_averaged, 1))
         return output
 
     def on_train_start(self) -> None:

@@ -147,18 +147,18 @@ class AdamRegression(Regression):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         assert isinstance(optimizer, VarianceCorrection)
-        assert optimizer.num_workers == self.trainer.world_size // 2  # everybody is in every group
+        assert optimizer.num_workers == self.trainer.world_size // 2  # the pipelines, whatever the groups
 
 
 def train_adam(directory: Path, devices: int, epochs: int, ckpt_path: Path | None = None) -> AdamRegression:
-    strategy = SDPipeStrategy(2, sync=SemiDecentralized(window=math.inf), variance_correction=True, start_method="fork")
+    strategy = SDPipeStrategy(2, variance_correction=True, start_method="fork")
     module = AdamRegression()
     fit(directory, strategy, devices, 4, module, ckpt_path, max_epochs=epochs)
     return module
 
 
 @pytest.mark.distributed
-def test_variance_correction_wraps_adam_and_knows_the_group_size(tmp_path: Path) -> None:
+def test_variance_correction_wraps_adam_and_knows_the_number_of_pipelines(tmp_path: Path) -> None:
     before = AdamRegression().net[0].weight
     assert not torch.equal(train_adam(tmp_path, 4, 1).net[0].weight, before)
 

@@ -38,9 +38,9 @@ class AsynchronousPairs(Synchronizer):
         replica.client.on_invitation = self._invitations.put
 
     @property
-    def models_averaged(self) -> float:
+    def models_averaged(self) -> int:
         """See the base class."""
-        return self.statistics.mean_group_size or 2.0
+        return len(self.replica.ranks)
 
     def announce(self, iteration: int) -> None:
         """Does not ask the scheduler yet: a neighbour's thread would serve nobody else until the backward has ended."""

@@ -21,9 +21,9 @@ class ModelAveraging(Synchronizer):
         self._every = every
 
     @property
-    def models_averaged(self) -> float:
-        """See the base class; all of them until the first group has come."""
-        return self.statistics.mean_group_size or float(len(self.replica.ranks))
+    def models_averaged(self) -> int:
+        """See the base class."""
+        return len(self.replica.ranks)
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that the last backward of ``iteration`` is under way; does not wait."""

@@ -108,9 +108,13 @@ class Synchronizer:
         return not self._apart
 
     @property
-    def models_averaged(self) -> float:
-        """How many models, each trained on gradients of its own, are averaged after an update, in the mean."""
-        return 1.0
+    def models_averaged(self) -> int:
+        """The mean of how many models, each trained on gradients of its own, is what this method trains.
+
+        All of the stage's when groups are averaged, however small they are: averaging in a group leaves the mean of all
+        where it is, and every update moves it.
+        """
+        return 1
 
     def resume(self) -> None:
         """Takes part from now on; returns when every worker of the stage does."""
