@@ -176,7 +176,7 @@ def test_a_signal_to_the_first_process_or_to_all_ends_all(tmp_path: Path, number
 def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too() -> None:
     """Also when they end first, while it waits for them."""
     process, marker = start("tests.scripts.endings", "popen", "term:0", "2")
-    printed, _ = process.communicate(timeout=40)
+    printed, _ = process.communicate(timeout=55)
     assert process.returncode == 143, printed
     assert "Traceback" not in printed
     assert processes_of(marker) == []

@@ -235,10 +235,10 @@ def test_pipedream_drains_with_uneven_shards(tmp_path: Path) -> None:
 )
 @pytest.mark.distributed
 def test_the_clock_ends_training_on_all_workers_at_the_same_batch(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=0.3), save_top_k=-1)
+    checkpoint = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=0.5), save_top_k=-1)
     loader = DataLoader(data(4000), 2)
     records = fit(
-        tmp_path, loader, callbacks=[checkpoint], max_time={"seconds": 1.0}, max_epochs=-1, limit_val_batches=0
+        tmp_path, loader, callbacks=[checkpoint], max_time={"seconds": 2.0}, max_epochs=-1, limit_val_batches=0
     )
     steps = records[0]["steps"]
     events = same_for_all(records, [steps, steps])
@@ -254,7 +254,7 @@ def test_validation_by_the_clock(tmp_path: Path) -> None:
         tmp_path,
         DataLoader(data(4000), 2),
         val_check_interval={"seconds": 0.2},
-        max_time={"seconds": 1.0},
+        max_time={"seconds": 1.5},
         max_epochs=-1,
     )
     steps = records[0]["steps"]

@@ -44,8 +44,8 @@ class VarianceCorrection(Optimizer):
     Args:
         optimizer: torch's Adam, AdamW, NAdam or RAdam; any of for-loop, foreach and fused; amsgrad, maximize
             and both kinds of weight decay are respected.
-        num_workers: n, the number of workers whose models are averaged: all of them, or the mean size of
-            recent groups. At least 1, not necessarily whole. The attribute may be set between steps.
+        num_workers: n, the number of all workers whose models are averaged, however small the groups are. At
+            least 1, not necessarily whole. The attribute may be set between steps.
 
     Raises:
         ConfigurationError: another kind of optimizer; `capturable` or `differentiable` set; parameters that

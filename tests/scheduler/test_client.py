@@ -56,11 +56,12 @@ def test_many_workers_train_for_a_while_and_leave_one_by_one() -> None:
 def test_a_timeout_names_whom_the_scheduler_waits_for() -> None:
     with (
         serving(AllReduceSpec(), 1, 3) as server,
-        clients(server.address, W(0, 0), W(0, 1), W(0, 2), timeout=0.2) as (a, b, c),
+        clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c),
     ):
         for client in (a, b, c):
             client.join()
         a.ready(0)
+        a._timeout = 0.5
         with pytest.raises(SchedulerError, match=r"iteration 0.*waits for \(stage 0, pipeline 1\), \(stage 0, p"):
             a.group()
 
@@ -121,7 +122,7 @@ def test_wrong_use_of_the_client_is_told_at_once() -> None:
 
 def test_a_silent_worker_is_treated_as_left_and_named_to_the_others(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        serving(AllReduceSpec(), 1, 2, worker_timeout=0.2) as server,
+        serving(AllReduceSpec(), 1, 2, worker_timeout=1.0) as server,
         clients(server.address, W(0, 0), heartbeat=0.02) as (a,),
         clients(server.address, W(0, 1), heartbeat=1000.0) as (b,),
     ):
@@ -139,13 +140,13 @@ def test_a_silent_worker_is_treated_as_left_and_named_to_the_others(caplog: pyte
 
 def test_heartbeats_keep_a_busy_worker_alive() -> None:
     with (
-        serving(AllReduceSpec(), 1, 2, worker_timeout=0.3) as server,
+        serving(AllReduceSpec(), 1, 2, worker_timeout=1.0) as server,
         clients(server.address, W(0, 0), W(0, 1), heartbeat=0.02) as (a, b),
     ):
         a.join()
         b.join()
         a.ready(0)
-        a._timeout = 1.0
+        a._timeout = 2.0
         with pytest.raises(SchedulerError, match=r"waits for \(stage 0, pipeline 1\)"):
             a.group()
 
