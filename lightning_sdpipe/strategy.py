@@ -52,6 +52,7 @@ from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatisti
 from lightning_sdpipe.trainer import lockstep
 from lightning_sdpipe.trainer.appointments import Appointments
 from lightning_sdpipe.trainer.clipping import clip_over_stages
+from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
 from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale
@@ -240,7 +241,15 @@ class SDPipeStrategy(DDPStrategy):
     def _adapt(self, trainer: Any) -> None:
         """Makes what Lightning, torchmetrics and the precision plugin do per rank right for a stage of a pipeline."""
         is_last = self._worker.stage == self.num_stages - 1
+        self._draws = Draws(
+            trainer,
+            self._parts.cut_model.streams,
+            lambda: self._data_seed,
+            self._worker.pipeline,
+            self.mesh.num_pipelines,
+        )
         self._undo = [
+            self._draws.undo,
             leave_results_to_the_last_stage(self.module, trainer.callbacks, is_last),
             gather_metrics_over(self.module, self.groups.stage),
         ]
@@ -347,7 +356,8 @@ class SDPipeStrategy(DDPStrategy):
             return torch.zeros((), device=self.root_device, requires_grad=True)
         with self._step():
             scale = loss_scale(self.precision_plugin, self.root_device)
-            step = Step("training_step", arguments, self.precision_plugin.train_step_context, scale)
+            context = self.precision_plugin.train_step_context
+            step = Step("training_step", arguments, context, self._draws.stream, scale)
             exchange = self._sync.gradients if self._update_follows else None
             announce = self._announce if self._update_follows else lambda: None
             loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated, announce)
@@ -467,7 +477,7 @@ class SDPipeStrategy(DDPStrategy):
 
     def _evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
         with self._step():
-            step = Step(name, arguments, context)
+            step = Step(name, arguments, context, self._draws.stream)
             return [runner.evaluate(batch, step) for runner in self._parts.runners][-1]
 
     def _settle(self) -> None:

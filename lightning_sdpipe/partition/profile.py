@@ -18,7 +18,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.intercept import Original, intercept
 from lightning_sdpipe.partition.rehearsal import rehearsal
-from lightning_sdpipe.partition.structure import take_apart
+from lightning_sdpipe.partition.structure import Opaque, take_apart
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ def _backward_seconds(arrived: Mapping[int, float], num_blocks: int, end: float)
 
 
 def _crossing(output: Any) -> tuple[int | None, int]:
-    try:
-        tensors, _ = take_apart(output, "")
-    except ConfigurationError:
+    leaves, structure = take_apart(output)
+    if any(isinstance(part, Opaque) for part in structure.parts):
         return None, 0
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return (
         sum(t.numel() * t.element_size() for t in tensors),
         sum(t.numel() * t.element_size() for t in tensors if t.requires_grad),

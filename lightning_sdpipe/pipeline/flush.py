@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.partition.cut_step import Boundary
+from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.gradients import (
     GradientExchange,
     loss_with_gradients,
@@ -35,7 +35,7 @@ from lightning_sdpipe.pipeline.gradients import (
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
+from lightning_sdpipe.pipeline.stage_runner import AFTER_THE_STEP, StageRunner, Step
 from lightning_sdpipe.pipeline.step_log import StepLog
 
 
@@ -112,6 +112,7 @@ class FlushPipeline:
         losses: list[Tensor] = []
         indices = torch.arange(self._num_micro_batches)  # the schedules want a target to call the loss function
         self._schedule.step(target=indices, losses=losses, return_outputs=False)
+        self._runners[0].cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
         for runner in self._runners:
             runner.link.settle()
         self._shared.sum_gradients()
@@ -152,10 +153,10 @@ def _forward(
     step: Step,
     log: StepLog,
     index: int,
-    received: Boundary | None,
-) -> Boundary | Tensor:
+    received: Message | None,
+) -> Message | Tensor:
     with delays.computing():
-        return runner.train(micro_batches[index], step, received, log)
+        return runner.train(micro_batches[index], index, step, received, log)
 
 
 def _schedule(

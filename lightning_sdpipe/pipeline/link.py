@@ -2,15 +2,18 @@
 
 Both ends see the same micro-batches, so both know the shape of the next message once a micro-batch of that shape has
 passed. The first message for new shapes is preceded by a header that describes it; no user code runs an extra time.
-Sends start at once and are waited for later; the next receive is posted before the current micro-batch is computed.
+With the tensors goes a note: which of the known layouts the message has (a block may be skipped now and then), and the
+Python numbers that the blocks have made. Sends start at once and are waited for later; the next receive is posted
+before the current micro-batch is computed.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +21,7 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.cut_step import Boundary
-from lightning_sdpipe.partition.structure import Structure, TensorMeta, decode_structures, encode_structures
+from lightning_sdpipe.partition.message import Layout, Message
 
 
 @dataclass
@@ -43,59 +45,52 @@ class StageLink:
     dynamic_shapes: bool = False
     sends_in_flight: int | None = 2
     seconds_waiting: float = 0.0  # for the neighbours, so far
-    _incoming: dict[Hashable, list[Structure | None]] = field(default_factory=dict)
-    _outgoing: dict[Hashable, list[Structure | None]] = field(default_factory=dict)
+    _incoming: dict[Hashable, _Known] = field(default_factory=dict)
+    _outgoing: dict[Hashable, _Known] = field(default_factory=dict)
     _expected: deque[tuple[Hashable, p2p.Transfer]] = field(default_factory=deque)
-    _idle: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = field(default_factory=dict)
     _sent_down: deque[p2p.Transfer] = field(default_factory=deque)
     _sent_up: deque[p2p.Transfer] = field(default_factory=deque)
 
-    def send_activations(self, boundary: Boundary, key: Hashable) -> None:
-        """Starts sending a micro-batch's boundary to the next stage; ``key`` identifies its shapes on both ends."""
-        structures = list(boundary.structures)
+    def send_activations(self, message: Message, key: Hashable) -> None:
+        """Starts sending a micro-batch's message to the next stage; ``key`` identifies its shapes on both ends."""
+        layout = message.layout
         known = self._outgoing.get(key)
-        to, tag = self.stage + 1, 2 * (self.stage + 1)
         if known is None or self.dynamic_shapes:
-            self._outgoing[key] = structures
-            header = encode_structures(structures)
-            self._sent_down.append(p2p.send_bytes(header, self.ranks[to], self.group, tag, self._name(to)))
-        elif known[-1] != structures[-1]:
-            raise ConfigurationError(
-                f"The last block of stage {self.stage} returned {structures[-1]} where an earlier micro-batch of the "
-                f"same shapes gave {known[-1]}. If its output depends on the data, set "
-                "SDPipeStrategy(dynamic_shapes=True)."
-            )
-        self._sent_down.append(p2p.send(boundary.tensors, self.ranks[to], self.group, tag, self._name(to)))
+            known = self._outgoing[key] = _Known(layout)
+            self._send_down(p2p.send_bytes, layout.encode())
+        number = known.number(layout, self.stage)
+        note = torch.tensor([number, *message.numbers], dtype=torch.float64)
+        self._send_down(p2p.send, [note, *message.tensors])
+        if number == len(known.layouts):
+            known.layouts.append(layout)
+            self._send_down(p2p.send_bytes, layout.encode())
         if self.sends_in_flight is not None:
             self._settle(self._sent_down, 2 * self.sends_in_flight)
 
     def expect_activations(self, key: Hashable) -> None:
         """Posts the receive of the next micro-batch, if its shapes are known."""
-        structures = self._incoming.get(key)
-        if structures is not None and not self.dynamic_shapes:
-            self._expected.append((key, self._post(_crossing(structures))))
+        known = self._incoming.get(key)
+        if known is not None and not self.dynamic_shapes:
+            self._expected.append((key, self._post(known.layouts[0])))
 
-    def receive_activations(self, key: Hashable) -> Boundary:
+    def receive_activations(self, key: Hashable) -> Message:
         """Waits for the next micro-batch of the previous stage. Tensors that need gradients come as leaves."""
         if self._expected:
             expected_key, transfer = self._expected.popleft()
             assert expected_key == key
         else:
-            source, tag = self.stage - 1, 2 * self.stage
             if key not in self._incoming or self.dynamic_shapes:
-                header = p2p.receive_bytes(self.ranks[source], self.group, tag, self._name(source))
-                self._incoming[key] = decode_structures(header)
-            transfer = self._post(_crossing(self._incoming[key]))
-        structures = self._incoming[key]
-        tensors = self._wait(transfer)
-        for tensor, meta in zip(tensors, _crossing(structures), strict=True):
+                self._incoming[key] = _Known(self._receive_layout())
+            transfer = self._post(self._incoming[key].layouts[0])
+        note, *tensors = self._wait(transfer)
+        number, *numbers = note.tolist()
+        layouts = self._incoming[key].layouts
+        if number == len(layouts):
+            layouts.append(self._receive_layout())
+        layout = layouts[int(number)]
+        for tensor, meta in zip(tensors, layout.values, strict=True):
             tensor.requires_grad_(meta.requires_grad)
-        return Boundary(tensors, structures)
-
-    def reuse(self, received: Sequence[Tensor]) -> None:
-        """Takes back what :meth:`receive_activations` gave, for later messages; its graph must be done with."""
-        for tensor in received:
-            self._idle.setdefault((tensor.shape, tensor.dtype), []).append(tensor.detach())
+        return Message(tensors, numbers, layout)
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Starts sending the gradients of a received micro-batch to the previous stage."""
@@ -125,20 +120,37 @@ class StageLink:
         self.seconds_waiting += time.perf_counter() - start
         return tensors
 
-    def _post(self, metas: Sequence[TensorMeta]) -> p2p.Transfer:
-        buffers = [self._buffer(meta) for meta in metas]
+    def _post(self, layout: Layout) -> p2p.Transfer:
+        note = torch.empty(1 + layout.first_numbers[-1], dtype=torch.float64)
+        buffers = [note, *(meta.empty(self.device) for meta in layout.values)]
         source = self.stage - 1
         return p2p.receive(buffers, self.ranks[source], self.group, 2 * self.stage, self._name(source))
 
-    def _buffer(self, meta: TensorMeta) -> Tensor:
-        idle = self._idle.get((torch.Size(meta.shape), meta.dtype))
-        return idle.pop().detach() if idle else meta.empty(self.device)
+    def _receive_layout(self) -> Layout:
+        source, tag = self.stage - 1, 2 * self.stage
+        return Layout.decode(p2p.receive_bytes(self.ranks[source], self.group, tag, self._name(source)))
+
+    def _send_down(self, send: Callable[..., p2p.Transfer], what: Any) -> None:
+        to, tag = self.stage + 1, 2 * (self.stage + 1)
+        self._sent_down.append(send(what, self.ranks[to], self.group, tag, self._name(to)))
 
     def _name(self, stage: int) -> str:
         return f"stage {stage} (rank {self.ranks[stage]})"
 
 
-def _crossing(structures: Sequence[Structure | None]) -> Sequence[TensorMeta]:
-    last = structures[-1]
-    assert last is not None, "take_apart gave the boundary a structure"
-    return last.tensors
+class _Known:
+    """The layouts of the messages of one key: all have the same values, but other blocks may have run."""
+
+    def __init__(self, first: Layout) -> None:
+        self.layouts = [first]
+
+    def number(self, layout: Layout, stage: int) -> int:
+        """Of a layout, that of the next one if it is new."""
+        first = self.layouts[0]
+        if layout.values != first.values or layout.first_numbers[-1] != first.first_numbers[-1]:
+            raise ConfigurationError(
+                f"Stage {stage} has to send {layout.values} and {layout.first_numbers[-1]} numbers, where an earlier "
+                f"micro-batch of the same shapes had {first.values} and {first.first_numbers[-1]}. If what its blocks "
+                "make depends on the data, set SDPipeStrategy(dynamic_shapes=True)."
+            )
+        return self.layouts.index(layout) if layout in self.layouts else len(self.layouts)

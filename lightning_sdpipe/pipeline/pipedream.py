@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.partition.cut_step import Boundary
+from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients
 from lightning_sdpipe.pipeline.micro_batches import whole
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
+from lightning_sdpipe.pipeline.stage_runner import AFTER_THE_STEP, StageRunner, Step
 from lightning_sdpipe.pipeline.step_log import StepLog
 
 
@@ -116,8 +116,10 @@ class PipeDreamPipeline:
         weights: Sequence[Tensor] = self._parameters if runner.is_last else self._stash()
         replaced = {} if runner.is_last else dict(zip(self._names, weights, strict=True))
         with self._delays.computing():
-            outcome = functional_call(self._steps, replaced, (lambda: runner.train(micro_batch, step, received, log),))
-        if isinstance(outcome, Boundary):
+            run = partial(runner.train, micro_batch, 0, step, received, log)
+            outcome = functional_call(self._steps, replaced, (run,))
+        runner.cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
+        if isinstance(outcome, Message):
             runner.link.send_activations(outcome, key)
             outputs = [t for t in outcome.tensors if t.requires_grad]
             loss = torch.zeros((), device=runner.link.device)
@@ -152,7 +154,6 @@ class PipeDreamPipeline:
             runner.link.send_gradients(
                 [torch.zeros_like(t) if g is None else g for t, g in zip(oldest.inputs, to_send, strict=True)]
             )
-            runner.link.reuse(oldest.inputs)
         return loss_with_gradients(loss, self._parameters, to_apply, exchange=exchange)
 
 
