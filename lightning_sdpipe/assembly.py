@@ -72,7 +72,7 @@ def assemble(
     """
     worker, pipeline_number = groups.mesh.locate(groups.rank)
     chain, spans = plan.chain, plan.module_spans
-    ownership = assign_owners(module, chain, spans, options.num_stages)
+    ownership = assign_owners(module, chain, spans, options.num_stages, plan.readers)
     if options.schedule == "pipedream":
         refuse_shared(module, ownership.shared_parameters(module))
     shared = SharedParameters(module, ownership, groups, options.timeout)
@@ -95,6 +95,7 @@ def assemble(
             cut_model,
             spans[number],
             StageLink(groups.pipeline, ranks, number, device, options.dynamic_shapes, bound),
+            plan.travel,
         )
         for number in numbers
     ]

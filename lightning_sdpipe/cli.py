@@ -1,8 +1,9 @@
 """``sdpipe``: the operator's commands. Starts without torch.
 
 ``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, and
-``sdpipe status ADDRESS`` shows how it goes. ``sdpipe partition`` shows how a model would be cut, and
-``sdpipe record FILE`` writes down how fast a device is over time.
+``sdpipe status ADDRESS`` shows how it goes. ``sdpipe partition`` shows how a model would be cut,
+``sdpipe check`` whether it then computes the same, and ``sdpipe record FILE`` writes down how fast a
+device is over time.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from lightning_sdpipe.scheduler.stop_signals import stop_signals
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 2 when it cannot be carried out."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["partition"]:  # needs torch, which the others do without
-        return int(import_module("lightning_sdpipe.partition.__main__").main(given[1:]))
+    if given[:1] in (["partition"], ["check"]):  # need torch, which the others do without
+        module = {"partition": "partition.__main__", "check": "check"}[given[0]]
+        return int(import_module(f"lightning_sdpipe.{module}").main(given[1:]))
     options = _parser().parse_args(given)
     try:
         status: int = options.run(options)
@@ -58,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     commands.add_parser("partition", help="show the chain of a model and where it would be cut", add_help=False)
+    commands.add_parser("check", help="compare what a cut model computes with the whole one", add_help=False)
 
     record = commands.add_parser("record", help="record a device's relative speed over time, to replay it elsewhere")
     record.add_argument("file", type=Path, help="the trace to write")

@@ -48,7 +48,7 @@ class RandomStreams:
         self._seed(mix(*key))
 
     def enter(self, block: int) -> int:
-        """The block of this number begins to run; returns what :meth:`leave` needs."""
+        """The block that is known by this number begins to run; returns what :meth:`leave` needs."""
         seed = self.current
         self._seed(mix(seed, block, 1))
         return seed

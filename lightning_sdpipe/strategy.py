@@ -37,7 +37,6 @@ from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition import plan
-from lightning_sdpipe.partition.chain import Block, find_blocks
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.ownership import keep_only
 from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_seed
@@ -56,7 +55,7 @@ from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
 from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale
-from lightning_sdpipe.trainer.measure import measure_on_rank_zero
+from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import refuse_several_optimizers, refuse_unsupported
 
@@ -184,7 +183,7 @@ class SDPipeStrategy(DDPStrategy):
     def _check_module(self) -> None:
         module = self.lightning_module
         if module is not None and not is_overridden("configure_model", module):  # else there is no model yet
-            plan.check(len(find_blocks(module, self.blocks)), self._total_stages, self.partition)
+            plan.check(module, self.blocks, self._total_stages, self.partition)
 
     def setup_environment(self) -> None:
         try:
@@ -269,14 +268,10 @@ class SDPipeStrategy(DDPStrategy):
     def _plan_stages(self, trainer: Trainer) -> plan.Plan:
         """A module is cut once: each rank has let go of the other stages when it runs again."""
         if self._plan is None or self._plan[0] is not self.module:
-            without_data = trainer.state.fn != TrainerFn.FITTING and plan.is_measured(self.partition)
-            partition = "parameters" if without_data else self.partition
-
-            def measure(blocks: Sequence[Block]) -> plan.Profile:
-                context = self.precision_plugin.train_step_context
-                return measure_on_rank_zero(trainer, blocks, self.num_micro_batches, self.root_device, context)
-
-            self._plan = self.module, plan.plan(self.module, self._total_stages, partition, self.blocks, measure)
+            planning = Planning(
+                trainer, self._total_stages, self.partition, self.blocks, self.num_micro_batches, self.root_device
+            )
+            self._plan = self.module, plan_on_rank_zero(planning)
         return self._plan[1]
 
     def _cut(self, trainer: Trainer) -> None:

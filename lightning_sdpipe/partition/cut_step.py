@@ -8,25 +8,30 @@ of a later stage is called since the last one was skipped, the step ends there. 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.effects import Watch, hear_assignments, replay
+from lightning_sdpipe.partition.effects import Effect, Watch, hear_assignments, replay
+from lightning_sdpipe.partition.escapes import Made
 from lightning_sdpipe.partition.ghost import refuse_ghosts
 from lightning_sdpipe.partition.intercept import Original, intercept
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.receiving import Receiving
-from lightning_sdpipe.partition.sending import Sending, Travel
+from lightning_sdpipe.partition.sending import NOTHING_MORE, Sending, Travel
 from lightning_sdpipe.random_streams import RandomStreams
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,6 +39,7 @@ class _Run:
     span: range
     receiving: Receiving | None
     sending: Sending | None  # None on the last stage
+    rehearsed: bool
     trains: bool = field(default_factory=torch.is_grad_enabled)
     next_block: int = 0
     in_block: bool = False
@@ -65,7 +71,9 @@ class CutModel:
         self._chain = chain
         self._owned = {block for span in owned for block in span}
         self._device = device
+        self._streams_of = [crc32(path.encode()) for path in chain]
         self._run: _Run | None = None
+        self._looked: set[int] = set()
         self._watches = {index: Watch(chain[index], module.get_submodule(chain[index])) for index in self._owned}
         self._restore: list[Callable[[], None]] = [hear_assignments()]
         for index, block in enumerate([module.get_submodule(path) for path in chain]):
@@ -76,14 +84,16 @@ class CutModel:
         while self._restore:
             self._restore.pop()()
 
-    def run(self, span: range, step: Callable[[], Any], received: Message | None, travel: Travel) -> Message | Any:
+    def run(
+        self, span: range, step: Callable[[], Any], received: Message | None, travel: Travel | None
+    ) -> Message | Any:
         """Runs ``step`` as the stage that owns the blocks of ``span``.
 
         Args:
             span: consecutive indices into the chain.
             step: calls the user's method on the micro-batch.
             received: what the previous stage sent; None on the first stage.
-            travel: which values cross the cuts of this step.
+            travel: which values cross the cuts of this step, if it was rehearsed.
 
         Returns:
             What the step returned, on the last stage; elsewhere the :class:`Message` to send on.
@@ -92,8 +102,10 @@ class CutModel:
             ConfigurationError: the blocks do not run as a chain, or a value skips the cut.
         """
         last = span.stop == len(self._chain)
-        receiving = None if received is None else Receiving(received, self._chain, self._device, travel.changed)
-        self._run = run = _Run(span, receiving, None if last else Sending(received, span, travel))
+        known = travel or NOTHING_MORE
+        receiving = None if received is None else Receiving(received, self._chain, self._device, known.changed)
+        sending = None if last else Sending(received, span, known)
+        self._run = run = _Run(span, receiving, sending, rehearsed=travel is not None)
         try:
             with nullcontext() if run.whole else _no_gradients_in_glue(run):
                 outcome = step()
@@ -122,7 +134,7 @@ class CutModel:
             output = self._run_own(run, index, original, args, kwargs)
         else:
             self._end(run, index)
-        self.streams.leave(index, seed)
+        self.streams.leave(self._streams_of[index], seed)
         return output
 
     def _recompute(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,7 +143,7 @@ class CutModel:
                 f"Block {self._chain[index]!r} was called on a worker that does not hold it, outside of training_step, "
                 "validation_step, test_step and predict_step. Call the model within one of these."
             )
-        self.streams.enter(index)
+        self.streams.enter(self._streams_of[index])
         return original(*args, **kwargs)
 
     def _stand_in(self, run: _Run, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,19 +158,40 @@ class CutModel:
     def _run_own(self, run: _Run, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if run.receiving is not None:
             self._check_skipped(run, run.span.start)
-            refuse_ghosts((args, kwargs), f"block {self._chain[index]!r}")
+            # in a list or dict there may be some that this block does not look at
+            given = [value for value in (*args, *kwargs.values()) if not isinstance(value, (list, dict))]
+            refuse_ghosts(given, f"block {self._chain[index]!r}")
         run.next_block, run.in_block = index + 1, True
-        self.streams.enter(index)
+        self.streams.enter(self._streams_of[index])
         try:
             if run.sending is None:
                 return original(*args, **kwargs)
-            output, effects = self._watches[index].call(original, args, kwargs)
+            call = partial(self._watches[index].call, original, args, kwargs)
+            output, effects = call() if run.rehearsed else self._look_for_escapes(index, call)
         finally:
             run.in_block = False
+        refuse_ghosts(output, f"block {self._chain[index]!r}")
         run.sending.add(index, effects)
         if index == run.span.stop - 1:
             self._end(run, index)
         return output
+
+    def _look_for_escapes(self, index: int, call: Callable[[], tuple[Any, list[Effect]]]) -> tuple[Any, list[Effect]]:
+        """Without a rehearsal nobody knows what later stages use: the user is told of what they would not see."""
+        if index in self._looked:
+            return call()
+        self._looked.add(index)
+        with Made() as made:
+            output, effects = call()
+        places = made.kept_elsewhere(effects)
+        if places:
+            log.warning(
+                "Block %r keeps tensors in %s, where later stages do not see them. If the step uses them there, its "
+                "result is wrong: let the block return them, or keep them in attributes of its own.",
+                self._chain[index],
+                ", ".join(places),
+            )
+        return output, effects
 
     def _check_skipped(self, run: _Run, until: int) -> None:
         """Blocks of earlier stages that were not called here have not run there either."""

@@ -84,7 +84,7 @@ class Watch:
         effects += (
             Effect("attribute", (self._modules[m], name), getattr(m, name))
             for m, name in attributes
-            if m in self._modules and name not in _OF_EVERY_MODULE and hasattr(m, name)
+            if m in self._modules and name in vars(m) | m._buffers and name not in _OF_EVERY_MODULE
         )
         effects += (effect for place, now, before in containers for effect in _changes(place, now, before))
         return output, effects

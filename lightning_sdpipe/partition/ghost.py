@@ -12,7 +12,7 @@ from lightning_sdpipe.errors import ConfigurationError
 
 _aten = torch.ops.aten
 # These read only the shape, dtype and device of a tensor, so what they return is real.
-_FROM_METADATA = {
+FROM_METADATA = {
     _aten.zeros_like.default,
     _aten.ones_like.default,
     _aten.empty_like.default,
@@ -26,7 +26,7 @@ _FROM_METADATA = {
     _aten.new_empty_strided.default,
 }
 # These read a tensor's values without an operation that is dispatched.
-_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
+READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 
 
 class Ghost(Tensor):
@@ -60,7 +60,7 @@ class Ghost(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _READS:
+        if func in READS:
             raise SkippedCutError(args[0], "is read by Python")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -71,7 +71,7 @@ class Ghost(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         ghosts = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Ghost)]
-        if func in _FROM_METADATA:
+        if func in FROM_METADATA:
             return func(*tree_map_only(Ghost, _without_values, args), **kwargs)
         if func is _aten._local_scalar_dense.default:
             raise SkippedCutError(ghosts[0], "is read as a Python number")
@@ -85,7 +85,13 @@ class Ghost(Tensor):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "meta"}
         metas = tree_map_only(Tensor, _meta, (args, kwargs))
-        outcome = func(*metas[0], **metas[1])
+        try:
+            outcome = func(*metas[0], **metas[1])
+        except RuntimeError:  # NotImplementedError too: some operations do not run on shapes alone
+            if func._schema.is_mutable:
+                raise SkippedCutError(ghosts[0], f"is written to by {func}") from None
+            real = func(*tree_map_only(Ghost, _any_values, args), **tree_map_only(Ghost, _any_values, kwargs))
+            outcome = tree_map_only(Tensor, lambda t: t.to("meta"), real)
         # in-place operations return the ghost that they changed
         known = {id(ghost.meta): ghost for ghost in ghosts}
 

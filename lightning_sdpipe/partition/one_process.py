@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Layout, Message
+from lightning_sdpipe.partition.ownership import assign_owners, keep_only
 from lightning_sdpipe.partition.sending import NOTHING_MORE, Travel
 
 _CPU = torch.device("cpu")
@@ -30,7 +31,12 @@ class Computed:
 
 
 def compute(
-    make: Callable[[], Made], chain: Sequence[str], spans: Sequence[range], travel: Travel = NOTHING_MORE, seed: int = 0
+    make: Callable[[], Made],
+    chain: Sequence[str],
+    spans: Sequence[range],
+    travel: Travel | None = NOTHING_MORE,
+    readers: Mapping[str, Iterable[int]] | None = None,
+    seed: int = 0,
 ) -> Computed:
     """Runs forward and backward of each micro-batch, stage by stage. With one span this is what one process computes.
 
@@ -40,12 +46,15 @@ def compute(
         chain: the paths of the blocks, in the order in which they run.
         spans: the blocks of each stage.
         travel: what crosses the cuts besides the output of the last block before each.
+        readers: the stages that hold a weight of another stage's block.
         seed: of the random streams.
 
     Raises:
         ConfigurationError: the module cannot be cut so.
     """
     made = [make() for _ in spans]
+    for stage, (module, _) in enumerate(made):
+        keep_only(module, assign_owners(module, chain, spans, readers=readers), stage, _CPU)
     cuts = [CutModel(module, chain, [span], _CPU) for (module, _), span in zip(made, spans, strict=True)]
     outcomes = []
     try:
@@ -63,10 +72,15 @@ def compute(
 
 
 def _one(
-    made: Sequence[Made], cuts: Sequence[CutModel], spans: Sequence[range], number: int, travel: Travel, seed: int
+    made: Sequence[Made],
+    cuts: Sequence[CutModel],
+    spans: Sequence[range],
+    number: int,
+    travel: Travel | None,
+    seed: int,
 ) -> Any:
     message: Message | None = None
-    sent: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []  # and as it arrived
+    sent: list[tuple[Sequence[Tensor], list[Tensor]]] = []  # and as it arrived
     outcome: Any = None
     for (_, steps), cut, span in zip(made, cuts, spans, strict=True):
         cut.streams.begin(seed, number)
@@ -78,8 +92,8 @@ def _one(
     loss = outcome.get("loss") if isinstance(outcome, Mapping) else outcome
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-        for tensors, arrived in reversed(sent):
-            back = [(t, a.grad) for t, a in zip(tensors, arrived, strict=True) if a.grad is not None]
+        for tensors, leaves in reversed(sent):
+            back = [(t, a.grad) for t, a in zip(tensors, leaves, strict=True) if a.grad is not None]
             if back:
                 torch.autograd.backward([t for t, _ in back], [gradient for _, gradient in back])
     return tree_map_only(Tensor, Tensor.detach, outcome)

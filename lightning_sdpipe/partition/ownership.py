@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,17 @@ class Ownership:
 
 
 def assign_owners(
-    module: nn.Module, chain: Sequence[str], spans: Sequence[range], num_workers: int | None = None
+    module: nn.Module,
+    chain: Sequence[str],
+    spans: Sequence[range],
+    num_workers: int | None = None,
+    readers: Mapping[str, Iterable[int]] | None = None,
 ) -> Ownership:
     """Ownership of ``module``'s tensors when stage ``j`` runs the blocks ``chain[b] for b in spans[j]``.
 
     With more spans than ``num_workers``, worker ``j`` runs the spans ``j``, ``j + num_workers`` and so on, and owns
-    what they hold together.
+    what they hold together. ``readers`` are further stages that own a tensor, since they compute with it outside of its
+    block.
     """
     num_workers = num_workers or len(spans)
     stage_of_block = {chain[block]: number % num_workers for number, span in enumerate(spans) for block in span}
@@ -46,6 +51,7 @@ def assign_owners(
         blocks = (".".join(parts[:depth]) for depth in range(1, len(parts)))
         stage = next((stage_of_block[path] for path in blocks if path in stage_of_block), None)
         owners.setdefault(id(tensor), set()).update(everywhere if stage is None else {stage})
+        owners[id(tensor)].update(number % num_workers for number in (readers or {}).get(name, ()))
     return Ownership({name: tuple(sorted(owners[id(tensor)])) for name, tensor in named})
 
 

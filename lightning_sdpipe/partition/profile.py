@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.intercept import Original, intercept
-from lightning_sdpipe.partition.rehearsal import rehearsal
+from lightning_sdpipe.partition.rehearsal import without_a_trace
 from lightning_sdpipe.partition.structure import Opaque, take_apart
 
 
@@ -43,7 +43,7 @@ def profile(
     """Measures each block while ``step`` runs forward and backward: medians over ``repeats`` runs after a
     first one.
 
-    Nothing of it remains: see :func:`~lightning_sdpipe.partition.rehearsal.rehearsal`. With activation
+    Nothing of it remains: see :func:`~lightning_sdpipe.partition.rehearsal.without_a_trace`. With activation
     checkpointing the recomputation is part of the backward, as it is in training.
 
     Args:
@@ -71,7 +71,7 @@ def profile(
             torch.get_device_module(device).synchronize(device)
         return clock()
 
-    with rehearsal(module):
+    with without_a_trace(module):
         runs = [_measure(module, blocks, step, now) for _ in range(repeats + 1)][1:]
     return tuple(
         BlockProfile(

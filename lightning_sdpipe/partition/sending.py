@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.effects import Effect
+from lightning_sdpipe.partition.ghost import Ghost
 from lightning_sdpipe.partition.message import (
     BlockLayout,
     EffectLayout,
@@ -39,6 +40,9 @@ NOTHING_MORE = Travel()
 class Sending:
     """What a stage has to tell the next one about one micro-batch.
 
+    A block that is skipped by chance leaves the value that it was given to be used instead of its output: so where that
+    would travel, the output of the block before it does.
+
     Args:
         received: what it was told itself; None on the first stage.
         span: its blocks.
@@ -52,6 +56,7 @@ class Sending:
         self._changed = travel.changed
         self._wanted = {key for leaves in self._values for key in leaves}
         self._with_wanted = {key.block for key in self._wanted}
+        self._ran = [number for number, block in enumerate(received.layout.blocks) if block] if received else []
         self._blocks: list[BlockLayout | None] = [None] * len(span)
         self._kept: dict[LeafKey, Tensor] = {}
         self._versions: dict[LeafKey, int] = {}
@@ -60,6 +65,8 @@ class Sending:
 
     def add(self, block: int, effects: Sequence[Effect]) -> None:
         """``block`` has run, after all that were added before."""
+        self._keep_for_skipped(block)
+        self._ran.append(block)
         apart = [take_apart(effect.value) for effect in effects]
         layout = tuple(EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True))
         self._blocks[block - self._span.start] = layout
@@ -68,7 +75,7 @@ class Sending:
         for leaf, (key, part) in zip(leaves, leaves_of(block, layout), strict=True):
             if isinstance(part, Number):
                 self._numbers.append(float(leaf))
-            elif isinstance(part, TensorMeta):
+            elif isinstance(part, TensorMeta) and not isinstance(leaf, Ghost):
                 self._last[key] = leaf
         if block in self._with_wanted:
             for key in self._wanted & self._last.keys():
@@ -79,6 +86,7 @@ class Sending:
     def message(self) -> Message:
         """What was added, and of what was received that which goes on."""
         received = self._received
+        self._keep_for_skipped(self._span.stop)
         at: dict[LeafKey, int] = {}
         tensors: list[Tensor] = []
         number_of: dict[int, int] = {}  # of a tensor by its identity
@@ -93,9 +101,10 @@ class Sending:
         for key, tensor in boundary.items():
             put(self._unchanged(key, tensor), [key])
         for leaves in self._values:
-            found = next((t for key in leaves if (t := self._find(key, boundary)) is not None), None)
-            if found is not None:  # else no block that would make it has run
-                put(found, leaves)
+            known = leaves if self._has_run(leaves) else [self._instead_of(key) for key in leaves]
+            found = next((t for key in known if key and (t := self._find(key, boundary)) is not None), None)
+            if found is not None:
+                put(found, [key for key in known if key])
         for key, tensor in self._last.items():
             if id(tensor) in number_of:
                 at.setdefault(key, number_of[id(tensor)])
@@ -121,6 +130,23 @@ class Sending:
             for key, value in layout.places.items()
             if key.block == layout.last_block and key.kind == "output"
         }
+
+    def _has_run(self, leaves: Sequence[LeafKey]) -> bool:
+        return any(key.block in self._ran for key in leaves)
+
+    def _instead_of(self, key: LeafKey) -> LeafKey | None:
+        """What is used in the place of a skipped block's output."""
+        before = [block for block in self._ran if block < key.block]
+        return replace(key, block=before[-1]) if before and key.kind == "output" else None
+
+    def _keep_for_skipped(self, until: int) -> None:
+        """Of the last block that ran, the output, if a wanted one would have come since, before block ``until``."""
+        if not self._last:
+            return
+        for key in self._wanted:
+            instead = self._instead_of(key) if self._ran[-1] < key.block < until else None
+            if instead in self._last:
+                self._kept[instead] = self._last[instead].clone()
 
     def _find(self, key: LeafKey, boundary: Mapping[LeafKey, Tensor]) -> Tensor | None:
         if key in boundary:

@@ -3,8 +3,8 @@
 Both ends see the same micro-batches, so both know the shape of the next message once a micro-batch of that shape has
 passed. The first message for new shapes is preceded by a header that describes it; no user code runs an extra time.
 With the tensors goes a note: which of the known layouts the message has (a block may be skipped now and then), and the
-Python numbers that the blocks have made. Sends start at once and are waited for later; the next receive is posted
-before the current micro-batch is computed.
+Python numbers that the blocks have made. A message that has not the expected shapes travels after one that has. Sends
+start at once and are waited for later; the next receive is posted before the current micro-batch is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe import p2p
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.message import Layout, Message
 
 
@@ -33,7 +32,8 @@ class StageLink:
         ranks: global rank of every stage of the pipeline; a rank may hold several.
         stage: the stage whose neighbours these are.
         device: where received tensors go.
-        dynamic_shapes: send a header before every message, for blocks whose output shapes depend on the data.
+        dynamic_shapes: send a header before every message, which is faster than the above if output shapes of blocks
+            often depend on the data.
         sends_in_flight: of one direction, before a further one waits for the oldest: one that the neighbour is taking
             and one that is ready for it. None for no bound, where stages wait for each other in a ring.
     """
@@ -45,8 +45,8 @@ class StageLink:
     dynamic_shapes: bool = False
     sends_in_flight: int | None = 2
     seconds_waiting: float = 0.0  # for the neighbours, so far
-    _incoming: dict[Hashable, _Known] = field(default_factory=dict)
-    _outgoing: dict[Hashable, _Known] = field(default_factory=dict)
+    _incoming: dict[Hashable, list[Layout]] = field(default_factory=dict)
+    _outgoing: dict[Hashable, list[Layout]] = field(default_factory=dict)
     _expected: deque[tuple[Hashable, p2p.Transfer]] = field(default_factory=deque)
     _sent_down: deque[p2p.Transfer] = field(default_factory=deque)
     _sent_up: deque[p2p.Transfer] = field(default_factory=deque)
@@ -54,24 +54,29 @@ class StageLink:
     def send_activations(self, message: Message, key: Hashable) -> None:
         """Starts sending a micro-batch's message to the next stage; ``key`` identifies its shapes on both ends."""
         layout = message.layout
-        known = self._outgoing.get(key)
-        if known is None or self.dynamic_shapes:
-            known = self._outgoing[key] = _Known(layout)
+        layouts = self._outgoing.get(key)
+        if layouts is None or self.dynamic_shapes:
+            layouts = self._outgoing[key] = [layout]
             self._send_down(p2p.send_bytes, layout.encode())
-        number = known.number(layout, self.stage)
-        note = torch.tensor([number, *message.numbers], dtype=torch.float64)
-        self._send_down(p2p.send, [note, *message.tensors])
-        if number == len(known.layouts):
-            known.layouts.append(layout)
+        number = layouts.index(layout) if layout in layouts else len(layouts)
+        if _as_expected(layout, layouts[0]):
+            self._send_down(p2p.send, [_note(number, message.numbers), *message.tensors])
+        else:  # what the next stage has made room for is filled up, and the message follows
+            nothing = [meta.empty(self.device) for meta in layouts[0].values]
+            self._send_down(p2p.send, [_note(number, [0.0] * layouts[0].first_numbers[-1]), *nothing])
+        if number == len(layouts):
+            layouts.append(layout)
             self._send_down(p2p.send_bytes, layout.encode())
+        if not _as_expected(layout, layouts[0]):
+            self._send_down(p2p.send, [_note(number, message.numbers), *message.tensors])
         if self.sends_in_flight is not None:
             self._settle(self._sent_down, 2 * self.sends_in_flight)
 
     def expect_activations(self, key: Hashable) -> None:
         """Posts the receive of the next micro-batch, if its shapes are known."""
-        known = self._incoming.get(key)
-        if known is not None and not self.dynamic_shapes:
-            self._expected.append((key, self._post(known.layouts[0])))
+        layouts = self._incoming.get(key)
+        if layouts is not None and not self.dynamic_shapes:
+            self._expected.append((key, self._post(layouts[0])))
 
     def receive_activations(self, key: Hashable) -> Message:
         """Waits for the next micro-batch of the previous stage. Tensors that need gradients come as leaves."""
@@ -80,17 +85,19 @@ class StageLink:
             assert expected_key == key
         else:
             if key not in self._incoming or self.dynamic_shapes:
-                self._incoming[key] = _Known(self._receive_layout())
-            transfer = self._post(self._incoming[key].layouts[0])
+                self._incoming[key] = [self._receive_layout()]
+            transfer = self._post(self._incoming[key][0])
         note, *tensors = self._wait(transfer)
-        number, *numbers = note.tolist()
-        layouts = self._incoming[key].layouts
+        layouts = self._incoming[key]
+        number = int(note[0])
         if number == len(layouts):
             layouts.append(self._receive_layout())
-        layout = layouts[int(number)]
+        layout = layouts[number]
+        if not _as_expected(layout, layouts[0]):
+            note, *tensors = self._wait(self._post(layout))
         for tensor, meta in zip(tensors, layout.values, strict=True):
             tensor.requires_grad_(meta.requires_grad)
-        return Message(tensors, numbers, layout)
+        return Message(tensors, note[1:].tolist(), layout)
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Starts sending the gradients of a received micro-batch to the previous stage."""
@@ -138,19 +145,10 @@ class StageLink:
         return f"stage {stage} (rank {self.ranks[stage]})"
 
 
-class _Known:
-    """The layouts of the messages of one key: all have the same values, but other blocks may have run."""
+def _note(number: int, numbers: Sequence[float]) -> Tensor:
+    return torch.tensor([number, *numbers], dtype=torch.float64)
 
-    def __init__(self, first: Layout) -> None:
-        self.layouts = [first]
 
-    def number(self, layout: Layout, stage: int) -> int:
-        """Of a layout, that of the next one if it is new."""
-        first = self.layouts[0]
-        if layout.values != first.values or layout.first_numbers[-1] != first.first_numbers[-1]:
-            raise ConfigurationError(
-                f"Stage {stage} has to send {layout.values} and {layout.first_numbers[-1]} numbers, where an earlier "
-                f"micro-batch of the same shapes had {first.values} and {first.first_numbers[-1]}. If what its blocks "
-                "make depends on the data, set SDPipeStrategy(dynamic_shapes=True)."
-            )
-        return self.layouts.index(layout) if layout in self.layouts else len(self.layouts)
+def _as_expected(layout: Layout, first: Layout) -> bool:
+    """Do messages of both layouts have the same size? Those that have not travel twice."""
+    return layout.values == first.values and layout.first_numbers[-1] == first.first_numbers[-1]

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Message
-from lightning_sdpipe.partition.sending import NOTHING_MORE, Travel
+from lightning_sdpipe.partition.sending import Travel
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, whole
 from lightning_sdpipe.pipeline.step_log import Log, StepLog, logging_through
@@ -94,7 +94,7 @@ class StageRunner:
 
     def _run(self, micro_batch: MicroBatch, number: int, step: Step, received: Message | None) -> Any:
         method = getattr(self.module, step.name)
-        travel = self.travel.get(step.name, NOTHING_MORE)
+        travel = self.travel.get(step.name)
         self.cut_model.streams.begin(*step.stream, number)
         with step.context():
             return self.cut_model.run(self.span, lambda: method(micro_batch.batch, *step.arguments), received, travel)
