@@ -78,8 +78,8 @@ def assemble(
     shared = SharedParameters(module, ownership, groups, options.timeout)
     materialise(module, ownership, worker, initialisation)
     keep_only(module, ownership, worker, device)
-    parameters = [p for p in module.parameters() if p.device.type != "meta"]
-    buffers = [b for b in module.buffers() if b.device.type != "meta"]
+    parameters = [p for p in module.parameters() if not p.is_meta]
+    buffers = [b for b in module.buffers() if not b.is_meta]
     buckets = flatten(parameters)
     shared.make_equal()
     for tensor in (*(bucket.buffer for bucket in buckets), *buffers):

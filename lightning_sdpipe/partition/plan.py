@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
@@ -99,12 +99,25 @@ def plan(
     for found in find_chains(module, names):
         try:
             chain, rehearsed = _rehearsed(found, rehearse, names) if num_stages > 1 else (found, None)
-            blocks = join_ends(module, chain) if names is None else tuple((path,) for path in chain)
-            return _cut(module, blocks, num_stages, partition, measure, rehearsed)
         except ConfigurationError as error:
             refused = refused or error
+            continue
+        for blocks in _blocks(module, chain, names, rehearsed is not None):
+            try:
+                return _cut(module, blocks, num_stages, partition, measure, rehearsed)
+            except ConfigurationError as error:
+                refused = refused or error
     assert refused is not None
     raise refused
+
+
+def _blocks(
+    module: nn.Module, chain: Sequence[str], names: Sequence[str] | None, rehearsed: bool
+) -> Iterator[tuple[Block, ...]]:
+    if names is None:
+        yield join_ends(module, chain)
+    if names is not None or rehearsed:  # it is known what would have to cross a cut within what belongs together
+        yield tuple((path,) for path in chain)
 
 
 def _rehearsed(

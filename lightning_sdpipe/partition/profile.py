@@ -57,7 +57,7 @@ def profile(
     Raises:
         ConfigurationError: the module is not whole, or a block does not run in the step.
     """
-    absent = [name for name, p in module.named_parameters() if p.device.type == "meta"]
+    absent = [name for name, p in module.named_parameters() if p.is_meta]
     if absent:
         raise ConfigurationError(
             f'partition="balanced" measures the whole model in one process, but {absent[0]!r} and '

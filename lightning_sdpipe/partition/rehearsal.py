@@ -71,7 +71,7 @@ def without_a_trace(module: nn.Module) -> Iterator[None]:
     all modules with the lists and dicts in them (counters, hooks, the states of torchmetrics), and the states of the
     random generators of torch, NumPy and Python. ``self.log`` and the loggers do nothing meanwhile."""
     gradients = [(p, p.grad) for p in module.parameters()]
-    buffers = [(b, b.detach().clone()) for b in module.buffers() if b.device.type != "meta"]
+    buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
     attributes = [(vars(m), dict(vars(m))) for m in module.modules()]
     containers = {id(c): (c, c.copy()) for _, values in attributes for c in _containers(list(values.values()))}
     for parameter, _ in gradients:

@@ -119,7 +119,7 @@ class CutStage:
             return [None] * len(inputs)
         # torch finds the parameters on the ways from the inputs to an output: to all outputs, if they are one
         output: Tensor = _Joined.apply(gradients or [torch.ones_like(outputs[0])], *outputs)  # type: ignore[no-untyped-call]
-        weights = [p for p in self.submod.parameters() if p.requires_grad and p.device.type != "meta"]
+        weights = [p for p in self.submod.parameters() if p.requires_grad and not p.is_meta]
         found: Sequence[Tensor | None] = ()
         if inputs:
             with self._computing():

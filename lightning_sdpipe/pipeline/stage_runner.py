@@ -107,6 +107,11 @@ def _loss(outcome: Any) -> Tensor:
             f"training_step returned {type(outcome).__name__}; a pipeline needs a scalar loss tensor, or a dict with "
             "one under 'loss'. To skip a batch, return a loss multiplied by zero."
         )
+    if loss.is_meta:
+        raise ConfigurationError(
+            "The loss is computed with weights that other stages hold (a sum over all parameters?), and a model that "
+            "is built on meta cannot be rehearsed to find out which. Use the optimizer's weight_decay instead."
+        )
     return loss
 
 

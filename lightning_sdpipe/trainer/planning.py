@@ -103,7 +103,7 @@ def _steps(planning: Planning) -> list[StepCalls]:
     """What the run will do, as far as it can be rehearsed; the user is told why if it can't."""
     trainer: Any = planning.trainer
     module, precision = trainer.lightning_module, trainer.precision_plugin
-    if any(p.device.type == "meta" for p in module.parameters()):
+    if any(p.is_meta for p in module.parameters()):
         return []  # it was built to be larger than one worker
     loops = {
         TrainerFn.FITTING: [
@@ -183,7 +183,7 @@ def _measure(planning: Planning, blocks: Sequence[Block]) -> plan.Profile:
     measured = cache.load(key)
     if measured is None:
         batch = trainer.strategy.batch_to_device(batch, planning.device)
-        if all(p.device.type != "meta" for p in module.parameters()):  # else the profile says what is wrong
+        if all(not p.is_meta for p in module.parameters()):  # else the profile says what is wrong
             module.to(planning.device)
 
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)

@@ -30,7 +30,7 @@ class EqualReplicas(L.Callback):
         trainer.callback_metrics["groups"] = torch.tensor(statistics.groups)
         trainer.callback_metrics["mean_group_size"] = torch.tensor(statistics.mean_group_size)
         for name, tensor in pl_module.state_dict().items():
-            if tensor.device.type != "meta":
+            if not tensor.is_meta:
                 largest, smallest = tensor.clone(), tensor.clone()
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=trainer.strategy.groups.stage)  # type: ignore[attr-defined]
                 dist.all_reduce(smallest, dist.ReduceOp.MIN, group=trainer.strategy.groups.stage)  # type: ignore[attr-defined]
