@@ -50,9 +50,10 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
 
 
 def part_of_module_state(module: nn.Module, ownership: Ownership, stage: int) -> dict[str, Any]:
-    """What this stage is the first to hold of the module's ``state_dict``."""
+    """What this stage is the last to hold of the module's ``state_dict``: buffers outside of blocks are up to date
+    where the step runs to its end."""
     state = module.state_dict()
-    return {name: value for name, value in state.items() if ownership.stages.get(name, (0,))[0] == stage}
+    return {name: value for name, value in state.items() if ownership.stages.get(name, (0,))[-1] == stage}
 
 
 def load_module_state(
