@@ -47,8 +47,11 @@ class Draws:
         ``on_after_batch_transfer``, comes from a stream of the batch too."""
         trainer = self._trainer
         stage = trainer.state.stage
-        loops = {RunningStage.TRAINING: trainer.fit_loop.epoch_loop, RunningStage.PREDICTING: trainer.predict_loop}
-        before = loops.get(stage, trainer._evaluation_loop).batch_progress.current.ready
+        if stage == RunningStage.TRAINING:
+            loop = trainer.fit_loop.epoch_loop
+        else:
+            loop = trainer.predict_loop if stage == RunningStage.PREDICTING else trainer._evaluation_loop
+        before = loop.batch_progress.current.ready
         position = before * self._num_pipelines + self._pipeline
         kind = list(RunningStage).index(stage)
         self.stream = (self._seed(), trainer.current_epoch, kind, dataloader_idx, position)
