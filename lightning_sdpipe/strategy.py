@@ -49,7 +49,7 @@ from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.meeting import Meeting
 from lightning_sdpipe.sync.rendezvous import standing_scheduler
 from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatistics
-from lightning_sdpipe.trainer import lockstep
+from lightning_sdpipe.trainer import finetuning, lockstep
 from lightning_sdpipe.trainer.appointments import Appointments
 from lightning_sdpipe.trainer.clipping import clip_over_stages
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
@@ -243,6 +243,7 @@ class SDPipeStrategy(DDPStrategy):
         self._undo = [
             leave_results_to_the_last_stage(self.module, trainer.callbacks, is_last),
             gather_metrics_over(self.module, self.groups.stage),
+            finetuning.adapt(trainer.callbacks, lambda: self._checkpoints.whole_groups(self.optimizers[0])),
         ]
         clip_over_stages(self.precision_plugin, self.module, self._parts.ownership, self.groups)
         agree_on_overflow(self.precision_plugin, self.groups)
@@ -285,15 +286,15 @@ class SDPipeStrategy(DDPStrategy):
         self._assembled = assemble(self.module, stages, self.groups, options, self._initialisation, self.root_device)
         parts = self._assembled
         self._checkpoints = Checkpoints(self.module, parts.ownership, self.groups, self.save_distributed_checkpoint)
+        changing, client = parts.freezing, self.membership.client
         self._sync = self.sync.build(
-            Replica(self.membership.client, self.groups, parts.buckets, parts.buffers, parts.trained, self._run_timeout)
+            Replica(client, self.groups, changing.buckets, parts.buffers, changing.trained, self._run_timeout)
         )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():
             super().setup_optimizers(trainer)
         (optimizer,) = self.optimizers
-        self._checkpoints.take_part_of(optimizer)
         if self.variance_correction and is_adam_family(optimizer):
             models = self._sync.models_averaged
             self.optimizers = [VarianceCorrection(optimizer, num_workers=models)]
@@ -303,6 +304,7 @@ class SDPipeStrategy(DDPStrategy):
             rank_zero_info(
                 f"variance_correction=True does not apply to {type(optimizer).__name__}: not of Adam's family."
             )
+        self._checkpoints.take_part_of(self.optimizers[0])
 
     def model_to_device(self) -> None:
         """Nothing: :func:`keep_only` has moved this stage's part, and the rest stays on ``meta``."""
@@ -336,6 +338,11 @@ class SDPipeStrategy(DDPStrategy):
     # ------------------------------------------------------------------- steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._parts.freezing.changed():
+            self._pause()
+            with self._first_failure():
+                self._parts.freezing.take_over()
+            self._sync.resume()
         if self._absent:
             return
         if self._mini_batches == 0:
@@ -345,9 +352,10 @@ class SDPipeStrategy(DDPStrategy):
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
         if self._absent:
             return torch.zeros((), device=self.root_device, requires_grad=True)
-        with self._step():
+        with self._step(), self._parts.freezing.refused():
             scale = loss_scale(self.precision_plugin, self.root_device)
-            step = Step("training_step", arguments, self.precision_plugin.train_step_context, scale)
+            generation = self._parts.freezing.generation
+            step = Step("training_step", arguments, self.precision_plugin.train_step_context, scale, generation)
             exchange = self._sync.gradients if self._update_follows else None
             announce = self._announce if self._update_follows else lambda: None
             loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated, announce)
@@ -538,6 +546,7 @@ class SDPipeStrategy(DDPStrategy):
         return self._checkpoints.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        finetuning.restore_groups(self._trainer, self.optimizers[0])
         self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

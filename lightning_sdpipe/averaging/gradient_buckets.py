@@ -45,7 +45,7 @@ class GradientBuckets:
     A round is: any number of :meth:`ready`, one :meth:`complete`, one :meth:`finish`. All members run the same rounds.
 
     Args:
-        parameters: equal in shape and order on all members.
+        parameters: equal in shape and order on all members; when the sequence has changed, :meth:`arrange` anew.
         group: the replicas.
         cap: bytes after which a bucket is full.
     """
@@ -54,9 +54,14 @@ class GradientBuckets:
         self._parameters = parameters
         self._group = group
         self._size = dist.get_world_size(group)
-        self._layout = _layout(parameters, cap)
+        self._cap = cap
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Lays the buckets out for the parameters that there are; all members must do so between the same rounds."""
+        self._layout = _layout(self._parameters, self._cap)
         self._bucket_of = {number: index for index, numbers in enumerate(self._layout) for number in numbers}
-        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._begin()
 
     def _begin(self) -> None:

@@ -45,7 +45,7 @@ class FlushPipeline:
     Args:
         runners: run these stages' parts of a step.
         num_workers: M, the workers of the pipeline.
-        parameters: the trained parameters of these stages.
+        parameters: the trained parameters of these stages; the sequence may change between mini-batches.
         shared: those that other stages hold too.
         delays: makes this worker slow, if it was asked to.
         schedule: ``"1f1b"`` or ``"gpipe"`` for one stage, ``"interleaved_1f1b"`` or ``"zero_bubble"`` for several.

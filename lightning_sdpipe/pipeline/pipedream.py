@@ -49,7 +49,8 @@ class PipeDreamPipeline:
 
     Args:
         runner: runs this stage's part of a step.
-        parameters: this stage's trained parameters; none may be shared with another stage.
+        parameters: this stage's trained parameters; none may be shared with another stage. The sequence may change
+            when nothing is in flight.
         delays: makes this worker slow, if it was asked to.
     """
 
@@ -60,8 +61,7 @@ class PipeDreamPipeline:
         self._depth = len(runner.link.ranks) - 1 - runner.link.stage
         self._in_flight: deque[_InFlight] = deque()
         self._steps = _Steps(runner.module)
-        names = {id(p): f"module.{name}" for name, p in runner.module.named_parameters()}
-        self._names = [names[id(p)] for p in parameters]
+        self._names = {id(p): f"module.{name}" for name, p in runner.module.named_parameters()}
 
     @property
     def filling(self) -> bool:
@@ -114,7 +114,8 @@ class PipeDreamPipeline:
         received = None if runner.is_first else runner.link.receive_activations(key)
         self._delays.before_forward(iteration)
         weights: Sequence[Tensor] = self._parameters if runner.is_last else self._stash()
-        replaced = {} if runner.is_last else dict(zip(self._names, weights, strict=True))
+        names = [self._names[id(p)] for p in self._parameters]
+        replaced = {} if runner.is_last else dict(zip(names, weights, strict=True))
         with self._delays.computing():
             outcome = functional_call(self._steps, replaced, (lambda: runner.train(micro_batch, step, received, log),))
         if isinstance(outcome, Boundary):
@@ -143,8 +144,10 @@ class PipeDreamPipeline:
                 leaf.register_hook(partial(exchange.ready, number))  # type: ignore[no-untyped-call]
                 for number, leaf in enumerate(oldest.weights)
             ]
-        with self._delays.computing():
-            results = torch.autograd.grad(oldest.outputs, leaves, gradients, allow_unused=True)
+        results: Sequence[Tensor | None] = [None] * len(leaves)
+        if leaves and oldest.outputs:  # else all of this stage, or of it and those before, is frozen
+            with self._delays.computing():
+                results = torch.autograd.grad(oldest.outputs, leaves, gradients, allow_unused=True)
         for hook in hooks:
             hook.remove()
         to_send, to_apply = results[: len(oldest.inputs)], results[len(oldest.inputs) :]

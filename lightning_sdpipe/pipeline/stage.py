@@ -43,7 +43,7 @@ class CutStage:
         self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
         self.act_send_info: dict[int, list[Any]] = {}
         self._link = link
-        self._weights = [p for p in module.parameters() if p.requires_grad and p.device.type != "meta"]
+        self._own = [p for p in module.parameters() if p.device.type != "meta"]
 
     def begin(
         self,
@@ -104,15 +104,16 @@ class CutStage:
                 torch.autograd.backward(outputs, gradients)
             found: Sequence[Tensor | None] = [t.grad for t in inputs]
             self._link.reuse(inputs)
-        elif self.is_first:  # nothing to send: all of it can wait
+        elif not inputs:  # nothing to send: all of it can wait
             self._left[index] = lambda: torch.autograd.backward(outputs, gradients)
             return
         else:
             outputs = [t.clone() if t._is_view() else t for t in outputs]  # torch detaches them in place
             with self._computing():
-                found, groups = stage_backward_input(outputs, gradients, list(inputs), iter(self._weights))
+                weights = [p for p in self._own if p.requires_grad]
+                found, groups = stage_backward_input(outputs, gradients, list(inputs), iter(weights))
             # a parameter that several groups use (a shared scale) needs the graph more than once
-            self._left[index] = lambda: stage_backward_weight(iter(self._weights), groups, retain_graph=True)
+            self._left[index] = lambda: stage_backward_weight(iter(weights), groups, retain_graph=True)
         if not self.is_first:
             self._link.send_gradients(
                 [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]

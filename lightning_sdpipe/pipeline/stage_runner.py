@@ -28,10 +28,11 @@ class Step:
     arguments: tuple[Any, ...]
     context: StepContext  # the precision plugin's
     loss_scale: Tensor | None = None  # of training in 16-bit mixed precision
+    generation: int = 0  # of the choice of layers that train, on which it depends what needs a gradient
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """What identifies the shapes of the messages that this step sends for a micro-batch, on both ends."""
-        return self.name, torch.is_grad_enabled(), micro_batch.signature
+        return self.name, torch.is_grad_enabled(), self.generation, micro_batch.signature
 
 
 @dataclass(frozen=True)

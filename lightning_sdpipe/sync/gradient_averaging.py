@@ -42,6 +42,7 @@ class GradientAveraging(Synchronizer):
         """Nothing: equal parameters took an equal step."""
 
     def _enter(self) -> None:
+        self._buckets.arrange()  # what trains may have changed
         self._rounds = 0
 
     def _arrive(self) -> None:

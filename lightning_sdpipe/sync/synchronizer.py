@@ -53,7 +53,7 @@ class Replica:
 
     client: SchedulerClient
     groups: ProcessGroups
-    parameters: Sequence[FlatBucket]
+    parameters: Sequence[FlatBucket]  # like `trained`, it may change while nobody takes part
     buffers: Sequence[Tensor]  # that only a full average makes equal, such as BatchNorm statistics
     trained: Sequence[nn.Parameter]  # in the order by which the pipeline numbers their gradients
     timeout: timedelta  # of every wait

@@ -100,8 +100,10 @@ def refuse_several_optimizers() -> Iterator[None]:
         ) from error
 
 
-def refuse_shared(module: LightningModule, shared: Sequence[tuple[tuple[int, ...], str]]) -> None:
-    """Raises ConfigurationError if a trained parameter is among those that live on several stages."""
+def refuse_shared(module: LightningModule, shared: Sequence[tuple[tuple[int, ...], str]], schedule: str) -> None:
+    """Raises ConfigurationError if a trained parameter lives on several stages, without a flush."""
+    if schedule != "pipedream":
+        return
     trained = [name for _, name in shared if module.get_parameter(name).requires_grad]
     if trained:
         raise ConfigurationError(

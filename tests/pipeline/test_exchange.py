@@ -92,15 +92,15 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
     first = Recorder()
     parts.pipeline.train(batch, TRAIN, 0, None if accumulated else first, False, first.announced).backward()
     assert first.events[:1] == ([] if schedule == "pipedream" and not parts.runners[0].is_last else ["announced"])
-    before = [None if p.grad is None else p.grad.clone() for p in parts.trained]
+    before = [None if p.grad is None else p.grad.clone() for p in parts.freezing.trained]
     if not accumulated:
-        for p in parts.trained:
+        for p in parts.freezing.trained:
             p.grad = None
     recorder = Recorder()
     loss = parts.pipeline.train(batch, TRAIN, 1, recorder, accumulated, recorder.announced)
     told_in_training_step = len(recorder.events)
     loss.backward()
-    for n, (p, told) in enumerate(zip(parts.trained, recorder.all, strict=True)):
+    for n, (p, told) in enumerate(zip(parts.freezing.trained, recorder.all, strict=True)):
         assert p.grad is not None
         assert told is not None
         torch.testing.assert_close(p.grad, told / 2)
