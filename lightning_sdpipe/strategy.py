@@ -40,8 +40,9 @@ from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.chain import Block, find_blocks
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.ownership import keep_only
-from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_seed
+from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, check_equal_split, shared_seed
 from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
+from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.policy import Worker
@@ -347,6 +348,9 @@ class SDPipeStrategy(DDPStrategy):
             return
         if self._mini_batches == 0:
             check_equal(batch, self.groups)
+            if hasattr(self.module, "split_batch"):
+                parts = split(batch, self.num_micro_batches, self.module)
+                check_equal_split([part.signature for part in parts], self.groups)
         self._sync.resume()
 
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:

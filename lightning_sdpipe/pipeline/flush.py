@@ -95,7 +95,7 @@ class FlushPipeline:
         Returns:
             The loss, a scalar whose ``backward`` puts the gradients in place; zero on all stages but the last.
         """
-        micro_batches = split(batch, self._num_micro_batches)
+        micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
         log = StepLog()
 
         before = set_aside(self._parameters)

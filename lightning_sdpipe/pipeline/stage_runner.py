@@ -55,7 +55,7 @@ class StageRunner:
     def train(self, micro_batch: MicroBatch, step: Step, received: Boundary | None, log: StepLog) -> Boundary | Tensor:
         """The boundary to send on; on the last stage the loss, weighted by the micro-batch's share of the samples and
         scaled."""
-        with logging_through(self.module, log.record(micro_batch.size)):
+        with logging_through(self.module, log.record(micro_batch.weight)):
             outcome = self._run(micro_batch, step, received)
         if isinstance(outcome, Boundary):
             return outcome

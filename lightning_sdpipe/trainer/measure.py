@@ -47,7 +47,7 @@ def measure_on_rank_zero(
     data = b""
     if dist.get_rank() == 0:
         module = trainer.lightning_module
-        batch = split(sample_batch(trainer.fit_loop._data_source.dataloader()), num_micro_batches)[0].batch
+        batch = split(sample_batch(trainer.fit_loop._data_source.dataloader()), num_micro_batches, module)[0].batch
         key = cache.fingerprint(module, blocks, batch, device)
         measured = cache.load(key)
         if measured is None:
