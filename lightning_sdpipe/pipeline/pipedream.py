@@ -134,7 +134,7 @@ class PipeDreamPipeline:
 
     def _backward(self, loss: Tensor, exchange: GradientExchange | None, before: Callable[[], None]) -> Tensor:
         runner, oldest = self._runner, self._in_flight.popleft()
-        gradients = None if runner.is_last else runner.link.receive_gradients(oldest.outputs)
+        outputs, gradients = (oldest.outputs, None) if runner.is_last else runner.link.receive_gradients(oldest.outputs)
         self._delays.before_backward(oldest.iteration)
         before()
         leaves = [*oldest.inputs, *oldest.weights]
@@ -145,16 +145,14 @@ class PipeDreamPipeline:
                 for number, leaf in enumerate(oldest.weights)
             ]
         results: Sequence[Tensor | None] = [None] * len(leaves)
-        if leaves and oldest.outputs:  # else all of this stage, or of it and those before, is frozen
+        if leaves and outputs:  # else all of this stage, or of it and those before, is frozen
             with self._delays.computing():
-                results = torch.autograd.grad(oldest.outputs, leaves, gradients, allow_unused=True)
+                results = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
         for hook in hooks:
             hook.remove()
         to_send, to_apply = results[: len(oldest.inputs)], results[len(oldest.inputs) :]
         if not runner.is_first:
-            runner.link.send_gradients(
-                [torch.zeros_like(t) if g is None else g for t, g in zip(oldest.inputs, to_send, strict=True)]
-            )
+            runner.link.send_gradients(oldest.inputs, to_send)
             runner.link.reuse(oldest.inputs)
         return loss_with_gradients(loss, self._parameters, to_apply, exchange=exchange)
 

@@ -115,9 +115,7 @@ class CutStage:
             # a parameter that several groups use (a shared scale) needs the graph more than once
             self._left[index] = lambda: stage_backward_weight(iter(weights), groups, retain_graph=True)
         if not self.is_first:
-            self._link.send_gradients(
-                [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
-            )
+            self._link.send_gradients(inputs, found)
 
     def backward_weight_one_chunk(self, index: int, **_: Any) -> None:
         """Computes the parameters' gradients of micro-batch ``index`` that :meth:`backward_one_chunk` left."""
@@ -127,8 +125,7 @@ class CutStage:
     def _outputs_and_gradients(self, index: int, loss: Tensor | None) -> tuple[list[Tensor], list[Tensor] | None]:
         if loss is not None:
             return [loss], None
-        outputs = list(self._sent.pop(index))
-        return outputs, self._link.receive_gradients(outputs)
+        return self._link.receive_gradients(self._sent.pop(index))
 
     # What follows is there because the schedules call it: communication happens above.
 
