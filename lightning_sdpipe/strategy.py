@@ -57,6 +57,7 @@ from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
 from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale
 from lightning_sdpipe.trainer.measure import measure_on_rank_zero
+from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import refuse_several_optimizers, refuse_unsupported
 
@@ -98,6 +99,9 @@ class SDPipeStrategy(DDPStrategy):
         dynamic_shapes: a block's output shape may differ between batches of equal shapes.
         save_distributed_checkpoint: every rank writes its own part of a checkpoint, a directory then, instead of rank 0
             all of a file; with ``"async"`` in the background.
+        on_nonfinite: ``"stop"`` ends the run when the loss, the gradients or the parameters of a pipeline are not
+            finite, before its model reaches the others; in 16-bit mixed precision, where losses and gradients may
+            overflow, only when parameters are not. ``"continue"`` does not look.
         timeout: how long any transfer or answer may take before the run ends with an error.
         **kwargs: as for :class:`~lightning.pytorch.strategies.DDPStrategy`, for example ``start_method`` or
             ``process_group_backend``.
@@ -121,6 +125,7 @@ class SDPipeStrategy(DDPStrategy):
         variance_correction: bool = False,
         dynamic_shapes: bool = False,
         save_distributed_checkpoint: bool | Literal["async"] = False,
+        on_nonfinite: Literal["stop", "continue"] = "stop",
         timeout: timedelta = timedelta(minutes=30),
         **kwargs: Any,
     ) -> None:
@@ -148,11 +153,13 @@ class SDPipeStrategy(DDPStrategy):
         self.variance_correction = variance_correction
         self.dynamic_shapes = dynamic_shapes
         self.save_distributed_checkpoint = save_distributed_checkpoint
+        self.on_nonfinite = on_nonfinite
         self._run_timeout = timeout
         self._groups: ProcessGroups | None = None
         self._membership: Membership | None = None
         self._assembled: Assembled | None = None
         self._undo: Sequence[Callable[[], None]] = ()
+        self._watch: Watch | None = None
         self._initialisation = Initialisation()
         self._plan: tuple[nn.Module, plan.Plan] | None = None
         self._in_step = False
@@ -288,8 +295,19 @@ class SDPipeStrategy(DDPStrategy):
         parts = self._assembled
         self._checkpoints = Checkpoints(self.module, parts.ownership, self.groups, self.save_distributed_checkpoint)
         changing, client = parts.freezing, self.membership.client
+        stops, scaled = self.on_nonfinite == "stop", getattr(self.precision_plugin, "scaler", None) is not None
+        where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
+        self._watch = Watch(where, changing.buckets, self.root_device, losses=not scaled) if stops else None
         self._sync = self.sync.build(
-            Replica(client, self.groups, changing.buckets, parts.buffers, changing.trained, self._run_timeout)
+            Replica(
+                client,
+                self.groups,
+                changing.buckets,
+                parts.buffers,
+                changing.trained,
+                self._run_timeout,
+                stops and not scaled,
+            )
         )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -363,6 +381,8 @@ class SDPipeStrategy(DDPStrategy):
             exchange = self._sync.gradients if self._update_follows else None
             announce = self._announce if self._update_follows else lambda: None
             loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated, announce)
+        if self._watch is not None:
+            self._watch.loss(loss.detach(), self._mini_batches)
         self._mini_batches += 1
         self._accumulated = not self._update_follows
         return loss
@@ -398,9 +418,13 @@ class SDPipeStrategy(DDPStrategy):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._update_follows = False
+        if self._watch is not None:
+            self._watch.parameters(self._updates)
         self._updates += 1
         if not alone:
             with self._first_failure():
+                if self._sync.shares_next:
+                    self._look()
                 self._sync.synchronise()
         return output
 
@@ -412,7 +436,13 @@ class SDPipeStrategy(DDPStrategy):
         """Finishes what is in the pipeline and makes all replicas equal."""
         self._empty_pipeline()
         with self._first_failure():
+            self._look()
             self._sync.pause(lockstep.position(self._trainer))
+
+    def _look(self) -> None:
+        """Before others may get this worker's model."""
+        if self._watch is not None:
+            self._watch.check()
 
     def _empty_pipeline(self) -> None:
         if isinstance(self._parts.pipeline, PipeDreamPipeline):
@@ -425,6 +455,7 @@ class SDPipeStrategy(DDPStrategy):
         """There is no batch to train until the others come together somewhere."""
         self._empty_pipeline()
         with self._first_failure():
+            self._look()
             return self._sync.sit_out(position)
 
     def _takes_a_step_alone(self) -> bool:
@@ -443,6 +474,7 @@ class SDPipeStrategy(DDPStrategy):
             if not self._in_step:
                 self._empty_pipeline()
             with self._first_failure():
+                self._look()
                 self._sync.come_together(lockstep.position(self._trainer))
 
     @property

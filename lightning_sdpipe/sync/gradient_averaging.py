@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.averaging.gradient_buckets import GradientBuckets
+from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -21,9 +22,14 @@ class GradientAveraging(Synchronizer):
 
     def __init__(self, replica: Replica, bucket_bytes: int) -> None:
         super().__init__(replica)
-        self._buckets = GradientBuckets(replica.trained, replica.groups.stage, bucket_bytes)
+        self._buckets = GradientBuckets(replica.trained, replica.groups.stage, bucket_bytes, replica.watch)
         self._rounds = 0
+        self._update = 0
         self.gradients = self
+
+    def announce(self, iteration: int) -> None:
+        """Tells nobody; see the base class."""
+        self._update = iteration
 
     def ready(self, number: int, gradient: Tensor) -> None:
         """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two."""
@@ -34,6 +40,13 @@ class GradientAveraging(Synchronizer):
 
     def finish(self) -> list[Tensor | None]:
         outcome = self._buckets.finish()
+        if outcome.nonfinite:
+            ranks = sorted(self.replica.ranks)
+            pipelines = [self.replica.ranks.index(ranks[number]) for number in outcome.nonfinite]
+            raise NonFiniteError(
+                f"the gradients of pipelines {pipelines}, stage {self.replica.stage}, for update {self._update}, "
+                "counted from 0 since training started"
+            )
         self._rounds += 1
         self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
         return outcome.gradients

@@ -31,6 +31,11 @@ class ModelAveraging(Synchronizer):
             self.replica.client.ready(iteration)
             self.announced = True
 
+    @property
+    def shares_next(self) -> bool:
+        """See the base class."""
+        return self.announced
+
     def synchronise(self) -> None:
         """Learns the group that answers :meth:`announce` and averages the parameters with its members, whose last
         backwards may still be under way."""

@@ -57,6 +57,7 @@ class Replica:
     buffers: Sequence[Tensor]  # that only a full average makes equal, such as BatchNorm statistics
     trained: Sequence[nn.Parameter]  # in the order by which the pipeline numbers their gradients
     timeout: timedelta  # of every wait
+    watch: bool = True  # end the run when gradients of one replica are not finite, rather than average them
 
     @property
     def stage(self) -> int:
@@ -175,6 +176,11 @@ class Synchronizer:
 
     def announce(self, iteration: int) -> None:
         """The last backward of update ``iteration`` is under way. Does not wait."""
+
+    @property
+    def shares_next(self) -> bool:
+        """Will :meth:`synchronise` give this worker's model to others?"""
+        return False
 
     def synchronise(self) -> None:
         """The optimizer has stepped. Returns when the next iteration may start."""
