@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
+from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, mark_parts
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
@@ -99,6 +100,8 @@ class SDPipeStrategy(DDPStrategy):
         dynamic_shapes: a block's output shape may differ between batches of equal shapes.
         save_distributed_checkpoint: every rank writes its own part of a checkpoint, a directory then, instead of rank 0
             all of a file; with ``"async"`` in the background.
+        gather_module: give every worker the whole module again when a run has ended (with another start method than
+            ``"popen"``, the user's process only); by default if it was whole before, and not built on ``meta``.
         on_nonfinite: ``"stop"`` ends the run when the loss, the gradients or the parameters of a pipeline are not
             finite, before its model reaches the others; in 16-bit mixed precision, where losses and gradients may
             overflow, only when parameters are not. ``"continue"`` does not look.
@@ -125,6 +128,7 @@ class SDPipeStrategy(DDPStrategy):
         variance_correction: bool = False,
         dynamic_shapes: bool = False,
         save_distributed_checkpoint: bool | Literal["async"] = False,
+        gather_module: bool | None = None,
         on_nonfinite: Literal["stop", "continue"] = "stop",
         timeout: timedelta = timedelta(minutes=30),
         **kwargs: Any,
@@ -153,14 +157,17 @@ class SDPipeStrategy(DDPStrategy):
         self.variance_correction = variance_correction
         self.dynamic_shapes = dynamic_shapes
         self.save_distributed_checkpoint = save_distributed_checkpoint
+        self.gather_module = gather_module
         self.on_nonfinite = on_nonfinite
         self._run_timeout = timeout
         self._groups: ProcessGroups | None = None
         self._membership: Membership | None = None
         self._assembled: Assembled | None = None
         self._undo: Sequence[Callable[[], None]] = ()
+        self._unmark: Callable[[], None] = lambda: None
         self._watch: Watch | None = None
         self._initialisation = Initialisation()
+        self._failed = self._gathers = False
         self._plan: tuple[nn.Module, plan.Plan] | None = None
         self._in_step = False
         self._update_follows = False
@@ -233,6 +240,7 @@ class SDPipeStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
+        self._failed = False
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, self.schedule, self.num_stages)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -291,8 +299,11 @@ class SDPipeStrategy(DDPStrategy):
             self._run_timeout,
         )
         stages = self._plan_stages(trainer)
+        self._gathers = is_whole(self.module) if self.gather_module is None else self.gather_module
         self._assembled = assemble(self.module, stages, self.groups, options, self._initialisation, self.root_device)
         parts = self._assembled
+        self._unmark()
+        self._unmark = mark_parts(self.module)
         self._checkpoints = Checkpoints(self.module, parts.ownership, self.groups, self.save_distributed_checkpoint)
         changing, client = parts.freezing, self.membership.client
         stops, scaled = self.on_nonfinite == "stop", getattr(self.precision_plugin, "scaler", None) is not None
@@ -570,6 +581,8 @@ class SDPipeStrategy(DDPStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._assembled is None:  # other processes have run, and this one has the whole module
+            return self.module.state_dict()
         if self._membership is not None:  # else the run is over, and nothing under way
             self._pause()
         return self._checkpoints.module_state()
@@ -586,7 +599,7 @@ class SDPipeStrategy(DDPStrategy):
         self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._checkpoints.distributed:
+        if self._assembled is not None and self._checkpoints.distributed:
             self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io)
         elif self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
             with replacing(Path(filepath)):
@@ -630,6 +643,7 @@ class SDPipeStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):  # else the process would end as if all were well
             exception.code = 128 + signal.SIGTERM
+        self._failed = True
         if self._assembled is not None:
             self._sync.abandon()
         if self._membership is not None:
@@ -647,17 +661,30 @@ class SDPipeStrategy(DDPStrategy):
     def teardown(self) -> None:
         for undo in self._undo:
             undo()
+        self._undo = ()
         if self._assembled is not None:
             self._checkpoints.wait()
             self._assembled.cut_model.restore()
-            stage, _ = self.mesh.locate(self.global_rank)
-            keep_only(self.module, self._assembled.ownership, stage, torch.device("cpu"))
+            keep_only(self.module, self._assembled.ownership, self._worker.stage, torch.device("cpu"))
+            self._assembled.freezing.buckets.clear()  # memory that only they hold
+            if self._gathers and not self._failed:
+                self._make_whole(self._assembled)
         if self._membership is not None:
             self._membership.close()
             self._membership = None
         module, self._lightning_module = self._lightning_module, None
         super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
         self._lightning_module = module
+
+    def _make_whole(self, parts: Assembled) -> None:
+        """As other strategies leave the module: whole, in all processes that go on."""
+        ends_here = self._start_method != "popen"  # all but one process of each machine
+        keepers = [rank for rank in range(self.world_size) if not ends_here or rank % self.num_processes == 0]
+        if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
+            with self._first_failure():
+                make_whole(self.module, parts.ownership, self.groups, self.global_rank in keepers)
+        if self.global_rank in keepers:
+            self._unmark()
 
     # ----------------------------------------------------------------- narrowing
 

@@ -41,7 +41,7 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
         if groups.rank == source:
             transfers.append(p2p.send([value], 0, groups.pipeline, _TAG, "rank 0"))
         elif groups.rank == 0:
-            whole = torch.empty_like(value, device="cpu")
+            whole = torch.empty(value.shape, dtype=value.dtype)
             transfers.append(p2p.receive([whole], source, groups.pipeline, _TAG, f"rank {source}"))
             state[name] = whole
     for transfer in transfers:
