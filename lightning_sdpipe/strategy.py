@@ -6,8 +6,9 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -61,6 +62,7 @@ from lightning_sdpipe.trainer.measure import measure_on_rank_zero
 from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import refuse_several_optimizers, refuse_unsupported
+from lightning_sdpipe.trainer.whereabouts import Whereabouts
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
 _LOOPED = ("interleaved_1f1b", "zero_bubble")
@@ -169,7 +171,7 @@ class SDPipeStrategy(DDPStrategy):
         self._initialisation = Initialisation()
         self._failed = self._gathers = False
         self._plan: tuple[nn.Module, plan.Plan] | None = None
-        self._in_step = False
+        self._whereabouts = Whereabouts(num_stages)
         self._update_follows = False
         self._accumulated = False  # gradients of earlier mini-batches wait for the next update
         self._mini_batches = self._updates = 0
@@ -247,7 +249,9 @@ class SDPipeStrategy(DDPStrategy):
         self._cut(trainer)
         appointments = Appointments(lockstep.clocks(trainer), self.broadcast)
         lockstep.release(trainer, self._sync, self._sit_out, appointments)
-        self._put_first(trainer, EpochCallback(self.groups, self._pause, self._random_states, appointments))
+        self._put_first(
+            trainer, EpochCallback(self.groups, self._pause, self._random_states, appointments, self._first_failure)
+        )
         self._adapt(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -255,9 +259,10 @@ class SDPipeStrategy(DDPStrategy):
 
     def _adapt(self, trainer: Any) -> None:
         """Makes what Lightning, torchmetrics and the precision plugin do per rank right for a stage of a pipeline."""
-        is_last = self._worker.stage == self.num_stages - 1
+        buckets = self._parts.freezing.buckets
+        result_hook = partial(self._whereabouts.result_hook, parameters=lambda: [bucket.buffer for bucket in buckets])
         self._undo = [
-            leave_results_to_the_last_stage(self.module, trainer.callbacks, is_last),
+            leave_results_to_the_last_stage(self.module, trainer.callbacks, self.has_results, result_hook),
             gather_metrics_over(self.module, self.groups.stage),
             finetuning.adapt(trainer.callbacks, lambda: self._checkpoints.whole_groups(self.optimizers[0])),
         ]
@@ -385,7 +390,7 @@ class SDPipeStrategy(DDPStrategy):
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
         if self._absent:
             return torch.zeros((), device=self.root_device, requires_grad=True)
-        with self._step(), self._parts.freezing.refused():
+        with self._step("training_step"), self._parts.freezing.refused():
             scale = loss_scale(self.precision_plugin, self.root_device)
             generation = self._parts.freezing.generation
             step = Step("training_step", arguments, self.precision_plugin.train_step_context, scale, generation)
@@ -476,13 +481,13 @@ class SDPipeStrategy(DDPStrategy):
 
     def _come_together(self) -> None:
         """Before anything that waits for other pipelines: who waits there must not be waited for in the scheduler."""
-        if self._in_step and isinstance(self._trainer.fit_loop._data_fetcher, MeetingFetcher):
+        if self._whereabouts.in_step and isinstance(self._trainer.fit_loop._data_fetcher, MeetingFetcher):
             raise ConfigurationError(
                 "The training step communicates with other pipelines, and a pipeline that has fewer batches than they "
                 "would not take part. Use a map-style dataset of equal shards (as Lightning's own sampler makes them)."
             )
         if self._assembled is not None and not self._sync.together:
-            if not self._in_step:
+            if not self._whereabouts.in_step:
                 self._empty_pipeline()
             with self._first_failure():
                 self._look()
@@ -521,7 +526,7 @@ class SDPipeStrategy(DDPStrategy):
             collect(loop._predictions, loop._combined_loader.flattened, self.groups)
 
     def _evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
-        with self._step():
+        with self._step(name):
             step = Step(name, arguments, context)
             return [runner.evaluate(batch, step) for runner in self._parts.runners][-1]
 
@@ -530,28 +535,32 @@ class SDPipeStrategy(DDPStrategy):
             runner.link.settle()
 
     @contextmanager
-    def _step(self) -> Iterator[None]:
-        self._in_step = True
-        try:
-            with self._first_failure():
-                yield
-        finally:
-            self._in_step = False
+    def _step(self, name: str) -> Iterator[None]:
+        with self._whereabouts.running(name), self._first_failure():
+            yield
+
+    @property
+    def has_results(self) -> bool:
+        """Whether this worker's stage is the last one, where steps come to their end and what they return exists."""
+        return self._worker.stage == self.num_stages - 1
 
     # -------------------------------------------------------------- collectives
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduces over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
         there, and logged values are reduced at the end of the epoch."""
-        if self._in_step or (self._assembled is not None and self._sync.announced):
+        if self._whereabouts.in_step or (self._assembled is not None and self._sync.announced):
             return tensor
         self._come_together()
-        return super().reduce(tensor, group or self.groups.stage, reduce_op)
+        group = group or self.groups.stage
+        with self._first_failure(), waiting_for(group, "reducing"):
+            return super().reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._whereabouts.check("reduce_boolean_decision")
         self._come_together()
         votes = torch.tensor(int(decision), device=self.root_device)
-        with self._first_failure(), waiting_for(self.groups.everybody, "a decision"):
+        with self._waiting("a decision"):
             dist.all_reduce(votes)
         return int(votes) == self.world_size if all else bool(votes)
 
@@ -564,15 +573,29 @@ class SDPipeStrategy(DDPStrategy):
         if sync_grads and dist.get_backend(group) == "gloo":  # torch.distributed.nn scatters by global rank
             raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
         self._come_together()
-        return super().all_gather(tensor, group, sync_grads)
+        with self._first_failure(), waiting_for(group, "all_gather"):
+            return super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._whereabouts.check("barrier")
         self._come_together()
-        super().barrier(*args, **kwargs)
+        with self._waiting("a barrier"):
+            super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
+        self._whereabouts.check("broadcast")
         self._come_together()
-        return super().broadcast(obj, src)
+        with self._waiting("a broadcast"):
+            return super().broadcast(obj, src)
+
+    @contextmanager
+    def _waiting(self, purpose: str) -> Iterator[None]:
+        """Around what all ranks do together; before others have been started there is nobody to wait for."""
+        if self._groups is None:
+            yield
+        else:
+            with self._first_failure(), waiting_for(self.groups.everybody, purpose):
+                yield
 
     # -------------------------------------------------------------- checkpoints
 
@@ -584,6 +607,7 @@ class SDPipeStrategy(DDPStrategy):
         if self._assembled is None:  # other processes have run, and this one has the whole module
             return self.module.state_dict()
         if self._membership is not None:  # else the run is over, and nothing under way
+            self._whereabouts.check("save_checkpoint")
             self._pause()
         return self._checkpoints.module_state()
 
@@ -638,7 +662,9 @@ class SDPipeStrategy(DDPStrategy):
         return self._parts.delays
 
     def _first_failure(self) -> AbstractContextManager[None]:
-        return self.membership.first_failure(lambda: self._trainer.received_sigterm)
+        if self._membership is None:  # the run is over
+            return nullcontext()
+        return self._membership.first_failure(lambda: self._trainer.received_sigterm)
 
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):  # else the process would end as if all were well
