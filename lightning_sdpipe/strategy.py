@@ -55,6 +55,7 @@ from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatisti
 from lightning_sdpipe.trainer import finetuning, lockstep
 from lightning_sdpipe.trainer.appointments import Appointments
 from lightning_sdpipe.trainer.clipping import clip_over_stages
+from lightning_sdpipe.trainer.closures import STEPPED_ALONE, once, refuse_repeated_evaluation
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
 from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale
@@ -330,6 +331,7 @@ class SDPipeStrategy(DDPStrategy):
         with refuse_several_optimizers():
             super().setup_optimizers(trainer)
         (optimizer,) = self.optimizers
+        refuse_repeated_evaluation(optimizer)
         if self.variance_correction and is_adam_family(optimizer):
             models = self._sync.models_averaged
             self.optimizers = [VarianceCorrection(optimizer, num_workers=models)]
@@ -423,7 +425,11 @@ class SDPipeStrategy(DDPStrategy):
         if self._absent and not self._takes_a_step_alone():
             self._updates += 1
             return closure()
-        return self._update(optimizer, closure, model, self._absent, **kwargs)
+        before = self._mini_batches
+        output = self._update(optimizer, closure, model, self._absent, **kwargs)
+        if self._mini_batches == before and not self._absent:
+            raise ConfigurationError(STEPPED_ALONE)
+        return output
 
     def _update(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, alone: bool = False, **kwargs: Any
@@ -431,7 +437,7 @@ class SDPipeStrategy(DDPStrategy):
         """Steps with the gradients that ``closure`` puts in place, and synchronises the outcome unless ``alone``."""
         self._update_follows = True
         try:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, once(closure, optimizer), model, **kwargs)
         finally:
             self._update_follows = False
         if self._watch is not None:

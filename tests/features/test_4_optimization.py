@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_sdpipe import SDPipeStrategy
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from tests.features.running import (
     Regression,
     assert_same,
@@ -121,7 +121,7 @@ _CLIP = "clips by the norm over all stages, which with schedule='pipedream' step
 
 
 def _refuse(directory: Path, strategy: SDPipeStrategy, module: Regression, error: str, **options: Any) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(error)):
+    with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
         pipelines(directory, strategy, **options).fit(module, train_loader())
 
 
@@ -236,3 +236,75 @@ def _refuse_several(directory: Path) -> None:
 @refused("Optimizers", "several optimizers", _SEVERAL, "Lightning wants manual optimization for them")
 def test_several_optimizers(tmp_path: Path) -> None:
     on_four_ranks(_refuse_several, tmp_path)
+
+
+class Twice(Regression):
+    """Steps twice on each batch."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        optimizer.step(closure=optimizer_closure)
+
+
+class Skipping(Regression):
+    """Steps on every other batch; Lightning wants the closure to be called on the others, too."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@supported("Gradients", "`optimizer_step` that steps twice on a batch, or skips some")
+@pytest.mark.parametrize("module", [Twice, Skipping])
+def test_own_steps(tmp_path: Path, module: type[Regression]) -> None:
+    _compare(tmp_path, module)
+
+
+class Unsynchronised(Regression):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Takes the gradient for its step at other parameters."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        closure()
+        return super().step(closure)
+
+
+class TwoEvaluations(Regression):
+    def configure_optimizers(self) -> Any:
+        return SharpnessAware(self.parameters(), lr=0.1)
+
+
+class Quasi(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def _refuse_step(directory: Path, module: Regression, error: str) -> None:
+    _refuse(directory, SDPipeStrategy(num_stages=2), module, error)
+
+
+_SEVERAL_TIMES = "evaluates its closure several times in a step"
+
+
+@refused("Optimizers", "optimizers that evaluate their closure several times (`LBFGS`, SAM)", _SEVERAL_TIMES)
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [(TwoEvaluations, _SEVERAL_TIMES), (Quasi, "LBFGS evaluates the loss several times in a step")],
+)
+def test_several_evaluations(tmp_path: Path, module: type[Regression], error: str) -> None:
+    on_four_ranks(_refuse_step, tmp_path, module(), error, count=2)
+
+
+_WITHOUT = "was called without the closure that optimizer_step was given"
+
+
+@refused("Gradients", "`optimizer_step` that does not pass its closure on", _WITHOUT)
+def test_a_step_without_its_closure(tmp_path: Path) -> None:
+    on_four_ranks(_refuse_step, tmp_path, Unsynchronised(), _WITHOUT, count=2)
