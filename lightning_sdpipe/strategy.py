@@ -10,11 +10,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -23,6 +26,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sdpipe import options
 from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
@@ -66,7 +70,6 @@ from lightning_sdpipe.trainer.refusals import refuse_several_optimizers, refuse_
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
-_LOOPED = ("interleaved_1f1b", "zero_bubble")
 
 _T = TypeVar("_T")
 
@@ -109,8 +112,14 @@ class SDPipeStrategy(DDPStrategy):
             finite, before its model reaches the others; in 16-bit mixed precision, where losses and gradients may
             overflow, only when parameters are not. ``"continue"`` does not look.
         timeout: how long any transfer or answer may take before the run ends with an error.
-        **kwargs: as for :class:`~lightning.pytorch.strategies.DDPStrategy`, for example ``start_method`` or
-            ``process_group_backend``.
+        start_method: how the other processes of a machine start; as for
+            :class:`~lightning.pytorch.strategies.DDPStrategy`, like all that follow.
+        process_group_backend: ``"gloo"``, ``"nccl"`` or both by kind of device; as the accelerator asks by default.
+        accelerator: set by the Trainer, as are the next two.
+        parallel_devices: of this machine.
+        cluster_environment: knows who starts processes, and where they meet.
+        checkpoint_io: writes and reads checkpoint files.
+        precision_plugin: instead of ``Trainer(precision=...)``.
 
     Raises:
         ConfigurationError: at the first moment at which something is known not to work.
@@ -134,25 +143,32 @@ class SDPipeStrategy(DDPStrategy):
         gather_module: bool | None = None,
         on_nonfinite: Literal["stop", "continue"] = "stop",
         timeout: timedelta = timedelta(minutes=30),
-        **kwargs: Any,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **unknown: Any,
     ) -> None:
-        super().__init__(timeout=timeout, **kwargs)
-        if num_micro_batches is not None and num_micro_batches < 1:
-            raise ConfigurationError(f"num_micro_batches={num_micro_batches} is not allowed; use 1 or more.")
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
+        options.check(given, unknown, get_type_hints(SDPipeStrategy.__init__))
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=None if parallel_devices is None else list(parallel_devices),
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
         self.num_stages = num_stages
         self.sync: SyncMethod = sync if sync is not None else SemiDecentralized()
-        if not isinstance(self.sync, SyncMethod):
-            raise ConfigurationError(f"sync={sync!r} is no synchronisation method; use one of lightning_sdpipe.sync.")
-        if schedule not in get_args(Schedule):
-            raise ConfigurationError(f"schedule={schedule!r} is not known; use one of {list(get_args(Schedule))}.")
-        if schedule in _LOOPED and (num_stages < 2 or stages_per_worker < 2):
-            raise ConfigurationError(
-                f"schedule={schedule!r} needs num_stages and stages_per_worker of 2 or more; given {num_stages} and "
-                f"{stages_per_worker}."
-            )
         self.schedule = schedule
-        self.stages_per_worker = stages_per_worker if schedule in _LOOPED else 1
-        self.num_micro_batches = num_micro_batches or num_stages
+        self.stages_per_worker = stages_per_worker if schedule in options.LOOPED else 1
+        self.num_micro_batches = 1 if schedule == "pipedream" else num_micro_batches or num_stages
         self.partition = partition
         self.blocks = blocks
         self.delays: Heterogeneity = delays if delays is not None else Delays()
@@ -295,7 +311,7 @@ class SDPipeStrategy(DDPStrategy):
 
     def _cut(self, trainer: Trainer) -> None:
         """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
-        options = Options(
+        runs = Options(
             self.num_stages,
             self.schedule,
             self.stages_per_worker,
@@ -306,7 +322,7 @@ class SDPipeStrategy(DDPStrategy):
         )
         stages = self._plan_stages(trainer)
         self._gathers = is_whole(self.module) if self.gather_module is None else self.gather_module
-        self._assembled = assemble(self.module, stages, self.groups, options, self._initialisation, self.root_device)
+        self._assembled = assemble(self.module, stages, self.groups, runs, self._initialisation, self.root_device)
         parts = self._assembled
         self._unmark()
         self._unmark = mark_parts(self.module)
