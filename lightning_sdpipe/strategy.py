@@ -18,6 +18,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -30,6 +31,7 @@ from lightning_sdpipe import options
 from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
+from lightning_sdpipe.checkpoints.files import WholeFiles
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, mark_parts
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
@@ -620,6 +622,18 @@ class SDPipeStrategy(DDPStrategy):
                 yield
 
     # -------------------------------------------------------------- checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFiles()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFiles()  # unless it has one
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

@@ -166,7 +166,7 @@ def test_the_module_afterwards(tmp_path: Path) -> None:
     assert all(torch.equal(saved[0][name], other[name]) for other in saved for name in saved[0])
 
 
-@supported("Checkpoints", "a crash while a checkpoint is written leaves the one before it")
+@supported("Checkpoints", "a crash, or a full disk, while a checkpoint is written leaves the one before it")
 @pytest.mark.parametrize("distributed", [False, True])
 def test_crash(tmp_path: Path, distributed: bool) -> None:
     path = tmp_path / "last.ckpt"
