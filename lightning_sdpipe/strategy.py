@@ -68,6 +68,7 @@ from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale
 from lightning_sdpipe.trainer.measure import measure_on_rank_zero
 from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
+from lightning_sdpipe.trainer.readiness import Readiness, last_wait
 from lightning_sdpipe.trainer.refusals import refuse_several_optimizers, refuse_unsupported
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
 
@@ -192,6 +193,7 @@ class SDPipeStrategy(DDPStrategy):
         self._plan: tuple[nn.Module, plan.Plan] | None = None
         self._whereabouts = Whereabouts(num_stages)
         self._update_follows = False
+        self._readiness = Readiness("backward", self._announce)
         self._accumulated = False  # gradients of earlier mini-batches wait for the next update
         self._mini_batches = self._updates = 0
 
@@ -285,8 +287,10 @@ class SDPipeStrategy(DDPStrategy):
             gather_metrics_over(self.module, self.groups.stage),
             finetuning.adapt(trainer.callbacks, lambda: self._checkpoints.whole_groups(self.optimizers[0])),
         ]
-        clip_over_stages(self.precision_plugin, self.module, self._parts.ownership, self.groups)
-        agree_on_overflow(self.precision_plugin, self.groups)
+        self._readiness = Readiness(last_wait(trainer, self.num_stages), self._announce)
+        known, voted = partial(self._readiness.reached, "norm"), partial(self._readiness.reached, "vote")
+        clip_over_stages(self.precision_plugin, self.module, self._parts.ownership, self.groups, known)
+        agree_on_overflow(self.precision_plugin, self.groups, voted)
 
     def _put_first(self, trainer: Any, callback: EpochCallback) -> None:
         others = (c for c in trainer.callbacks if not isinstance(c, EpochCallback))  # a second fit has the first's
@@ -415,8 +419,8 @@ class SDPipeStrategy(DDPStrategy):
             generation = self._parts.freezing.generation
             step = Step("training_step", arguments, self.precision_plugin.train_step_context, scale, generation)
             exchange = self._sync.gradients if self._update_follows else None
-            announce = self._announce if self._update_follows else lambda: None
-            loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated, announce)
+            ready = partial(self._readiness.reached, "backward")
+            loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated, ready)
         if self._watch is not None:
             self._watch.loss(loss.detach(), self._mini_batches)
         self._mini_batches += 1
@@ -454,10 +458,14 @@ class SDPipeStrategy(DDPStrategy):
     ) -> Any:
         """Steps with the gradients that ``closure`` puts in place, and synchronises the outcome unless ``alone``."""
         self._update_follows = True
+        self._readiness.expect()
         try:
             output = super().optimizer_step(optimizer, once(closure, optimizer), model, **kwargs)
+            if not alone:
+                self._readiness.reached("step")
         finally:
             self._update_follows = False
+            self._readiness.drop()
         if self._watch is not None:
             self._watch.parameters(self._updates)
         self._updates += 1
@@ -476,6 +484,7 @@ class SDPipeStrategy(DDPStrategy):
         """Finishes what is in the pipeline and makes all replicas equal."""
         self._empty_pipeline()
         with self._first_failure():
+            self._settle()
             self._look()
             self._sync.pause(lockstep.position(self._trainer))
 
@@ -525,7 +534,7 @@ class SDPipeStrategy(DDPStrategy):
 
     def _drain(self) -> Tensor:
         assert isinstance(self._parts.pipeline, PipeDreamPipeline)
-        loss = self._parts.pipeline.drain(self._sync.gradients, self._announce)
+        loss = self._parts.pipeline.drain(self._sync.gradients, partial(self._readiness.reached, "backward"))
         self.optimizers[0].zero_grad()
         return self.backward(loss, self.optimizers[0])
 
@@ -573,7 +582,7 @@ class SDPipeStrategy(DDPStrategy):
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduces over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
         there, and logged values are reduced at the end of the epoch."""
-        if self._whereabouts.in_step or (self._assembled is not None and self._sync.announced):
+        if self._whereabouts.in_step or self._update_follows:
             return tensor
         self._come_together()
         group = group or self.groups.stage

@@ -80,9 +80,9 @@ class FlushPipeline:
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
-        before_last_backward: Callable[[], None] = lambda: None,
+        ready: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Runs forward and backward of a mini-batch.
+        """Runs forward and backward of a mini-batch. What is sent last may still be under way afterwards.
 
         Args:
             batch: the whole mini-batch.
@@ -90,11 +90,13 @@ class FlushPipeline:
             iteration: counts mini-batches.
             exchange: what an update that follows replaces gradients by.
             accumulated: earlier mini-batches have left gradients for the same update.
-            before_last_backward: called once, when this worker needs nothing more from others to finish.
+            ready: called once, when this worker needs nothing more from others to finish: before its last backward, or
+                if it shares parameters with other stages, when their gradients have come.
 
         Returns:
             The loss, a scalar whose ``backward`` puts the gradients in place; zero on all stages but the last.
         """
+        self.settle()
         micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
         log = StepLog()
 
@@ -102,8 +104,11 @@ class FlushPipeline:
         self._delays.before_forward(iteration)
         keys = [step.key(micro_batch) for micro_batch in micro_batches]
         backwards = len(self._stages) * self._num_micro_batches
+        waits_for_owners = self._shared.train
         before_backward = _first_and_last(
-            backwards, lambda: self._delays.before_backward(iteration), before_last_backward
+            backwards,
+            lambda: self._delays.before_backward(iteration),
+            lambda: None if waits_for_owners else self._be_ready(ready),
         )
         last_backward = self._reporting(exchange if not accumulated else None)
         for runner, stage in zip(self._runners, self._stages, strict=True):
@@ -112,15 +117,25 @@ class FlushPipeline:
         losses: list[Tensor] = []
         indices = torch.arange(self._num_micro_batches)  # the schedules want a target to call the loss function
         self._schedule.step(target=indices, losses=losses, return_outputs=False)
-        for runner in self._runners:
-            runner.link.settle()
         self._shared.sum_gradients()
+        if waits_for_owners:
+            ready()
         log.replay(self._runners[0].module.log)
         device = self._stages[0].device
         loss = torch.stack([part.detach() for part in losses]).sum() if losses else torch.zeros((), device=device)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
         return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale, exchange, accumulated)
+
+    def settle(self) -> None:
+        """Waits until the neighbours have taken everything that was sent."""
+        for runner in self._runners:
+            runner.link.settle()
+
+    def _be_ready(self, ready: Callable[[], None]) -> None:
+        for runner in self._runners:
+            runner.link.make_room()
+        ready()
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
         """Around a stage's last backward, which completes the gradients of all that no other stage adds to."""

@@ -122,6 +122,11 @@ class StageLink:
         buffers = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in outputs]
         return outputs, self._wait(p2p.receive(buffers, rank, self.group, tag, name))
 
+    def make_room(self) -> None:
+        """Waits until one more gradient can be sent without waiting for the previous stage."""
+        if self.sends_in_flight is not None:
+            self._settle(self._sent_up, self.sends_in_flight - 1)
+
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""
         self._settle(self._sent_down, 0)

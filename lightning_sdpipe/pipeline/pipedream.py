@@ -80,7 +80,7 @@ class PipeDreamPipeline:
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
-        before_last_backward: Callable[[], None] = lambda: None,
+        ready: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Runs the forward of a mini-batch and the backward that is due.
 
@@ -90,8 +90,8 @@ class PipeDreamPipeline:
             iteration: counts mini-batches.
             exchange: what an update that follows replaces gradients by; not used while the pipeline fills.
             accumulated: False; every gradient is applied at once.
-            before_last_backward: called when this worker needs nothing more from others to compute the gradient that is
-                due; not while the pipeline fills.
+            ready: called when this worker needs nothing more from others to compute the gradient that is due; not
+                while the pipeline fills.
 
         Returns:
             The loss of this mini-batch, a scalar (zero on all stages but the last). Its ``backward`` puts the gradient
@@ -99,13 +99,11 @@ class PipeDreamPipeline:
         """
         filling = self.filling
         loss = self._forward(batch, step, iteration)
-        return loss_with_gradients(loss, [], []) if filling else self._backward(loss, exchange, before_last_backward)
+        return loss_with_gradients(loss, [], []) if filling else self._backward(loss, exchange, ready)
 
-    def drain(
-        self, exchange: GradientExchange | None = None, before_last_backward: Callable[[], None] = lambda: None
-    ) -> Tensor:
+    def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
         """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
-        return self._backward(torch.zeros((), device=self._runner.link.device), exchange, before_last_backward)
+        return self._backward(torch.zeros((), device=self._runner.link.device), exchange, ready)
 
     def _forward(self, batch: Any, step: Step, iteration: int) -> Tensor:
         runner, log = self._runner, StepLog()
@@ -132,11 +130,12 @@ class PipeDreamPipeline:
     def _stash(self) -> list[Tensor]:
         return [p.detach().clone().requires_grad_() for p in self._parameters]
 
-    def _backward(self, loss: Tensor, exchange: GradientExchange | None, before: Callable[[], None]) -> Tensor:
+    def _backward(self, loss: Tensor, exchange: GradientExchange | None, ready: Callable[[], None]) -> Tensor:
         runner, oldest = self._runner, self._in_flight.popleft()
         outputs, gradients = (oldest.outputs, None) if runner.is_last else runner.link.receive_gradients(oldest.outputs)
         self._delays.before_backward(oldest.iteration)
-        before()
+        runner.link.make_room()
+        ready()
         leaves = [*oldest.inputs, *oldest.weights]
         hooks = []
         if exchange is not None:

@@ -41,6 +41,11 @@ class SharedParameters:
         """Those of this stage."""
         return [self._module.get_parameter(name) for _, _, names in self._copies for name in names]
 
+    @property
+    def train(self) -> bool:
+        """Has this stage any that get gradients?"""
+        return any(p.requires_grad for p in self.parameters)
+
     def make_equal(self) -> None:
         """Gives every copy the value of the first stage that holds it."""
         for group, first, names in self._copies:

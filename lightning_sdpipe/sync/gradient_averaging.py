@@ -27,10 +27,6 @@ class GradientAveraging(Synchronizer):
         self._update = 0
         self.gradients = self
 
-    def announce(self, iteration: int) -> None:
-        """Tells nobody; see the base class."""
-        self._update = iteration
-
     def ready(self, number: int, gradient: Tensor) -> None:
         """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two."""
         self._buckets.ready(number, gradient)
@@ -52,7 +48,8 @@ class GradientAveraging(Synchronizer):
         return outcome.gradients
 
     def synchronise(self) -> None:
-        """Nothing: equal parameters took an equal step."""
+        """Nothing to do: equal parameters took an equal step."""
+        self._update += 1
 
     def _enter(self) -> None:
         self._buckets.arrange()  # what trains may have changed

@@ -6,22 +6,37 @@ micro-batch is scaled there, and the gradients are divided by that scale when Li
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
 
 from lightning_sdpipe.groups import ProcessGroups
 
 
-def agree_on_overflow(precision: Precision, groups: ProcessGroups) -> None:
-    """Makes the stages of a pipeline skip the same steps: an overflow on one of them counts on all."""
+class _VotingScaler(ShardedGradScaler):
+    """Calls ``voted`` when it is known whether any stage has overflowed."""
+
+    voted: Callable[[], None]
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        super().unscale_(optimizer)
+        self.voted()
+
+
+def agree_on_overflow(precision: Precision, groups: ProcessGroups, voted: Callable[[], None] = lambda: None) -> None:
+    """Makes the stages of a pipeline skip the same steps: an overflow on one of them counts on all. ``voted`` is called
+    when all of them have been waited for."""
     if not isinstance(precision, MixedPrecision) or precision.scaler is None:
         return
     scaler = precision.scaler
-    if isinstance(scaler, ShardedGradScaler):  # of an earlier run of this strategy
+    if isinstance(scaler, _VotingScaler):  # of an earlier run of this strategy
+        scaler.voted = voted
         return
-    precision.scaler = ShardedGradScaler(
+    precision.scaler = _VotingScaler(
         device=scaler._device,
         init_scale=scaler.get_scale(),
         growth_factor=scaler.get_growth_factor(),
@@ -30,6 +45,7 @@ def agree_on_overflow(precision: Precision, groups: ProcessGroups) -> None:
         enabled=scaler.is_enabled(),
         process_group=groups.pipeline,
     )
+    precision.scaler.voted = voted
 
 
 def loss_scale(precision: Precision, device: torch.device) -> Tensor | None:

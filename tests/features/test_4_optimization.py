@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +309,47 @@ _WITHOUT = "was called without the closure that optimizer_step was given"
 @refused("Gradients", "`optimizer_step` that does not pass its closure on", _WITHOUT)
 def test_a_step_without_its_closure(tmp_path: Path) -> None:
     on_four_ranks(_refuse_step, tmp_path, Unsynchronised(), _WITHOUT, count=2)
+
+
+class LateFirstStage(Regression):
+    """Writes down when the last gradient of each update was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[float] = []
+
+    def on_train_start(self) -> None:
+        def late(gradient: Tensor) -> None:
+            time.sleep(0.05)
+            self.computed.append(time.monotonic())
+
+        self.net[0].weight.register_hook(late)
+
+
+def _announced(directory: Path, options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """When this rank computed its gradients, and when it was announced."""
+    strategy, model = SDPipeStrategy(2, num_micro_batches=1), LateFirstStage()
+    trainer = pipelines(directory, strategy, max_epochs=1, **options)
+    announced: list[float] = []
+
+    def note() -> None:
+        announced.append(time.monotonic())
+        SDPipeStrategy._announce(strategy)
+
+    strategy.__dict__["_announce"] = note
+    trainer.fit(model, train_loader(16))
+    return model.computed, announced
+
+
+def _announced_with_each(directory: Path) -> list[tuple[list[float], list[float]]]:
+    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
+    return [_announced(directory, options) for options in ({}, {"gradient_clip_val": 0.05}, {"plugins": [half]})]
+
+
+def test_a_worker_is_ready_when_it_has_waited_for_a_late_stage(tmp_path: Path) -> None:
+    """After clipping by norm, and after the vote on an overflow; without them before its last backward."""
+    last, first = on_four_ranks(_announced_with_each, tmp_path, count=2)
+    for number, waits in enumerate([False, True, True]):
+        announced, late = last[number][1], first[number][0]
+        assert len(announced) == len(late) == 4
+        assert [ready > computed for ready, computed in zip(announced, late, strict=True)] == [waits] * 4
