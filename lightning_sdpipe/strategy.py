@@ -32,7 +32,7 @@ from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import WholeFiles
-from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, mark_parts
+from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, mark_parts, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
@@ -47,7 +47,6 @@ from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.chain import Block, find_blocks
 from lightning_sdpipe.partition.materialise import Initialisation
-from lightning_sdpipe.partition.ownership import keep_only
 from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, check_equal_split, shared_seed
 from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
 from lightning_sdpipe.pipeline.micro_batches import split
@@ -64,12 +63,17 @@ from lightning_sdpipe.trainer.clipping import clip_over_stages
 from lightning_sdpipe.trainer.closures import STEPPED_ALONE, once, refuse_repeated_evaluation
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
-from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale
+from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale, refuse_own_unscaling
 from lightning_sdpipe.trainer.measure import measure_on_rank_zero
 from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.readiness import Readiness, last_wait
-from lightning_sdpipe.trainer.refusals import refuse_several_optimizers, refuse_unsupported
+from lightning_sdpipe.trainer.refusals import (
+    leave_out_example,
+    refuse_new_parameters,
+    refuse_several_optimizers,
+    refuse_unsupported,
+)
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
@@ -194,6 +198,7 @@ class SDPipeStrategy(DDPStrategy):
         self._whereabouts = Whereabouts(num_stages)
         self._update_follows = False
         self._readiness = Readiness("backward", self._announce)
+        self._last_loss = torch.zeros(())
         self._accumulated = False  # gradients of earlier mini-batches wait for the next update
         self._mini_batches = self._updates = 0
 
@@ -284,6 +289,7 @@ class SDPipeStrategy(DDPStrategy):
         result_hook = partial(self._whereabouts.result_hook, parameters=lambda: [bucket.buffer for bucket in buckets])
         self._undo = [
             leave_results_to_the_last_stage(self.module, trainer.callbacks, self.has_results, result_hook),
+            leave_out_example(self.module) if self.num_stages > 1 else lambda: None,
             gather_metrics_over(self.module, self.groups.stage),
             finetuning.adapt(trainer.callbacks, lambda: self._checkpoints.whole_groups(self.optimizers[0])),
         ]
@@ -354,6 +360,8 @@ class SDPipeStrategy(DDPStrategy):
             super().setup_optimizers(trainer)
         (optimizer,) = self.optimizers
         refuse_repeated_evaluation(optimizer)
+        if self.num_stages > 1:
+            refuse_own_unscaling(optimizer, self.precision_plugin)
         if self.variance_correction and is_adam_family(optimizer):
             models = self._sync.models_averaged
             self.optimizers = [VarianceCorrection(optimizer, num_workers=models)]
@@ -412,8 +420,8 @@ class SDPipeStrategy(DDPStrategy):
         self._sync.resume()
 
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
-        if self._absent:
-            return torch.zeros((), device=self.root_device, requires_grad=True)
+        if self._absent:  # what hooks see is the loss of the batch before
+            return self._last_loss.to(self.root_device, copy=True).requires_grad_()
         with self._step("training_step"), self._parts.freezing.refused():
             scale = loss_scale(self.precision_plugin, self.root_device)
             generation = self._parts.freezing.generation
@@ -421,8 +429,9 @@ class SDPipeStrategy(DDPStrategy):
             exchange = self._sync.gradients if self._update_follows else None
             ready = partial(self._readiness.reached, "backward")
             loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated, ready)
-        if self._watch is not None:
-            self._watch.loss(loss.detach(), self._mini_batches)
+        self._last_loss = loss.detach()
+        if self._watch is not None and self.has_results:
+            self._watch.loss(self._last_loss, self._mini_batches)
         self._mini_batches += 1
         self._accumulated = not self._update_follows
         return loss
@@ -477,6 +486,7 @@ class SDPipeStrategy(DDPStrategy):
         return output
 
     def on_train_start(self) -> None:
+        refuse_new_parameters(self.module, self._parts.ownership)
         self._mini_batches = self._updates = 0
         self._accumulated = False
 
@@ -564,8 +574,7 @@ class SDPipeStrategy(DDPStrategy):
             return [runner.evaluate(batch, step) for runner in self._parts.runners][-1]
 
     def _settle(self) -> None:
-        for runner in self._parts.runners:
-            runner.link.settle()
+        self._parts.pipeline.settle()
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
@@ -736,7 +745,7 @@ class SDPipeStrategy(DDPStrategy):
         if self._assembled is not None:
             self._checkpoints.wait()
             self._assembled.cut_model.restore()
-            keep_only(self.module, self._assembled.ownership, self._worker.stage, torch.device("cpu"))
+            to_cpu(self.module)
             self._assembled.freezing.buckets.clear()  # memory that only they hold
             if self._gathers and not self._failed:
                 self._make_whole(self._assembled)

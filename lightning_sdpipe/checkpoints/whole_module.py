@@ -21,6 +21,13 @@ def is_whole(module: nn.Module) -> bool:
     return all(tensor.device.type != "meta" for tensor in (*module.parameters(), *module.buffers()))
 
 
+def to_cpu(module: nn.Module) -> None:
+    """Moves what is not on ``meta`` to the CPU; the tensors stay the same objects."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type not in ("meta", "cpu"):
+            tensor.data = tensor.data.cpu()
+
+
 def make_whole(module: nn.Module, ownership: Ownership, groups: ProcessGroups, keep: bool) -> None:
     """Gives this worker what the other stages of its pipeline hold, on the CPU, where its own part must be already.
     Each tensor gets memory of its own; ties between names are kept. All workers of a pipeline must call it.

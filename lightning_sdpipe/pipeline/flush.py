@@ -32,6 +32,7 @@ from lightning_sdpipe.pipeline.gradients import (
     reported_to,
     set_aside,
 )
+from lightning_sdpipe.pipeline.loss import SharedLoss
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
@@ -72,6 +73,7 @@ class FlushPipeline:
         ]
         self._schedule = _schedule(schedule, self._stages, num_micro_batches)
         self._num_micro_batches = num_micro_batches
+        self._loss = SharedLoss(runners[-1].link, num_workers)
 
     def train(
         self,
@@ -94,7 +96,7 @@ class FlushPipeline:
                 if it shares parameters with other stages, when their gradients have come.
 
         Returns:
-            The loss, a scalar whose ``backward`` puts the gradients in place; zero on all stages but the last.
+            The loss, a scalar whose ``backward`` puts the gradients in place.
         """
         self.settle()
         micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
@@ -108,34 +110,36 @@ class FlushPipeline:
         before_backward = _first_and_last(
             backwards,
             lambda: self._delays.before_backward(iteration),
-            lambda: None if waits_for_owners else self._be_ready(ready),
+            lambda: self._before_last_backward(None if waits_for_owners else ready),
         )
         last_backward = self._reporting(exchange if not accumulated else None)
         for runner, stage in zip(self._runners, self._stages, strict=True):
-            forward = partial(_forward, runner, self._delays, micro_batches, step, log)
+            forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
             stage.begin(keys, forward, before_backward, self._delays.computing, last_backward)
-        losses: list[Tensor] = []
         indices = torch.arange(self._num_micro_batches)  # the schedules want a target to call the loss function
-        self._schedule.step(target=indices, losses=losses, return_outputs=False)
+        self._schedule.step(target=indices, return_outputs=False)
         self._shared.sum_gradients()
         if waits_for_owners:
             ready()
         log.replay(self._runners[0].module.log)
-        device = self._stages[0].device
-        loss = torch.stack([part.detach() for part in losses]).sum() if losses else torch.zeros((), device=device)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
-        return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale, exchange, accumulated)
+        return loss_with_gradients(
+            self._loss.take(), self._parameters, gradients, step.loss_scale, exchange, accumulated
+        )
 
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""
         for runner in self._runners:
             runner.link.settle()
+        self._loss.settle()
 
-    def _be_ready(self, ready: Callable[[], None]) -> None:
-        for runner in self._runners:
-            runner.link.make_room()
-        ready()
+    def _before_last_backward(self, ready: Callable[[], None] | None) -> None:
+        self._loss.exchange()
+        if ready is not None:
+            for runner in self._runners:
+                runner.link.make_room()
+            ready()
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
         """Around a stage's last backward, which completes the gradients of all that no other stage adds to."""
@@ -166,11 +170,15 @@ def _forward(
     micro_batches: Sequence[MicroBatch],
     step: Step,
     log: StepLog,
+    loss: SharedLoss,
     index: int,
     received: Boundary | None,
 ) -> Boundary | Tensor:
     with delays.computing():
-        return runner.train(micro_batches[index], step, received, log)
+        outcome = runner.train(micro_batches[index], step, received, log)
+    if isinstance(outcome, Tensor):
+        loss.add(outcome)
+    return outcome
 
 
 def _schedule(

@@ -94,8 +94,8 @@ class PipeDreamPipeline:
                 while the pipeline fills.
 
         Returns:
-            The loss of this mini-batch, a scalar (zero on all stages but the last). Its ``backward`` puts the gradient
-            of the mini-batch that is due in place, or none while the pipeline fills.
+            The loss of this mini-batch, a scalar (nan on all stages but the last, which will know it later). Its
+            ``backward`` puts the gradient of the mini-batch that is due in place, or none while the pipeline fills.
         """
         filling = self.filling
         loss = self._forward(batch, step, iteration)
@@ -104,6 +104,10 @@ class PipeDreamPipeline:
     def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
         """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
         return self._backward(torch.zeros((), device=self._runner.link.device), exchange, ready)
+
+    def settle(self) -> None:
+        """Waits until the neighbours have taken everything that was sent."""
+        self._runner.link.settle()
 
     def _forward(self, batch: Any, step: Step, iteration: int) -> Tensor:
         runner, log = self._runner, StepLog()
@@ -119,7 +123,7 @@ class PipeDreamPipeline:
         if isinstance(outcome, Boundary):
             runner.link.send_activations(outcome, key)
             outputs = [t for t in outcome.tensors if t.requires_grad]
-            loss = torch.zeros((), device=runner.link.device)
+            loss = torch.full((), torch.nan, device=runner.link.device)
         else:
             outputs, loss = [outcome], outcome.detach()
         inputs = [t for t in received.tensors if t.requires_grad] if received else []

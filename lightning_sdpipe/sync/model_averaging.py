@@ -26,7 +26,7 @@ class ModelAveraging(Synchronizer):
         return len(self.replica.ranks)
 
     def announce(self, iteration: int) -> None:
-        """Tells the scheduler that the last backward of ``iteration`` is under way; does not wait."""
+        """Tells the scheduler that this worker is ready; see the base class."""
         if self._active and iteration % self._every == 0:
             self.replica.client.ready(iteration)
             self.announced = True

@@ -19,6 +19,7 @@ from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFa
 # change their own parameters, so that hook runs on every stage.
 _BATCH_END_HOOKS = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
 _RESULT_HOOKS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end", *_BATCH_END_HOOKS)
+_EPOCH_END = "on_train_epoch_end"
 _WRITER_HOOKS = ("on_predict_batch_end", "on_predict_epoch_end")
 
 Within = Callable[[str], AbstractContextManager[None]]
@@ -40,10 +41,12 @@ def leave_results_to_the_last_stage(
 
     for owner, name in own:
         put(owner, name, _held(getattr(owner, name), within, name) if is_last else _nothing)
-    for callback in callbacks if not is_last else ():
-        for name in _RESULT_HOOKS if callback not in writers else ():
-            if getattr(type(callback), name) is not getattr(Callback, name) or name in callback.__dict__:
-                put(callback, name, _ending(getattr(callback, name), callback, name))
+    if not is_last:
+        put(module, _EPOCH_END, _ending(getattr(module, _EPOCH_END), module, _EPOCH_END))
+        for callback in callbacks:
+            for name in (_EPOCH_END, *(_RESULT_HOOKS if callback not in writers else ())):
+                if getattr(type(callback), name) is not getattr(Callback, name) or name in callback.__dict__:
+                    put(callback, name, _ending(getattr(callback, name), callback, name))
 
     def undo() -> None:
         for owner, name, before in changed:
@@ -66,22 +69,23 @@ def _held(hook: Callable[..., Any], within: Within, name: str) -> Callable[..., 
     return held
 
 
-def _ending(hook: Callable[..., Any], callback: Callback, name: str) -> Callable[..., None]:
-    place = f"{type(callback).__name__}.{name}"
+def _ending(hook: Callable[..., Any], owner: Callback | LightningModule, name: str) -> Callable[..., None]:
+    place = f"{type(owner).__name__}.{name}"
 
-    def ending(trainer: Any, module: Any, *arguments: Any, **kwargs: Any) -> None:
+    def ending(*arguments: Any, **kwargs: Any) -> None:
         if name in _BATCH_END_HOOKS:
-            arguments = (_NoResult(place), *arguments[1:])
+            trainer, module, _, *more = arguments
+            arguments = (trainer, module, _NoResult(place), *more)
         try:
-            hook(trainer, module, *arguments, **kwargs)
+            hook(*arguments, **kwargs)
         except _NoResultError:
             return
         except (ConfigurationError, WorkerFailedError, SchedulerError):
             raise
         except Exception as error:
             raise ConfigurationError(
-                f"{place} failed on a stage where the results of evaluation steps do not exist, neither what they "
-                f"return nor what they collect: {type(error).__name__}: {error}. Let it return at once unless "
+                f"{place} failed on a stage where the results of steps do not exist, neither what they return nor what "
+                f"they collect: {type(error).__name__}: {error}. If it works on them, let it return at once unless "
                 "trainer.strategy.has_results."
             ) from error
 

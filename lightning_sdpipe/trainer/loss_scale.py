@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 
 
@@ -46,6 +47,16 @@ def agree_on_overflow(precision: Precision, groups: ProcessGroups, voted: Callab
         process_group=groups.pipeline,
     )
     precision.scaler.voted = voted
+
+
+def refuse_own_unscaling(optimizer: Optimizer, precision: Precision) -> None:
+    """Raises ConfigurationError for an optimizer that looks for overflows by itself, in its own stage only."""
+    scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
+    if scaled and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}(fused=True) with precision='16-mixed' decides by itself whether to skip a "
+            "step that overflowed, and other stages would not skip it. Use fused=False, or precision='bf16-mixed'."
+        )
 
 
 def loss_scale(precision: Precision, device: torch.device) -> Tensor | None:

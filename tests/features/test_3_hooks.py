@@ -115,6 +115,26 @@ class Uncollected(L.Callback):
             torch.stack([])
 
 
+class CollectingLosses(Regression):
+    """As modules do that were written before there were hooks with outputs: each stage runs this at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.losses.append(super().training_step(batch, batch_idx))
+        return self.losses[-1]
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", torch.stack(self.losses).mean())
+
+
+class Growing(Regression):
+    def on_fit_start(self) -> None:
+        self.more = torch.nn.Linear(2, 2)
+
+
 def _refuse(directory: Path, module: L.LightningModule, callbacks: list[L.Callback], error: str) -> None:
     trainer = pipelines(directory, callbacks=callbacks)
     with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
@@ -139,6 +159,18 @@ def test_waiting_in_vain(tmp_path: Path, hook: str, call: str, error: str) -> No
     on_four_ranks(_refuse, tmp_path, Communicating(hook, call), [], error, count=2)
 
 
-def test_a_callback_that_fails_for_want_of_results_says_so(tmp_path: Path) -> None:
-    error = "Uncollected.on_validation_epoch_end failed on a stage where the results of evaluation steps do not exist"
-    on_four_ranks(_refuse, tmp_path, Regression(), [Uncollected()], error, count=2)
+_NO_RESULTS = "failed on a stage where the results of steps do not exist"
+
+
+@refused("Data", "hooks that need what the steps of the module have collected, on stages where it is not", _NO_RESULTS,
+         "`on_train_epoch_end`, and callbacks: return at once unless `trainer.strategy.has_results`")  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "callbacks", "error"),
+    [
+        (Regression, [Uncollected()], f"Uncollected.on_validation_epoch_end {_NO_RESULTS}"),
+        (CollectingLosses, [], f"CollectingLosses.on_train_epoch_end {_NO_RESULTS}"),
+        (Growing, [], "'more.weight' was added to Growing after it had been cut"),
+    ],
+)
+def test_what_a_stage_does_not_have(tmp_path: Path, module: Any, callbacks: list[L.Callback], error: str) -> None:
+    on_four_ranks(_refuse, tmp_path, module(), callbacks, error, count=2)

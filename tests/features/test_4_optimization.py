@@ -94,6 +94,24 @@ def test_16_mixed(tmp_path: Path) -> None:
     assert_same([parts for parts, _, _ in ranks], expected[0], rtol=0.02, atol=0.005)
 
 
+class Fused(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+_BY_ITSELF = "decides by itself whether to skip a step that overflowed"
+
+
+def _refuse_fused(directory: Path) -> None:
+    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    _refuse(directory, SDPipeStrategy(num_stages=2), Fused(), _BY_ITSELF, plugins=[half])
+
+
+@refused("Precision", "`16-mixed` with a fused optimizer", _BY_ITSELF)
+def test_16_mixed_with_a_fused_optimizer(tmp_path: Path) -> None:
+    on_four_ranks(_refuse_fused, tmp_path, count=2)
+
+
 class Tied(Regression):
     """The first and the last stage share a parameter, which counts once in the norm."""
 
