@@ -31,10 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = factory.parser("check", "Compares the loss and every gradient of a cut model with the whole one's.")
     given = options.parse_args(arguments)
     try:
-        _, batch = factory.build(given.factory)
+        built, batch = factory.build(given.factory)
         if batch is None:
             raise ConfigurationError(f"{given.factory} returned no batch. Let it return (module, batch).")
-        parts = [part.batch for part in split(batch, 2)]
+        parts = [part.batch for part in split(batch, 2, built)]
         make = partial(_make, given.factory, parts)
         module, _ = make()
         rehearse = partial(factory.rehearse, module, batches=parts)

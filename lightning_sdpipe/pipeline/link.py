@@ -99,18 +99,35 @@ class StageLink:
             tensor.requires_grad_(meta.requires_grad)
         return Message(tensors, note[1:].tolist(), layout)
 
-    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Starts sending the gradients of a received micro-batch to the previous stage."""
+    def send_gradients(self, received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Starts sending the gradients of a received micro-batch to the previous stage.
+
+        What nobody used has no gradient, which several tensors are preceded by flags for. One alone gets zeros.
+        """
         to, tag = self.stage - 1, 2 * self.stage - 1
-        self._sent_up.append(p2p.send(gradients, self.ranks[to], self.group, tag, self._name(to)))
+        if len(gradients) > 1:
+            message = [torch.tensor([g is not None for g in gradients]), *(g for g in gradients if g is not None)]
+        else:
+            message = [torch.zeros_like(t) if g is None else g for t, g in zip(received, gradients, strict=True)]
+        self._sent_up.append(p2p.send(message, self.ranks[to], self.group, tag, self._name(to)))
         if self.sends_in_flight is not None:
             self._settle(self._sent_up, self.sends_in_flight)
 
-    def receive_gradients(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Waits for the gradients of the tensors ``like``, which were sent to the next stage."""
+    def receive_gradients(self, sent: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Waits for the gradients of the tensors ``sent`` to the next stage: those that have one, and theirs."""
         source, tag = self.stage + 1, 2 * self.stage + 1
-        buffers = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in like]
-        return self._wait(p2p.receive(buffers, self.ranks[source], self.group, tag, self._name(source)))
+        rank, name = self.ranks[source], self._name(source)
+        outputs = list(sent)
+        if len(outputs) > 1:
+            (flags,) = self._wait(p2p.receive([torch.empty(len(sent), dtype=torch.bool)], rank, self.group, tag, name))
+            outputs = [t for t, used in zip(sent, flags.tolist(), strict=True) if used]
+        buffers = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in outputs]
+        return outputs, self._wait(p2p.receive(buffers, rank, self.group, tag, name))
+
+    def make_room(self) -> None:
+        """Waits until one more gradient can be sent without waiting for the previous stage."""
+        if self.sends_in_flight is not None:
+            self._settle(self._sent_up, self.sends_in_flight - 1)
 
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""

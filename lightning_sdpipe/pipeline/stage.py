@@ -43,6 +43,7 @@ class CutStage:
         self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
         self.act_send_info: dict[int, list[Any]] = {}
         self._link = link
+        self._own = [p for p in module.parameters() if not p.is_meta]
 
     def begin(
         self,
@@ -106,9 +107,7 @@ class CutStage:
         else:
             found = self._backward_inputs(index, outputs, gradients, inputs)
         if not self.is_first:
-            self._link.send_gradients(
-                [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
-            )
+            self._link.send_gradients(inputs, found)
 
     def _backward_inputs(
         self, index: int, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor]
@@ -119,7 +118,7 @@ class CutStage:
             return [None] * len(inputs)
         # torch finds the parameters on the ways from the inputs to an output: to all outputs, if they are one
         output: Tensor = _Joined.apply(gradients or [torch.ones_like(outputs[0])], *outputs)  # type: ignore[no-untyped-call]
-        weights = [p for p in self.submod.parameters() if p.requires_grad and not p.is_meta]
+        weights = [p for p in self._own if p.requires_grad]
         found: Sequence[Tensor | None] = ()
         if inputs:
             with self._computing():
@@ -139,8 +138,7 @@ class CutStage:
     def _outputs_and_gradients(self, index: int, loss: Tensor | None) -> tuple[Sequence[Tensor], list[Tensor] | None]:
         if loss is not None:
             return [loss], None
-        outputs = self._sent.pop(index)
-        return outputs, self._link.receive_gradients(outputs)
+        return self._link.receive_gradients(self._sent.pop(index))
 
     # What follows is there because the schedules call it: communication happens above.
 

@@ -31,10 +31,11 @@ class Step:
     context: StepContext  # the precision plugin's
     stream: tuple[int, ...] = ()  # what its random numbers depend on, besides the micro-batch
     loss_scale: Tensor | None = None  # of training in 16-bit mixed precision
+    generation: int = 0  # of the choice of layers that train, on which it depends what needs a gradient
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """What identifies the shapes of the messages that this step sends for a micro-batch, on both ends."""
-        return self.name, torch.is_grad_enabled(), micro_batch.signature
+        return self.name, torch.is_grad_enabled(), self.generation, micro_batch.signature
 
 
 AFTER_THE_STEP = -1
@@ -68,7 +69,7 @@ class StageRunner:
             The message to send on; on the last stage the loss, weighted by the micro-batch's share of the samples and
             scaled.
         """
-        with logging_through(self.module, log.record(micro_batch.size)):
+        with logging_through(self.module, log.record(micro_batch.weight)):
             outcome = self._run(micro_batch, number, step, received)
         if isinstance(outcome, Message):
             return outcome

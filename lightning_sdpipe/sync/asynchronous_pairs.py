@@ -46,6 +46,11 @@ class AsynchronousPairs(Synchronizer):
         """Does not ask the scheduler yet: a neighbour's thread would serve nobody else until the backward has ended."""
         self._iteration = iteration
 
+    @property
+    def shares_next(self) -> bool:
+        """See the base class."""
+        return True
+
     def synchronise(self) -> None:
         """Publishes the update, averages with the neighbour, and takes over what is published by then.
 

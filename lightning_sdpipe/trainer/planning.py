@@ -159,7 +159,7 @@ def _as_the_step_gets_it(planning: Planning, batch: Any) -> Any:
 
 def _parts(planning: Planning, batch: Any, trains: bool) -> Sequence[Any]:
     try:
-        parts = split(batch, planning.num_micro_batches)
+        parts = split(batch, planning.num_micro_batches, planning.trainer.lightning_module)
     except ConfigurationError:
         if trains:
             raise
@@ -178,7 +178,8 @@ def _not_rehearsed(what: str, error: Exception) -> None:
 def _measure(planning: Planning, blocks: Sequence[Block]) -> plan.Profile:
     trainer: Any = planning.trainer
     module = trainer.lightning_module
-    batch = split(sample_batch(trainer.fit_loop._data_source.dataloader()), planning.num_micro_batches)[0].batch
+    loaders = trainer.fit_loop._data_source.dataloader()
+    batch = split(sample_batch(loaders), planning.num_micro_batches, module)[0].batch
     key = cache.fingerprint(module, blocks, batch, planning.device)
     measured = cache.load(key)
     if measured is None:
