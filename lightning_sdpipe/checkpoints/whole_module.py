@@ -24,7 +24,7 @@ def is_whole(module: nn.Module) -> bool:
 def to_cpu(module: nn.Module) -> None:
     """Moves what is not on ``meta`` to the CPU; the tensors stay the same objects."""
     for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.device.type not in ("meta", "cpu"):
+        if not (tensor.is_meta or tensor.is_cpu):
             tensor.data = tensor.data.cpu()
 
 
@@ -51,9 +51,10 @@ def make_whole(module: nn.Module, ownership: Ownership, groups: ProcessGroups, k
         tensor: Tensor = slot[name]
         owners = ownership.stages[whole_name]
         value = tensor.detach().clone() if stage in owners else torch.empty_like(tensor, device="cpu")
-        if len(owners) < mesh.num_stages:
+        if len(owners) < mesh.num_stages or not isinstance(tensor, nn.Parameter):
+            # the last one's, since buffers outside of blocks are up to date where the step runs to its end
             with waiting_for(groups.pipeline, "bringing the module together"):
-                dist.broadcast(value, mesh.rank(owners[0], pipeline), group=groups.pipeline)
+                dist.broadcast(value, mesh.rank(owners[-1], pipeline), group=groups.pipeline)
         if not keep:
             continue
         if stage in owners and isinstance(tensor, nn.Parameter):
