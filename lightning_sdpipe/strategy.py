@@ -190,7 +190,7 @@ class SDPipeStrategy(DDPStrategy):
         self._membership: Membership | None = None
         self._assembled: Assembled | None = None
         self._undo: Sequence[Callable[[], None]] = ()
-        self._unmark: Callable[[], None] = lambda: None
+        self._unmark: Callable[[], None] | None = None
         self._watch: Watch | None = None
         self._initialisation = Initialisation()
         self._failed = self._gathers = False
@@ -340,7 +340,8 @@ class SDPipeStrategy(DDPStrategy):
         self._gathers = is_whole(self.module) if self.gather_module is None else self.gather_module
         self._assembled = assemble(self.module, stages, self.groups, runs, self._initialisation, self.root_device)
         parts = self._assembled
-        self._unmark()
+        if self._unmark is not None:
+            self._unmark()
         self._unmark = mark_parts(self.module)
         self._checkpoints = Checkpoints(self.module, parts.ownership, self.groups, self.save_distributed_checkpoint)
         changing, client = parts.freezing, self.membership.client
@@ -768,7 +769,7 @@ class SDPipeStrategy(DDPStrategy):
         if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
             with self._first_failure():
                 make_whole(self.module, parts.ownership, self.groups, self.global_rank in keepers)
-        if self.global_rank in keepers:
+        if self.global_rank in keepers and self._unmark is not None:
             self._unmark()
 
     # ----------------------------------------------------------------- narrowing
