@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -21,7 +22,9 @@ from statistics import fmean
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
-from lightning_sdpipe.scheduler import specification
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     WorkerKeys,
@@ -29,7 +32,6 @@ from lightning_sdpipe.scheduler.credentials import (
     read_worker_keys,
     write_keys,
 )
-from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.server import Server
 from lightning_sdpipe.scheduler.status import Status, WorkerStatus
 from lightning_sdpipe.scheduler.stop_signals import stop_signals
@@ -79,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     scheduler.add_argument(
         "--policy",
         default="semi_decentralized",
-        help="semi_decentralized, all_reduce, local_sgd, ad_psgd or no_sync (default: %(default)s)",
+        help=f"{', '.join(registry.BUILT_IN)}, or one of your own, as in my_package.policies:RoundRobin "
+        "(default: %(default)s)",
     )
     scheduler.add_argument(
         "--set",
@@ -139,18 +142,19 @@ def _scheduler(options: argparse.Namespace) -> int:
     return 0
 
 
-def _policy(name: str, settings: Sequence[str]) -> specification.PolicySpec:
+def _policy(name: str, settings: Sequence[str]) -> PolicyConfig:
     """``--policy`` and ``--set`` as a policy; values are JSON, or else text."""
-    plain: dict[str, object] = {"type": name}
+    sys.path.append(os.getcwd())  # where a user's own is looked for, as with python -m
+    values: dict[str, object] = {}
     for setting in settings:
         key, separator, value = setting.partition("=")
         if not separator:
             raise ConfigurationError(f"--set {setting} is not NAME=VALUE, as in --set window=0.05")
         try:
-            plain[key] = json.loads(value)
+            values[key] = json.loads(value)
         except ValueError:
-            plain[key] = value
-    return specification.from_builtins(plain)
+            values[key] = value
+    return registry.make(name, values)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -196,7 +200,7 @@ def to_plain(status: Status) -> dict[str, object]:
             else {
                 "sequence": group.sequence,
                 "pipelines": [member.pipeline for member in group.members],
-                "reason": group.reason.value,
+                "reason": group.reason,
             },
             "silent": worker.silent,
         }

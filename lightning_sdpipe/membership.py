@@ -13,9 +13,9 @@ from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
 from lightning_sdpipe.launching import job
 from lightning_sdpipe.launching.last_resort import LastResort
 from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import Failure
-from lightning_sdpipe.scheduler.policy import Worker
-from lightning_sdpipe.scheduler.specification import PolicySpec
 from lightning_sdpipe.sync.rendezvous import SchedulerAddress, connect, start_scheduler
 
 _BY_SIGNAL: Mapping[type[BaseException], str] = {
@@ -36,7 +36,7 @@ class Membership:
     def __init__(
         self,
         mesh: Mesh,
-        policy: PolicySpec,
+        policy: PolicyConfig,
         standing: SchedulerAddress | None,
         bind: Callable[[], str],
         timeout: float,

@@ -44,9 +44,11 @@ from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_s
 from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.stage_runner import Step
-from lightning_sdpipe.scheduler.policy import Worker
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.meeting import Meeting
+from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import standing_scheduler
 from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatistics
 from lightning_sdpipe.trainer import lockstep
@@ -75,7 +77,8 @@ class SDPipeStrategy(DDPStrategy):
 
     Args:
         num_stages: M, the stages of a pipeline; must divide the number of workers.
-        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default.
+        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default. Or the values of a
+            policy of your own, or its import path, as in ``"my_package.policies:RoundRobin"``.
         schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
             optimizer steps, and so do ``"interleaved_1f1b"`` and ``"zero_bubble"``, which cut the model into
             ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
@@ -108,7 +111,7 @@ class SDPipeStrategy(DDPStrategy):
     def __init__(
         self,
         num_stages: int = 1,
-        sync: SyncMethod | None = None,
+        sync: SyncMethod | PolicyConfig | str | None = None,
         schedule: Schedule = "1f1b",
         stages_per_worker: int = 2,
         num_micro_batches: int | None = None,
@@ -127,9 +130,8 @@ class SDPipeStrategy(DDPStrategy):
         if num_micro_batches is not None and num_micro_batches < 1:
             raise ConfigurationError(f"num_micro_batches={num_micro_batches} is not allowed; use 1 or more.")
         self.num_stages = num_stages
-        self.sync: SyncMethod = sync if sync is not None else SemiDecentralized()
-        if not isinstance(self.sync, SyncMethod):
-            raise ConfigurationError(f"sync={sync!r} is no synchronisation method; use one of lightning_sdpipe.sync.")
+        self.sync = sync if sync is not None else SemiDecentralized()
+        self._method = method_of(self.sync)
         if schedule not in get_args(Schedule):
             raise ConfigurationError(f"schedule={schedule!r} is not known; use one of {list(get_args(Schedule))}.")
         if schedule in _LOOPED and (num_stages < 2 or stages_per_worker < 2):
@@ -200,7 +202,7 @@ class SDPipeStrategy(DDPStrategy):
         self._data_seed = shared_seed()
         self._membership = Membership(
             self.mesh,
-            self.sync.policy,
+            self._method.policy,
             self._standing_scheduler,
             self._bind,
             self._run_timeout.total_seconds(),
@@ -285,7 +287,7 @@ class SDPipeStrategy(DDPStrategy):
         self._assembled = assemble(self.module, stages, self.groups, options, self._initialisation, self.root_device)
         parts = self._assembled
         self._checkpoints = Checkpoints(self.module, parts.ownership, self.groups, self.save_distributed_checkpoint)
-        self._sync = self.sync.build(
+        self._sync = self._method.build(
             Replica(self.membership.client, self.groups, parts.buckets, parts.buffers, parts.trained, self._run_timeout)
         )
 

@@ -14,9 +14,9 @@ import sys
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.policies import registry
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys
 from lightning_sdpipe.scheduler.server import Server
-from lightning_sdpipe.scheduler.specification import from_builtins
 from lightning_sdpipe.scheduler.stop_signals import stop_signals
 
 
@@ -28,7 +28,7 @@ def main() -> int:
     try:
         configuration = json.loads(_first_line())
         server = Server(
-            from_builtins(configuration["policy"]),
+            registry.from_plain(configuration["policy"]),
             configuration["num_stages"],
             configuration["num_pipelines"],
             configuration["bind"],

@@ -16,10 +16,11 @@ from typing import TypeVar
 import zmq
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback
 from lightning_sdpipe.scheduler.heartbeat import HeartbeatThread
-from lightning_sdpipe.scheduler.policy import Group, Worker
 from lightning_sdpipe.scheduler.status import Status
 
 __all__ = ["Failure", "RunAborted", "SchedulerClient", "ask_status"]
@@ -307,7 +308,7 @@ class _Pulse:
         if client.on_invitation is None:
             log.error(
                 "worker %s was invited to group %d but cannot average while it computes; "
-                "give SchedulerClient an on_invitation, or use ADPSGDSpec(asynchronous=False)",
+                "give SchedulerClient an on_invitation, or use ADPSGD(asynchronous=False)",
                 client.worker,
                 group.sequence,
             )

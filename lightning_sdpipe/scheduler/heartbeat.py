@@ -15,8 +15,8 @@ from typing import Protocol
 
 import zmq
 
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.policy import Group
 
 log = logging.getLogger(__name__)
 

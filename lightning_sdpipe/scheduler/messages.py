@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.scheduler.policy import Group, Worker
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.status import Status
 
 VERSION = 1

@@ -22,8 +22,9 @@ from typing import Any
 import msgspec
 
 from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback, make_keys
-from lightning_sdpipe.scheduler.specification import PolicySpec, build, to_builtins
 
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 5.0
@@ -41,7 +42,7 @@ class EmbeddedScheduler:
     @classmethod
     def start(
         cls,
-        spec: PolicySpec,
+        policy: PolicyConfig,
         num_stages: int,
         num_pipelines: int,
         bind: str = "tcp://127.0.0.1:*",
@@ -50,10 +51,10 @@ class EmbeddedScheduler:
         timeout: float = START_TIMEOUT,
     ) -> EmbeddedScheduler:
         """Start the child and wait until it listens; with fresh keys if other machines can reach it."""
-        build(spec, num_stages, num_pipelines)  # refuse here what the child would refuse
+        registry.build(policy, num_stages, num_pipelines)  # refuse here what the child would refuse
         keys, credentials = (None, None) if is_loopback(bind) else make_keys()
         configuration = {
-            "policy": to_builtins(spec),
+            "policy": registry.to_plain(policy),
             "num_stages": num_stages,
             "num_pipelines": num_pipelines,
             "bind": bind,

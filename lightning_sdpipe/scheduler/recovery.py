@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.messages import Answer
-from lightning_sdpipe.scheduler.policy import Worker
 
 
 class Recovery:

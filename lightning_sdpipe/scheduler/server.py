@@ -9,13 +9,13 @@ from types import TracebackType
 import zmq
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler import specification
-from lightning_sdpipe.scheduler.attendant import Attendant, Bell
-from lightning_sdpipe.scheduler.authentication import Gatekeeper
+from lightning_sdpipe.scheduler.authentication import KeyCheck
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.service import Frame, SchedulerService
-from lightning_sdpipe.scheduler.specification import PolicySpec
+from lightning_sdpipe.scheduler.watcher import StopMessage, Watcher
 
 LONGEST_WAIT_MS = 60_000
 
@@ -25,7 +25,7 @@ class Server:
 
     def __init__(
         self,
-        spec: PolicySpec,
+        policy: PolicyConfig,
         num_stages: int,
         num_pipelines: int,
         bind: str = "tcp://127.0.0.1:*",
@@ -45,9 +45,9 @@ class Server:
             )
         self.address = ""
         self.service = SchedulerService(
-            specification.build(spec, num_stages, num_pipelines),
+            registry.build(policy, num_stages, num_pipelines),
             num_stages * num_pipelines,
-            description=specification.to_json(spec),
+            description=registry.to_json(policy),
             worker_timeout=worker_timeout,
             recovery_grace=recovery_grace,
             now=clock(),
@@ -57,8 +57,8 @@ class Server:
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
-        self._gatekeeper: Gatekeeper | None = None
-        self._bell = Bell()
+        self._key_check: KeyCheck | None = None
+        self._stop_message = StopMessage()
 
     def open(self) -> str:
         """Bind and return the address that clients connect to."""
@@ -71,8 +71,8 @@ class Server:
         socket.setsockopt(zmq.IPV6, 1 if "[" in self._bind else 0)
         try:
             if self._keys is not None:
-                self._gatekeeper = Gatekeeper(context, socket, self._keys)
-            socket.bind(self._bell.endpoint)
+                self._key_check = KeyCheck(context, socket, self._keys)
+            socket.bind(self._stop_message.endpoint)
             socket.bind(self._bind)
         except zmq.ZMQError as error:
             self.close()
@@ -89,12 +89,12 @@ class Server:
         """Serve until one of the file descriptors ``stop`` is readable (or at its end).
 
         Waiting happens inside the ROUTER's own receive, which costs a message a third of what asking a poller
-        first does; an :class:`Attendant` watches everything else and says in a frame when to stop.
+        first does; an :class:`Watcher` watches everything else and says in a frame when to stop.
         """
         socket, service, clock = self._socket, self.service, self._clock
         if socket is None or self._context is None:
             raise SchedulerError("the scheduler's server was run before it was opened")
-        with Attendant(self._context, self._bell, stop, self._gatekeeper):
+        with Watcher(self._context, self._stop_message, stop, self._key_check):
             now, due, patience = clock(), service.deadline(), -2
             while True:
                 # Rounded up, since waking before the deadline would spin until it has come.
@@ -109,7 +109,7 @@ class Server:
                     self._send(socket, service.tick(now))
                     due = service.deadline()
                     continue
-                if identity == self._bell.identity:
+                if identity == self._stop_message.identity:
                     return
                 now = clock()
                 self._send(socket, service.handle(identity, parts[0] if len(parts) == 1 else b"", now))
@@ -120,9 +120,9 @@ class Server:
 
     def close(self) -> None:
         """Free the port; safe to call twice."""
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
-            self._gatekeeper = None
+        if self._key_check is not None:
+            self._key_check.close()
+            self._key_check = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None

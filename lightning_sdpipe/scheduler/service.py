@@ -12,8 +12,10 @@ from collections import Counter
 
 import msgspec
 
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Joined, Left, Ready, Tick, Worker
+from lightning_sdpipe.policies.policy import Policy, RefusedEvent
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.policy import Group, GroupPolicy, RefusedEvent, Worker
 from lightning_sdpipe.scheduler.recovery import Recovery
 from lightning_sdpipe.scheduler.status import Statistics, Status, WorkerStatus
 
@@ -78,7 +80,7 @@ class SchedulerService:
 
     def __init__(
         self,
-        policy: GroupPolicy,
+        policy: Policy,
         num_workers: int,
         *,
         description: str = "",
@@ -117,7 +119,7 @@ class SchedulerService:
         frames: list[Frame] = []
         if now >= self._next_roll_call:
             frames += self._call_the_roll(now)
-        frames += self._send(self._policy.tick(now))
+        frames += self._send(self._policy.on(Tick(), now))
         if self._recovery is not None and self._recovery.until <= now:
             frames += self._end_recovery(now)
         return frames
@@ -157,7 +159,7 @@ class SchedulerService:
             signals=self._statistics.signals,
             signals_per_second=self._statistics.rate(now, uptime),
             groups_by_size=dict(sorted(self._statistics.sizes.items())),
-            groups_by_reason={reason.value: count for reason, count in self._statistics.reasons.items()},
+            groups_by_reason=dict(self._statistics.reasons),
             refused=dict(self.refused),
             failure=None if failure is None else f"worker {failure.worker}: {failure.reason}",
             workers=[
@@ -234,7 +236,7 @@ class SchedulerService:
             self._recovery.held[worker] = iteration
             return []
         try:
-            groups = self._policy.ready(worker, iteration, now)
+            groups = self._policy.on(Ready(worker, iteration), now)
         except RefusedEvent as error:
             return self._refuse(request, identity, str(error))
         client.waiting = client.reported = iteration
@@ -273,7 +275,7 @@ class SchedulerService:
             return []  # the heartbeats' socket was slower than the leave that came after
         frames: list[Frame] = []
         if not client.active:
-            frames = self._send(self._policy.join(worker, now))
+            frames = self._send(self._policy.on(Joined(worker), now))
             client.active, client.lost = True, False
             client.waiting = client.reported = client.answered = None
             if request.resumed:
@@ -308,11 +310,11 @@ class SchedulerService:
                 frames.append((client.identity, client.answer_frame))
                 continue
             self._statistics.signal(now)
-            frames += self._send(self._policy.ready(worker, iteration, now))
+            frames += self._send(self._policy.on(Ready(worker, iteration), now))
         return frames
 
     def _leave(self, worker: Worker, client: _Client, now: float) -> list[Frame]:
-        groups = self._policy.leave(worker, now)
+        groups = self._policy.on(Left(worker), now)
         # A window of this very moment may still have answered the worker: send first.
         frames = self._send(groups)
         client.active = False
@@ -369,7 +371,7 @@ class SchedulerService:
                 group = msgspec.structs.replace(group, sequence=group.sequence + self._first_sequence)
             self._statistics.group(group)
             if verbose:
-                log.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason.value)
+                log.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason)
             if group.passive:
                 frames += self._send_with_bystanders(group)
                 continue

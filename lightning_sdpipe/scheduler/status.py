@@ -6,7 +6,8 @@ from collections import Counter, deque
 
 import msgspec
 
-from lightning_sdpipe.scheduler.policy import Group, Reason, Worker
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 
 RATE_SECONDS = 10
 """Signals per second are counted over this many whole seconds."""
@@ -46,7 +47,7 @@ class Statistics:
     def __init__(self) -> None:
         self.signals = 0
         self.sizes: Counter[int] = Counter()
-        self.reasons: Counter[Reason] = Counter()
+        self.reasons: Counter[str] = Counter()
         self._per_second: deque[list[int]] = deque(maxlen=RATE_SECONDS + 1)
 
     def signal(self, now: float) -> None:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, read_worker_keys
-from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
-from lightning_sdpipe.scheduler.specification import PolicySpec
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def standing_scheduler(address: str | None, key_file: str | Path | None) -> Sche
     return SchedulerAddress(address, read_worker_keys(Path(key_file)) if key_file else None)
 
 
-def start_scheduler(spec: PolicySpec, mesh: Mesh, bind: str) -> tuple[EmbeddedScheduler | None, SchedulerAddress]:
+def start_scheduler(policy: PolicyConfig, mesh: Mesh, bind: str) -> tuple[EmbeddedScheduler | None, SchedulerAddress]:
     """Rank 0 starts the run's own scheduler; every rank must call it and gets its address.
 
     Its keys, which it has when ``bind`` is not loopback, go through the run's process group: not through the command
@@ -49,7 +49,7 @@ def start_scheduler(spec: PolicySpec, mesh: Mesh, bind: str) -> tuple[EmbeddedSc
     """
     scheduler, told = None, b""
     if dist.get_rank() == 0:
-        scheduler = EmbeddedScheduler.start(spec, mesh.num_stages, mesh.num_pipelines, bind)
+        scheduler = EmbeddedScheduler.start(policy, mesh.num_stages, mesh.num_pipelines, bind)
         keys = msgspec.to_builtins(scheduler.credentials)
         told = json.dumps({"address": scheduler.address, "keys": keys}).encode()
     everybody = dist.group.WORLD

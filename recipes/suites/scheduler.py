@@ -22,11 +22,12 @@ from contextlib import ExitStack, contextmanager
 
 import zmq
 
+from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.events import Joined, Ready, Tick, Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
-from lightning_sdpipe.scheduler.semi_decentralized import SemiDecentralizedPolicy
-from lightning_sdpipe.scheduler.specification import ADPSGDSpec, PolicySpec, SemiDecentralizedSpec
 from recipes.suites.ratios import Ratios, Row, ratio
 
 ECHO = """
@@ -38,10 +39,10 @@ with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
     while True:
         router.send_multipart(router.recv_multipart())
 """
-POLICIES: dict[str, PolicySpec] = {
-    "one group": SemiDecentralizedSpec(window=math.inf),
-    "pairs": ADPSGDSpec(seed=0),
-    "alone": SemiDecentralizedSpec(window=0.0, connectivity=None),
+POLICIES: dict[str, PolicyConfig] = {
+    "one group": SemiDecentralized(window=math.inf),
+    "pairs": ADPSGD(seed=0),
+    "alone": SemiDecentralized(window=0.0, connectivity=None),
 }
 LOWER_IS_BETTER = frozenset(
     {*(f"echo{kind}_{p}" for kind in ("", "_pairs", "_alone") for p in ("p50", "p99")), "policy_growth"}
@@ -248,22 +249,22 @@ def _policy(repeats: int, seed: int) -> dict[int, list[Row]]:
 
 def _policy_cost(size: int, rng: random.Random) -> float:
     """Workers of unequal speed under a virtual clock; about four arrive within a window."""
-    policy = SemiDecentralizedPolicy(1, size, window=4.0 / size, connectivity=10, max_group=size)
+    policy = SemiDecentralized(window=4.0 / size, connectivity=10, max_group=size).make_policy(1, size)
     workers = [Worker(0, pipeline) for pipeline in range(size)]
     for worker in workers:
-        policy.join(worker, 0.0)
+        policy.on(Joined(worker), 0.0)
     rounds = max(4, 40_000 // size)
     arrivals = sorted(
         (k + rng.random(), pipeline, k) for k in range(rounds) for pipeline in range(size)
     )  # a worker's next arrival comes after its last one was answered, or is skipped
-    waiting = policy.roster.waiting[0]
+    waiting = policy.participants.waiting[0]
     signals = 0
     start = time.perf_counter()
     for now, pipeline, k in arrivals:
         due = policy.deadline()
         if due is not None and due <= now:
-            policy.tick(due)
+            policy.on(Tick(), due)
         if pipeline not in waiting:
-            policy.ready(workers[pipeline], k, now)
+            policy.on(Ready(workers[pipeline], k), now)
             signals += 1
     return (time.perf_counter() - start) / signals

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import networkx as nx
 
-from lightning_sdpipe.scheduler.policy import Group, GroupPolicy, Reason, Worker
+from lightning_sdpipe.policies import Group, Joined, Left, Policy, Ready, Tick, Worker
 
-Summary = tuple[int, tuple[int, ...], Reason]
+Summary = tuple[int, tuple[int, ...], str]
 
 
 def brief(groups: list[Group]) -> list[Summary]:
@@ -18,10 +18,10 @@ def brief(groups: list[Group]) -> list[Summary]:
     return [(g.stage, tuple(w.pipeline for w in g.members), g.reason) for g in groups]
 
 
-def join_all(policy: GroupPolicy, num_stages: int, num_pipelines: int, now: float = 0.0) -> None:
+def join_all(policy: Policy, num_stages: int, num_pipelines: int, now: float = 0.0) -> None:
     for stage in range(num_stages):
         for pipeline in range(num_pipelines):
-            assert policy.join(Worker(stage, pipeline), now) == []
+            assert policy.on(Joined(Worker(stage, pipeline)), now) == []
 
 
 class Pipelines:
@@ -35,7 +35,7 @@ class Pipelines:
 
     def __init__(
         self,
-        policy: GroupPolicy,
+        policy: Policy,
         num_stages: int,
         num_pipelines: int,
         iterations: int,
@@ -68,7 +68,7 @@ class Pipelines:
                 self._report(worker)
             elif due is not None:
                 self.now = max(self.now, due)
-                self._deliver(self.policy.tick(self.now))
+                self._deliver(self.policy.on(Tick(), self.now))
             else:
                 return
 
@@ -89,7 +89,7 @@ class Pipelines:
         if self.computed[worker] < k or (later in self.reported and self.reported[later] < k):
             return
         self.reported[worker] = k
-        groups = self.policy.ready(worker, k, self.now)
+        groups = self.policy.on(Ready(worker, k), self.now)
         earlier = Worker(worker.stage - 1, worker.pipeline)
         if earlier in self.reported:
             self._report(earlier)
@@ -107,7 +107,7 @@ class Pipelines:
                 if worker in group.passive:
                     continue
                 if self.answered[worker] == self.iterations:
-                    self._deliver(self.policy.leave(worker, self.now))
+                    self._deliver(self.policy.on(Left(worker), self.now))
                 for j in range(self.num_stages):
                     self._start(Worker(j, worker.pipeline))
 
@@ -129,11 +129,11 @@ def random_durations(seed: int, delay: float = 3.0, probability: float = 0.1) ->
 class NaiveSyncGraph:
     """The promise of sync_graph.py, written down as it reads: no forest, networkx on the whole window."""
 
-    def __init__(self, rounds: int) -> None:
-        self.rounds, self.round, self.signals = rounds, 0, 0
+    def __init__(self, rounds: int, unit: str = "rounds") -> None:
+        self.rounds, self.unit, self.round, self.signals = rounds, unit, 0, 0
         self.active: set[int] = set()
         self.known: set[int] = set()
-        self.groups: list[tuple[int, list[int]]] = []
+        self.met: list[tuple[int, list[int], int | None]] = []
         self.entrants: list[int] | None = None
 
     def join(self, worker: int) -> None:
@@ -141,7 +141,7 @@ class NaiveSyncGraph:
             self.known.add(worker)
             if self.entrants is None or not self.active:
                 self.entrants = [min(self.active)] if self.active else []
-                self.groups.append((self.round - 1, self.entrants))
+                self.met.append((self.round - 1, self.entrants, None))
             self.entrants.append(worker)
         self.active.add(worker)
 
@@ -149,21 +149,30 @@ class NaiveSyncGraph:
         self.active.remove(worker)
         self.signals = min(self.signals, max(0, len(self.active) - 1))
 
-    def record(self, groups: list[list[int]]) -> None:
+    def record(self, groups: list[Group]) -> None:
         """Groups that went out together."""
         self.entrants = None
-        self.groups += [(self.round, group) for group in groups]
-        self.signals += sum(map(len, groups))
+        for group in groups:
+            self.met.append((self.round, [worker.pipeline for worker in group.members], group.sequence))
+            self.signals += len(group.members)
+        if self.unit == "groups":
+            self.round += 1
+            return
         while self.signals >= len(self.active):
             self.signals -= len(self.active)
             self.round += 1
 
-    def components(self, candidate: list[list[int]] | None = None) -> set[frozenset[int]]:
-        """Of the last rounds, the current one and ``candidate`` included."""
+    def forget(self, sequence: int) -> None:
+        """That group broke."""
+        self.met = [entry for entry in self.met if entry[2] != sequence]
+
+    def components(self, candidate: list[Group] | None = None, since: int | None = None) -> set[frozenset[int]]:
+        """Of the last rounds, or those from ``since`` on, the current one and ``candidate`` included."""
         graph = nx.Graph()
         graph.add_nodes_from(self.active)
-        recent = [group for made, group in self.groups if made > self.round - self.rounds]
-        for group in recent + (candidate or []):
-            present = [worker for worker in group if worker in self.active]
+        first = self.round - self.rounds + 1 if since is None else since
+        recent = [members for made, members, _ in self.met if made >= first]
+        for members in recent + [[worker.pipeline for worker in group.members] for group in candidate or []]:
+            present = [worker for worker in members if worker in self.active]
             graph.add_edges_from((u, v) for u in present for v in present)
         return {frozenset(component) for component in nx.connected_components(graph)}

@@ -11,18 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from live_scheduler import clients, serving
 
 from lightning_sdpipe.cli import main
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.credentials import (
     make_keys,
     read_scheduler_keys,
     read_worker_keys,
     write_keys,
 )
-from lightning_sdpipe.scheduler.policy import Worker
-from lightning_sdpipe.scheduler.specification import SemiDecentralizedSpec
+from tests.scheduler.live_scheduler import clients, serving
 
 W = Worker
 
@@ -60,7 +60,7 @@ def test_bad_key_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = SemiDecentralizedSpec(window=60.0)
+    spec = SemiDecentralized(window=60.0)
     with serving(spec, 2, 2) as server, clients(server.address, W(0, 0), W(0, 1), W(1, 0)) as (a, b, c):
         for client in (a, b, c):
             client.join()

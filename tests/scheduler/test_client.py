@@ -7,20 +7,22 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from live_scheduler import clients, serving
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.client import Failure, SchedulerClient, ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
-from lightning_sdpipe.scheduler.policy import Group, Worker
 from lightning_sdpipe.scheduler.server import Server
-from lightning_sdpipe.scheduler.specification import ADPSGDSpec, AllReduceSpec, SemiDecentralizedSpec
+from tests.scheduler.live_scheduler import clients, serving
 
 W = Worker
 
 
 def test_a_group_reaches_all_its_members() -> None:
-    with serving(AllReduceSpec(), 2, 2) as server, clients(server.address, W(1, 0), W(1, 1)) as (a, b):
+    with serving(AllReduceModels(), 2, 2) as server, clients(server.address, W(1, 0), W(1, 1)) as (a, b):
         for client in (a, b):
             client.join()
         for iteration in (5, 6):
@@ -32,7 +34,7 @@ def test_a_group_reaches_all_its_members() -> None:
 
 
 def test_many_workers_train_for_a_while_and_leave_one_by_one() -> None:
-    spec = SemiDecentralizedSpec(window=0.002, connectivity=3)
+    spec = SemiDecentralized(window=0.002, connectivity=3)
     workers = [W(j, i) for j in range(2) for i in range(4)]
     with serving(spec, 2, 4) as server, clients(server.address, *workers) as made:
         for client in made:
@@ -55,7 +57,7 @@ def test_many_workers_train_for_a_while_and_leave_one_by_one() -> None:
 
 def test_a_timeout_names_whom_the_scheduler_waits_for() -> None:
     with (
-        serving(AllReduceSpec(), 1, 3) as server,
+        serving(AllReduceModels(), 1, 3) as server,
         clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c),
     ):
         for client in (a, b, c):
@@ -79,7 +81,7 @@ def test_an_absent_scheduler_is_named_by_its_address() -> None:
 
 def test_the_first_failure_reaches_everybody() -> None:
     with (
-        serving(AllReduceSpec(), 1, 3) as server,
+        serving(AllReduceModels(), 1, 3) as server,
         clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c),
     ):
         for client in (a, b, c):
@@ -101,7 +103,7 @@ def test_a_failure_told_to_nobody_does_not_block() -> None:
 
 
 def test_wrong_use_of_the_client_is_told_at_once() -> None:
-    with serving(AllReduceSpec(), 1, 2) as server, clients(server.address, W(0, 0), W(0, 1)) as (a, b):
+    with serving(AllReduceModels(), 1, 2) as server, clients(server.address, W(0, 0), W(0, 1)) as (a, b):
         with pytest.raises(SchedulerError, match=r"call ready\(\) first"):
             a.group()
         with pytest.raises(SchedulerError, match=r"call join\(\) first"):
@@ -122,7 +124,7 @@ def test_wrong_use_of_the_client_is_told_at_once() -> None:
 
 def test_a_silent_worker_is_treated_as_left_and_named_to_the_others(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        serving(AllReduceSpec(), 1, 2, worker_timeout=1.0) as server,
+        serving(AllReduceModels(), 1, 2, worker_timeout=1.0) as server,
         clients(server.address, W(0, 0), heartbeat=0.02) as (a,),
         clients(server.address, W(0, 1), heartbeat=1000.0) as (b,),
     ):
@@ -140,7 +142,7 @@ def test_a_silent_worker_is_treated_as_left_and_named_to_the_others(caplog: pyte
 
 def test_heartbeats_keep_a_busy_worker_alive() -> None:
     with (
-        serving(AllReduceSpec(), 1, 2, worker_timeout=1.0) as server,
+        serving(AllReduceModels(), 1, 2, worker_timeout=1.0) as server,
         clients(server.address, W(0, 0), W(0, 1), heartbeat=0.02) as (a, b),
     ):
         a.join()
@@ -161,7 +163,7 @@ def test_heartbeats_bring_the_news_of_a_failure() -> None:
                 heard.set()
 
     with (
-        serving(AllReduceSpec(), 1, 2) as server,
+        serving(AllReduceModels(), 1, 2) as server,
         clients(server.address, W(0, 1)) as (b,),
     ):
         a = Listening(server.address, W(0, 0), heartbeat=0.02)
@@ -184,7 +186,7 @@ def test_a_passive_neighbour_is_invited_while_it_computes() -> None:
         arrived.set()
 
     with (
-        serving(ADPSGDSpec(asynchronous=True), 1, 2) as server,
+        serving(ADPSGD(asynchronous=True), 1, 2) as server,
         clients(server.address, W(0, 0)) as (a,),
         clients(server.address, W(0, 1), on_invitation=on_invitation) as (b,),
     ):
@@ -203,7 +205,7 @@ def test_a_passive_neighbour_is_invited_while_it_computes() -> None:
 def test_the_right_keys_are_let_in_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     ours, worker = make_keys()
     theirs, stranger = make_keys()
-    with serving(AllReduceSpec(), 1, 1, keys=ours) as server:
+    with serving(AllReduceModels(), 1, 1, keys=ours) as server:
         with clients(server.address, W(0, 0), credentials=worker) as (a,):
             a.join()
             a.ready(0)
@@ -225,6 +227,6 @@ def test_the_right_keys_are_let_in_and_nobody_else(caplog: pytest.LogCaptureFixt
 
 def test_beyond_this_machine_keys_are_required() -> None:
     with pytest.raises(ConfigurationError, match="without keys"):
-        Server(AllReduceSpec(), 1, 1, "tcp://0.0.0.0:*")
+        Server(AllReduceModels(), 1, 1, "tcp://0.0.0.0:*")
     with pytest.raises(ConfigurationError, match=r"worker\.key"):
         SchedulerClient("tcp://10.0.0.1:5555", W(0, 0))

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from live_scheduler import clients, serving
 
+from lightning_sdpipe.policies import Group, Reason, Worker
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.policy import Group, Reason, Worker
-from lightning_sdpipe.scheduler.specification import SemiDecentralizedSpec
+from tests.scheduler.live_scheduler import clients, serving
 
 A, B = Worker(0, 0), Worker(0, 1)
 GROUP = Group((A, B), (0.5, 0.5), 3, Reason.ENFORCED)
@@ -109,7 +109,7 @@ def iterate(address: str, count: int) -> list[Group]:
 
 def test_a_hundred_thousand_frames_at_a_live_server() -> None:
     """It answers the workers in between exactly as it would have without."""
-    spec = SemiDecentralizedSpec(window=60.0)
+    spec = SemiDecentralized(window=60.0)
     with serving(spec, 1, 2) as server:
         undisturbed = iterate(server.address, 200)
     valid = [m.encode(request) for request in REQUESTS]
@@ -147,7 +147,7 @@ def test_a_hundred_thousand_frames_at_a_live_server() -> None:
 
 def test_bytes_that_are_not_even_zeromq_close_their_own_connection_only() -> None:
     rng = random.Random(3)
-    with serving(SemiDecentralizedSpec(window=60.0), 1, 2) as server:
+    with serving(SemiDecentralized(window=60.0), 1, 2) as server:
         host, _, port = server.address.removeprefix("tcp://").rpartition(":")
         for _ in range(50):
             with sockets.create_connection((host, int(port)), timeout=10) as raw:
@@ -157,7 +157,7 @@ def test_bytes_that_are_not_even_zeromq_close_their_own_connection_only() -> Non
 
 def test_a_frame_above_the_limit_is_not_even_read() -> None:
     with (
-        serving(SemiDecentralizedSpec(window=60.0), 1, 2) as server,
+        serving(SemiDecentralized(window=60.0), 1, 2) as server,
         zmq.Context() as context,
         context.socket(zmq.DEALER) as stranger,
     ):

@@ -11,17 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.registry import build
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.service import SchedulerService
-from lightning_sdpipe.scheduler.specification import (
-    ADPSGDSpec,
-    AllReduceSpec,
-    NoSyncSpec,
-    PolicySpec,
-    SemiDecentralizedSpec,
-    build,
-)
 
 GRACE, TIMEOUT = 10.0, 1000.0
 
@@ -70,17 +68,17 @@ class LossyNetwork(RuleBasedStateMachine):
     @initialize(
         spec=st.sampled_from(
             [
-                SemiDecentralizedSpec(window=1.0, connectivity=2),
-                SemiDecentralizedSpec(window=0.0, connectivity=3),
-                AllReduceSpec(),
-                ADPSGDSpec(),
-                NoSyncSpec(),
+                SemiDecentralized(window=1.0, connectivity=2),
+                SemiDecentralized(window=0.0, connectivity=3),
+                AllReduceModels(),
+                ADPSGD(),
+                NoSync(),
             ]
         ),
         stages=st.integers(1, 2),
         pipelines=st.integers(1, 4),
     )
-    def start(self, spec: PolicySpec, stages: int, pipelines: int) -> None:
+    def start(self, spec: PolicyConfig, stages: int, pipelines: int) -> None:
         self.now = 0.0
         self.spec, self.shape = spec, (stages, pipelines)
         self.models = [

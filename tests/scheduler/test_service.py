@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_sdpipe.policies import Group, Reason, Worker
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.registry import build
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.policy import Group, Reason, Worker
 from lightning_sdpipe.scheduler.service import SchedulerService
-from lightning_sdpipe.scheduler.specification import AllReduceSpec, NoSyncSpec, PolicySpec, build
 
 A, B = Worker(0, 0), Worker(0, 1)
 Addressed = tuple[bytes, m.Reply]
@@ -16,8 +19,8 @@ Addressed = tuple[bytes, m.Reply]
 class Dialogue:
     """Talks to a service as workers would; numbers the requests."""
 
-    def __init__(self, spec: PolicySpec | None = None, workers: int = 2) -> None:
-        self.service = SchedulerService(build(spec or AllReduceSpec(), 1, workers), workers, worker_timeout=8.0)
+    def __init__(self, spec: PolicyConfig | None = None, workers: int = 2) -> None:
+        self.service = SchedulerService(build(spec or AllReduceModels(), 1, workers), workers, worker_timeout=8.0)
         self.number = 0
 
     def say(self, kind: type, worker: Worker, *fields: object, now: float = 0.0, session: int = 7) -> list[Addressed]:
@@ -214,7 +217,7 @@ class TestRestart:
         assert answer == m.Answer(group(A, sequence=42), (6,))
 
     def test_it_waits_for_nobody_else_once_all_are_back(self) -> None:
-        d = Dialogue(NoSyncSpec())
+        d = Dialogue(NoSync())
         d.say(m.Join, A, True, None)
         d.say(m.Ready, A, 0)
         d.say(m.Join, B, True, None)
@@ -228,7 +231,7 @@ class TestRestart:
 
 
 def test_status_counts_what_passed_by() -> None:
-    d = Dialogue(NoSyncSpec())
+    d = Dialogue(NoSync())
     d.say(m.Join, A)
     d.say(m.Join, B)
     for k in range(3):

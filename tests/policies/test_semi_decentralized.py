@@ -8,11 +8,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_simulation import Pipelines, brief, join_all, random_durations
 
-from lightning_sdpipe.scheduler.all_reduce import AllReducePolicy
-from lightning_sdpipe.scheduler.policy import Reason, RefusedEvent, Worker
-from lightning_sdpipe.scheduler.semi_decentralized import SemiDecentralizedPolicy, split_up
+from lightning_sdpipe.policies import Broken, Joined, Left, Ready, Reason, RefusedEvent, Tick, Worker
+from lightning_sdpipe.policies.all_reduce import AllReducePolicy
+from lightning_sdpipe.policies.policy import Unit
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized, SemiDecentralizedPolicy, split_up
+from tests.scheduler.policy_simulation import Pipelines, brief, join_all, random_durations
 
 W = Worker
 CLOSED, EVERYBODY, ENFORCED = Reason.WINDOW_CLOSED, Reason.EVERYBODY_CAME, Reason.ENFORCED
@@ -20,7 +21,7 @@ BUSY, LOST = Reason.TOKEN_BUSY, Reason.WORKER_LOST
 
 
 def make(stages: int, pipelines: int, **options: object) -> SemiDecentralizedPolicy:
-    policy = SemiDecentralizedPolicy(stages, pipelines, **options)  # type: ignore[arg-type]
+    policy = SemiDecentralized(**options).make_policy(stages, pipelines)  # type: ignore[arg-type]
     join_all(policy, stages, pipelines)
     return policy
 
@@ -28,10 +29,10 @@ def make(stages: int, pipelines: int, **options: object) -> SemiDecentralizedPol
 def test_a_window_gathers_those_that_come_in_time() -> None:
     policy = make(1, 3, window=1.0)
     assert policy.deadline() is None
-    assert policy.ready(W(0, 2), 1, 10.0) == []
+    assert policy.on(Ready(W(0, 2), 1), 10.0) == []
     assert policy.deadline() == 11.0
-    assert policy.ready(W(0, 0), 1, 10.5) == []
-    groups = policy.tick(11.0)
+    assert policy.on(Ready(W(0, 0), 1), 10.5) == []
+    groups = policy.on(Tick(), 11.0)
     assert brief(groups) == [(0, (0, 2), CLOSED)]
     assert groups[0].weights == (0.5, 0.5)
     assert policy.deadline() is None
@@ -39,34 +40,34 @@ def test_a_window_gathers_those_that_come_in_time() -> None:
 
 def test_a_worker_that_comes_when_the_window_has_ended_is_too_late() -> None:
     policy = make(1, 3, window=1.0)
-    policy.ready(W(0, 0), 1, 0.0)
-    assert brief(policy.ready(W(0, 1), 1, 1.0)) == [(0, (0,), CLOSED)]
+    policy.on(Ready(W(0, 0), 1), 0.0)
+    assert brief(policy.on(Ready(W(0, 1), 1), 1.0)) == [(0, (0,), CLOSED)]
     assert policy.deadline() == 2.0
 
 
 def test_it_goes_out_at_once_when_everybody_came() -> None:
     policy = make(2, 2, window=1.0)
-    policy.ready(W(0, 0), 1, 0.0)
-    policy.ready(W(1, 0), 1, 0.0)
-    assert brief(policy.ready(W(0, 1), 1, 0.1)) == [(0, (0, 1), EVERYBODY)]
+    policy.on(Ready(W(0, 0), 1), 0.0)
+    policy.on(Ready(W(1, 0), 1), 0.0)
+    assert brief(policy.on(Ready(W(0, 1), 1), 0.1)) == [(0, (0, 1), EVERYBODY)]
     assert policy.deadline() == 1.0
 
 
 def test_sequence_numbers_are_unique_and_increasing() -> None:
     policy = make(2, 1, window=0.0)
-    groups = [policy.ready(W(j, 0), k, k)[0] for k in range(3) for j in range(2)]
+    groups = [policy.on(Ready(W(j, 0), k), k)[0] for k in range(3) for j in range(2)]
     assert [group.sequence for group in groups] == list(range(6))
 
 
 def test_an_unconnected_candidate_waits_until_it_connects_the_stage() -> None:
     policy = make(1, 4, window=1.0, connectivity=1)
-    policy.ready(W(0, 0), 1, 0.0)
-    policy.ready(W(0, 1), 1, 0.5)
-    assert policy.tick(1.0) == []
+    policy.on(Ready(W(0, 0), 1), 0.0)
+    policy.on(Ready(W(0, 1), 1), 0.5)
+    assert policy.on(Tick(), 1.0) == []
     assert policy.token_holder == 0
     assert policy.deadline() is None
-    assert policy.ready(W(0, 2), 1, 50.0) == []
-    assert brief(policy.ready(W(0, 3), 1, 60.0)) == [(0, (0, 1, 2, 3), ENFORCED)]
+    assert policy.on(Ready(W(0, 2), 1), 50.0) == []
+    assert brief(policy.on(Ready(W(0, 3), 1), 60.0)) == [(0, (0, 1, 2, 3), ENFORCED)]
     assert policy.token_holder is None
 
 
@@ -74,60 +75,60 @@ def test_enforcement_ends_as_soon_as_the_graph_is_connected() -> None:
     """Rounds of 4: {0,1} {2,3} met in round 1, so a bridge between the two is enough in round 2."""
     policy = make(1, 4, window=1.0, connectivity=2)
     for first, second, now in ((0, 1, 0.0), (2, 3, 2.0)):
-        policy.ready(W(0, first), 1, now)
-        policy.ready(W(0, second), 1, now)
-        assert brief(policy.tick(now + 1)) == [(0, (first, second), CLOSED)]
-    policy.ready(W(0, 0), 2, 4.0)
-    policy.ready(W(0, 1), 2, 4.0)
-    assert policy.tick(5.0) == []
-    assert brief(policy.ready(W(0, 3), 2, 9.0)) == [(0, (0, 1, 3), ENFORCED)]
+        policy.on(Ready(W(0, first), 1), now)
+        policy.on(Ready(W(0, second), 1), now)
+        assert brief(policy.on(Tick(), now + 1)) == [(0, (first, second), CLOSED)]
+    policy.on(Ready(W(0, 0), 2), 4.0)
+    policy.on(Ready(W(0, 1), 2), 4.0)
+    assert policy.on(Tick(), 5.0) == []
+    assert brief(policy.on(Ready(W(0, 3), 2), 9.0)) == [(0, (0, 1, 3), ENFORCED)]
 
 
 def test_only_one_stage_enforces_at_a_time() -> None:
     """The example of SDPipe's figure 3: without the token both stages would wait for ever."""
     policy = make(2, 2, window=1.0, connectivity=1)
-    policy.ready(W(0, 1), 1, 0.0)
-    policy.ready(W(1, 0), 1, 0.5)
-    assert policy.tick(1.0) == []
+    policy.on(Ready(W(0, 1), 1), 0.0)
+    policy.on(Ready(W(1, 0), 1), 0.5)
+    assert policy.on(Tick(), 1.0) == []
     assert policy.token_holder == 0
-    assert brief(policy.tick(1.5)) == [(1, (0,), BUSY)]
-    assert brief(policy.ready(W(0, 0), 1, 2.0)) == [(0, (0, 1), ENFORCED)]
+    assert brief(policy.on(Tick(), 1.5)) == [(1, (0,), BUSY)]
+    assert brief(policy.on(Ready(W(0, 0), 1), 2.0)) == [(0, (0, 1), ENFORCED)]
     assert policy.token_holder is None
 
 
 def test_when_the_missing_worker_leaves_nobody_waits_for_it() -> None:
     policy = make(1, 3, window=1.0, connectivity=1)
-    policy.ready(W(0, 0), 1, 0.0)
-    policy.ready(W(0, 1), 1, 0.0)
-    assert policy.tick(1.0) == []
-    assert brief(policy.leave(W(0, 2), 5.0)) == [(0, (0, 1), LOST)]
+    policy.on(Ready(W(0, 0), 1), 0.0)
+    policy.on(Ready(W(0, 1), 1), 0.0)
+    assert policy.on(Tick(), 1.0) == []
+    assert brief(policy.on(Left(W(0, 2)), 5.0)) == [(0, (0, 1), LOST)]
     assert policy.token_holder is None
 
 
 def test_when_the_last_missing_worker_leaves_an_open_window_ends() -> None:
     policy = make(1, 2, window=1.0)
-    policy.ready(W(0, 0), 1, 0.0)
-    assert brief(policy.leave(W(0, 1), 0.5)) == [(0, (0,), LOST)]
+    policy.on(Ready(W(0, 0), 1), 0.0)
+    assert brief(policy.on(Left(W(0, 1)), 0.5)) == [(0, (0,), LOST)]
     assert policy.deadline() is None
 
 
 def test_the_token_is_free_when_its_stage_can_no_longer_wait() -> None:
     policy = make(1, 3, window=1.0, connectivity=1)
-    policy.ready(W(0, 0), 1, 0.0)
-    assert policy.tick(1.0) == []
-    assert policy.leave(W(0, 0), 2.0) == []
+    policy.on(Ready(W(0, 0), 1), 0.0)
+    assert policy.on(Tick(), 1.0) == []
+    assert policy.on(Left(W(0, 0)), 2.0) == []
     assert policy.token_holder is None
-    assert policy.ready(W(0, 1), 1, 3.0) == []
+    assert policy.on(Ready(W(0, 1), 1), 3.0) == []
     assert policy.deadline() == 4.0
 
 
 def test_a_worker_that_left_may_come_back() -> None:
     policy = make(1, 2, window=1.0)
-    policy.leave(W(0, 1), 0.0)
-    assert brief(policy.ready(W(0, 0), 1, 1.0)) == [(0, (0,), EVERYBODY)]
-    policy.join(W(0, 1), 2.0)
-    assert policy.ready(W(0, 0), 2, 3.0) == []
-    assert brief(policy.ready(W(0, 1), 1, 3.5)) == [(0, (0, 1), EVERYBODY)]
+    policy.on(Left(W(0, 1)), 0.0)
+    assert brief(policy.on(Ready(W(0, 0), 1), 1.0)) == [(0, (0,), EVERYBODY)]
+    policy.on(Joined(W(0, 1)), 2.0)
+    assert policy.on(Ready(W(0, 0), 2), 3.0) == []
+    assert brief(policy.on(Ready(W(0, 1), 1), 3.5)) == [(0, (0, 1), EVERYBODY)]
 
 
 @pytest.mark.parametrize(
@@ -144,80 +145,147 @@ def test_a_worker_that_left_may_come_back() -> None:
 )
 def test_a_refused_ready_changes_nothing(worker: Worker, iteration: int, message: str) -> None:
     policy = make(1, 4, window=1.0)
-    policy.leave(W(0, 2), 0.0)
-    policy.ready(W(0, 1), 0, 0.0)
-    policy.tick(1.0)
-    policy.ready(W(0, 0), 1, 2.0)
+    policy.on(Left(W(0, 2)), 0.0)
+    policy.on(Ready(W(0, 1), 0), 0.0)
+    policy.on(Tick(), 1.0)
+    policy.on(Ready(W(0, 0), 1), 2.0)
     with pytest.raises(RefusedEvent, match=message):
-        policy.ready(worker, iteration, 100.0)
+        policy.on(Ready(worker, iteration), 100.0)
     assert policy.deadline() == 3.0, "not even the time was taken notice of"
-    assert brief(policy.tick(3.0)) == [(0, (0,), CLOSED)]
+    assert brief(policy.on(Tick(), 3.0)) == [(0, (0,), CLOSED)]
 
 
 def test_joining_twice_and_leaving_twice_is_refused() -> None:
     policy = make(1, 2)
     with pytest.raises(RefusedEvent, match="joined twice"):
-        policy.join(W(0, 0), 0.0)
-    policy.leave(W(0, 0), 0.0)
+        policy.on(Joined(W(0, 0)), 0.0)
+    policy.on(Left(W(0, 0)), 0.0)
     with pytest.raises(RefusedEvent, match="without having joined"):
-        policy.leave(W(0, 0), 0.0)
+        policy.on(Left(W(0, 0)), 0.0)
 
 
 def test_the_window_doubles_after_small_groups_and_shrinks_after_large_ones() -> None:
     policy = make(1, 3, window=1.0)
     lengths = []
     for k in range(3):  # two of three come, at once: shrinks
-        policy.ready(W(0, 0), k, 10.0 * k)
-        policy.ready(W(0, 1), k, 10.0 * k)
+        policy.on(Ready(W(0, 0), k), 10.0 * k)
+        policy.on(Ready(W(0, 1), k), 10.0 * k)
         lengths.append(policy.deadline() - 10.0 * k)  # type: ignore[operator]
-        policy.tick(10.0 * k + 5)
+        policy.on(Tick(), 10.0 * k + 5)
     for k in range(3, 6):  # alone: doubles, up to the maximum
-        policy.ready(W(0, 0), k, 10.0 * k)
+        policy.on(Ready(W(0, 0), k), 10.0 * k)
         lengths.append(policy.deadline() - 10.0 * k)  # type: ignore[operator]
-        policy.tick(10.0 * k + 5)
+        policy.on(Tick(), 10.0 * k + 5)
     assert lengths == pytest.approx([1.0, 0.9, 0.81, 0.729, 1.0, 1.0])
-    policy.ready(W(0, 2), 6, 100.0)
+    policy.on(Ready(W(0, 2), 6), 100.0)
     assert policy.deadline() == 101.0, "the window belongs to the worker that opens it"
+
+
+def test_the_papers_window_is_up_to_one_nth_of_the_measured_iteration_time() -> None:
+    policy = make(1, 4, window="paper", connectivity=None, min_group=3)
+    policy.on(Ready(W(0, 0), 0), 0.0)
+    assert policy.deadline() == 0.05, "no iteration has been measured"
+    policy.on(Tick(), 0.05)  # alone, below min_group: doubled, which the maximum forbids
+    policy.on(Ready(W(0, 0), 1), 4.05)  # an iteration takes 4 s
+    assert policy.deadline() == pytest.approx(4.05 + 1.0)
+    for i in (1, 2):
+        policy.on(Ready(W(0, i), 0), 4.1)
+    assert brief(policy.on(Tick(), 5.1)) == [(0, (0, 1, 2), CLOSED)]
+    policy.on(Ready(W(0, 0), 2), 9.1)
+    assert policy.deadline() == pytest.approx(9.1 + 0.9), "three came: 0.9 times as long"
+    policy.on(Ready(W(0, 1), 1), 9.1)
+    assert brief(policy.on(Tick(), 10.1)) == [(0, (0, 1), CLOSED)]
+    policy.on(Ready(W(0, 0), 3), 14.1)
+    assert policy.deadline() == pytest.approx(14.1 + 1.0), "two came: doubled, up to the maximum"
+
+
+def test_p_may_count_groups_as_the_papers_text_does() -> None:
+    """{0,1} meets again and again: after P groups the others have met nobody lately."""
+    policies = {unit: make(1, 4, window=1.0, connectivity=3, connectivity_unit=unit) for unit in ("rounds", "groups")}
+    reasons: dict[str, list[str]] = {unit: [] for unit in policies}
+    for unit, policy in policies.items():
+        for k in range(6):
+            policy.on(Ready(W(0, 0), k), 10.0 * k)
+            policy.on(Ready(W(0, 1), k), 10.0 * k)
+            groups = policy.on(Tick(), 10.0 * k + 1)
+            if not groups:  # it enforces
+                policy.on(Ready(W(0, 2), k), 10.0 * k + 2)
+                groups = policy.on(Ready(W(0, 3), k), 10.0 * k + 3)
+            reasons[unit] += [group.reason for group in groups]
+    assert reasons["groups"] == [CLOSED, CLOSED, ENFORCED, CLOSED, CLOSED, ENFORCED]
+    assert reasons["rounds"] == [CLOSED] * 4 + [ENFORCED, CLOSED], "a round of four signals is two such groups"
+
+
+def test_a_group_that_broke_connects_nobody() -> None:
+    policy = make(1, 4, window=1.0, connectivity=2)
+    numbers = []
+    for first, second, now in ((0, 1, 0.0), (2, 3, 2.0)):
+        policy.on(Ready(W(0, first), 1), now)
+        policy.on(Ready(W(0, second), 1), now)
+        numbers += [group.sequence for group in policy.on(Tick(), now + 1)]
+    assert policy.on(Broken(numbers[1]), 3.5) == []
+    policy.on(Ready(W(0, 0), 2), 4.0)
+    policy.on(Ready(W(0, 1), 2), 4.0)
+    assert policy.on(Tick(), 5.0) == []
+    assert policy.on(Ready(W(0, 3), 2), 9.0) == [], "3 has not met 2 after all"
+    assert brief(policy.on(Ready(W(0, 2), 2), 9.5)) == [(0, (0, 1, 2, 3), ENFORCED)]
+    with pytest.raises(RefusedEvent, match="group 3 cannot have broken"):
+        policy.on(Broken(3), 9.5)
+
+
+def test_who_is_enough_is_found_anew_when_a_group_breaks_while_a_stage_waits() -> None:
+    policy = make(1, 4, window=1.0, connectivity=2)
+    numbers = []
+    for first, second, now in ((0, 1, 0.0), (2, 3, 2.0)):
+        policy.on(Ready(W(0, first), 1), now)
+        policy.on(Ready(W(0, second), 1), now)
+        numbers += [group.sequence for group in policy.on(Tick(), now + 1)]
+    policy.on(Ready(W(0, 0), 2), 4.0)
+    assert policy.on(Tick(), 5.0) == []
+    assert policy.token_holder == 0
+    assert policy.on(Broken(numbers[0]), 6.0) == []
+    assert policy.on(Ready(W(0, 2), 2), 7.0) == [], "0 and 2 bridged the stage until 0 and 1 came apart"
+    assert brief(policy.on(Ready(W(0, 1), 2), 8.0)) == [(0, (0, 1, 2), ENFORCED)]
 
 
 def test_an_automatic_window_awaits_those_who_are_expected_soon() -> None:
     policy = make(1, 4, window="auto", connectivity=None)
     for i in range(4):
-        policy.ready(W(0, i), 0, 0.0)
-    policy.ready(W(0, 3), 1, 2.0)  # an iteration takes 2 s, so the others are due now; 1/6 of a quarter is the slack
+        policy.on(Ready(W(0, i), 0), 0.0)
+    policy.on(Ready(W(0, 3), 1), 2.0)  # an iteration takes 2 s: the others are due; the slack is 1/6 of a quarter
     assert policy.deadline() == pytest.approx(2.0 + 0.5 / 6)
-    assert brief(policy.tick(2.5)) == [(0, (3,), CLOSED)]
-    assert brief(policy.ready(W(0, 0), 1, 2.6)) == [(0, (0,), CLOSED)], "1 and 2 are late, 3 is due at 4.5"
-    assert brief(policy.ready(W(0, 1), 1, 4.5)) == []
+    assert brief(policy.on(Tick(), 2.5)) == [(0, (3,), CLOSED)]
+    assert brief(policy.on(Ready(W(0, 0), 1), 2.6)) == [(0, (0,), CLOSED)], "1 and 2 are late, 3 is due at 4.5"
+    assert brief(policy.on(Ready(W(0, 1), 1), 4.5)) == []
     assert policy.deadline() == pytest.approx(2.5 + 2.6 + 0.65 / 6), "2.6 s is the median now: 3 is due within 0.65"
 
 
 def test_of_two_workers_out_of_step_only_the_later_one_waits_and_they_meet() -> None:
     policy = make(1, 2, window="auto", connectivity=None)
     for i in range(2):
-        policy.ready(W(0, i), 0, 0.0)
-    assert brief(policy.ready(W(0, 0), 1, 1.0)) == []
-    assert brief(policy.tick(1.1)) == [(0, (0,), CLOSED)], "1 is late"
-    assert brief(policy.ready(W(0, 1), 1, 1.3)) == [(0, (1,), CLOSED)], "0 is due in 0.8, more than a quarter"
-    assert brief(policy.ready(W(0, 0), 2, 2.1)) == []
-    assert brief(policy.ready(W(0, 1), 2, 2.3)) == [(0, (0, 1), EVERYBODY)], "0 has waited for 1"
+        policy.on(Ready(W(0, i), 0), 0.0)
+    assert brief(policy.on(Ready(W(0, 0), 1), 1.0)) == []
+    assert brief(policy.on(Tick(), 1.1)) == [(0, (0,), CLOSED)], "1 is late"
+    assert brief(policy.on(Ready(W(0, 1), 1), 1.3)) == [(0, (1,), CLOSED)], "0 is due in 0.8, more than a quarter"
+    assert brief(policy.on(Ready(W(0, 0), 2), 2.1)) == []
+    assert brief(policy.on(Ready(W(0, 1), 2), 2.3)) == [(0, (0, 1), EVERYBODY)], "0 has waited for 1"
 
 
 @pytest.mark.parametrize(("pipelines", "waits"), [(2, True), (16, True), (64, False)])
 def test_an_automatic_window_looks_less_far_ahead_with_many_pipelines(pipelines: int, waits: bool) -> None:
     policy = make(1, pipelines, window="auto", connectivity=None)
     for i in range(pipelines):
-        policy.ready(W(0, i), 0, 0.0)
-    policy.ready(W(0, 0), 1, 1.0)  # an iteration takes 1 s
-    assert brief(policy.tick(1.1)) == [(0, (0,), CLOSED)]
-    policy.ready(W(0, 1), 1, 1.9)  # 0 is due 0.2 s later
+        policy.on(Ready(W(0, i), 0), 0.0)
+    policy.on(Ready(W(0, 0), 1), 1.0)  # an iteration takes 1 s
+    assert brief(policy.on(Tick(), 1.1)) == [(0, (0,), CLOSED)]
+    policy.on(Ready(W(0, 1), 1), 1.9)  # 0 is due 0.2 s later
     assert (policy.deadline() is not None) == waits
 
 
 def test_where_candidates_are_split_few_workers_are_held_up_by_enforcement() -> None:
     enforced, answered = 0, 0
     for seed in range(3):
-        pipelines = Pipelines(SemiDecentralizedPolicy(2, 16), 2, 16, 60, random_durations(seed))
+        pipelines = Pipelines(SemiDecentralized().make_policy(2, 16), 2, 16, 60, random_durations(seed))
         pipelines.run()
         enforced += sum(len(group.members) for _, group in pipelines.groups if group.reason is Reason.ENFORCED)
         answered += sum(len(group.members) for _, group in pipelines.groups)
@@ -227,16 +295,16 @@ def test_where_candidates_are_split_few_workers_are_held_up_by_enforcement() -> 
 def test_time_away_is_no_iteration() -> None:
     policy = make(1, 4, window="auto")
     for i in range(4):
-        policy.ready(W(0, i), 0, 0.0)
-    policy.leave(W(0, 3), 1.0)
-    policy.join(W(0, 3), 1000.0)
-    policy.ready(W(0, 3), 1, 1001.0)
+        policy.on(Ready(W(0, i), 0), 0.0)
+    policy.on(Left(W(0, 3)), 1.0)
+    policy.on(Joined(W(0, 3)), 1000.0)
+    policy.on(Ready(W(0, 3), 1), 1001.0)
     assert policy.deadline() == pytest.approx(1001.05), "no iteration has been measured yet"
 
 
 def test_many_pipelines_are_split_into_groups_of_about_four() -> None:
     policy = make(1, 10, window=1.0)
-    groups = [group for i in range(10) for group in policy.ready(W(0, i), 0, 0.0)]
+    groups = [group for i in range(10) for group in policy.on(Ready(W(0, i), 0), 0.0)]
     assert [len(group.members) for group in groups] == [4, 3, 3]
     assert {group.reason for group in groups} == {EVERYBODY}
     assert sorted(w.pipeline for g in groups for w in g.members) == list(range(10))
@@ -244,7 +312,7 @@ def test_many_pipelines_are_split_into_groups_of_about_four() -> None:
 
 def test_a_split_that_would_not_connect_the_stage_goes_out_whole() -> None:
     policy = make(1, 4, window=1.0, connectivity=1, max_group=2)
-    groups = [group for i in range(4) for group in policy.ready(W(0, i), 0, 0.0)]
+    groups = [group for i in range(4) for group in policy.on(Ready(W(0, i), 0), 0.0)]
     assert brief(groups) == [(0, (0, 1, 2, 3), EVERYBODY)]
 
 
@@ -263,14 +331,18 @@ def test_in_n_minus_1_turns_everybody_meets_everybody(n: int) -> None:
 
 
 def test_without_connectivity_t_0_is_local_sgd() -> None:
-    pipelines = Pipelines(SemiDecentralizedPolicy(2, 5, window=0.0, connectivity=None), 2, 5, 30, random_durations(0))
+    pipelines = Pipelines(
+        SemiDecentralized(window=0.0, connectivity=None).make_policy(2, 5), 2, 5, 30, random_durations(0)
+    )
     pipelines.run()
     assert pipelines.stuck == []
     assert all(len(group.members) == 1 for _, group in pipelines.groups)
 
 
 def test_with_connectivity_t_0_groups_only_what_is_enforced() -> None:
-    pipelines = Pipelines(SemiDecentralizedPolicy(2, 5, window=0.0, connectivity=4), 2, 5, 60, random_durations(0))
+    pipelines = Pipelines(
+        SemiDecentralized(window=0.0, connectivity=4).make_policy(2, 5), 2, 5, 60, random_durations(0)
+    )
     pipelines.run()
     assert pipelines.stuck == []
     sizes = {g.reason: set() for _, g in pipelines.groups}  # type: dict[Reason, set[int]]
@@ -293,7 +365,7 @@ def test_t_infinity_is_all_reduce(
 ) -> None:
     lead = stages if asynchronous else 1
     policies = (
-        SemiDecentralizedPolicy(stages, pipelines, window=math.inf, connectivity=connectivity),
+        SemiDecentralized(window=math.inf, connectivity=connectivity).make_policy(stages, pipelines),
         AllReducePolicy(stages, pipelines),
     )
     runs = [Pipelines(p, stages, pipelines, 12, random_durations(seed), lead) for p in policies]
@@ -310,7 +382,7 @@ def test_the_simulation_finds_the_deadlock_that_the_token_prevents() -> None:
 
     stuck = 0
     for seed in range(30):
-        policy = WithoutToken(3, 6, window=0.1, connectivity=3)
+        policy = WithoutToken(SemiDecentralized(window=0.1, connectivity=3), 3, 6)
         run = Pipelines(policy, 3, 6, 30, random_durations(seed, delay=3.0, probability=0.3))
         run.run()
         stuck += bool(run.stuck)
@@ -322,8 +394,9 @@ def test_the_simulation_finds_the_deadlock_that_the_token_prevents() -> None:
     stages=st.integers(1, 8),
     pipelines=st.integers(2, 64),
     connectivity=st.integers(1, 10),
-    window=st.sampled_from([0.0, 0.01, 0.1, 1.0, "auto"]),
+    window=st.sampled_from([0.0, 0.01, 0.1, 1.0, "auto", "paper"]),
     max_group=st.sampled_from([None, 2, 3]),
+    connectivity_unit=st.sampled_from(["rounds", "groups"]),
     asynchronous=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
@@ -331,12 +404,16 @@ def test_no_deadlock_and_everybody_is_answered(
     stages: int,
     pipelines: int,
     connectivity: int,
-    window: float,
+    window: float | str,
     max_group: int | None,
+    connectivity_unit: Unit,
     asynchronous: bool,
     seed: int,
 ) -> None:
-    policy = SemiDecentralizedPolicy(stages, pipelines, window=window, connectivity=connectivity, max_group=max_group)
+    config = SemiDecentralized(
+        window=window, connectivity=connectivity, max_group=max_group, connectivity_unit=connectivity_unit
+    )
+    policy = config.make_policy(stages, pipelines)
     iterations = max(3, min(20, 2000 // (stages * pipelines)))
     rng = random.Random(seed)
     run = Pipelines(
