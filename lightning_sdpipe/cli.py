@@ -1,8 +1,8 @@
 """``sdpipe``: the operator's commands. Starts without torch.
 
 ``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, and
-``sdpipe status ADDRESS`` shows how it goes. ``sdpipe partition`` shows how a model would be cut, and
-``sdpipe record FILE`` writes down how fast a device is over time.
+``sdpipe status ADDRESS`` shows how it goes. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe partition``
+shows how a model would be cut, and ``sdpipe record FILE`` writes down how fast a device is over time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
 import time
@@ -24,7 +23,6 @@ import msgspec
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     WorkerKeys,
@@ -40,8 +38,8 @@ from lightning_sdpipe.scheduler.stop_signals import stop_signals
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 2 when it cannot be carried out."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["partition"]:  # needs torch, which the others do without
-        return int(import_module("lightning_sdpipe.partition.__main__").main(given[1:]))
+    if given[:1] in (["partition"], ["simulate"]):  # with options of their own; the former needs torch
+        return int(import_module(f"lightning_sdpipe.{given[0]}.__main__").main(given[1:]))
     options = _parser().parse_args(given)
     try:
         status: int = options.run(options)
@@ -60,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     commands.add_parser("partition", help="show the chain of a model and where it would be cut", add_help=False)
+    commands.add_parser("simulate", help="run a policy under stragglers, in virtual time", add_help=False)
 
     record = commands.add_parser("record", help="record a device's relative speed over time, to replay it elsewhere")
     record.add_argument("file", type=Path, help="the trace to write")
@@ -129,7 +128,7 @@ def _scheduler(options: argparse.Namespace) -> int:
         stream=sys.stderr,
     )
     server = Server(
-        _policy(options.policy, options.set),
+        registry.from_text(options.policy, options.set),
         options.num_stages,
         options.num_pipelines,
         options.bind,
@@ -140,21 +139,6 @@ def _scheduler(options: argparse.Namespace) -> int:
         print(f"scheduler listens at {server.address}", flush=True)
         server.run([stop])
     return 0
-
-
-def _policy(name: str, settings: Sequence[str]) -> PolicyConfig:
-    """``--policy`` and ``--set`` as a policy; values are JSON, or else text."""
-    sys.path.append(os.getcwd())  # where a user's own is looked for, as with python -m
-    values: dict[str, object] = {}
-    for setting in settings:
-        key, separator, value = setting.partition("=")
-        if not separator:
-            raise ConfigurationError(f"--set {setting} is not NAME=VALUE, as in --set window=0.05")
-        try:
-            values[key] = json.loads(value)
-        except ValueError:
-            values[key] = value
-    return registry.make(name, values)
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -112,6 +112,27 @@ def make(name: str, values: Mapping[str, object]) -> PolicyConfig:
         raise ConfigurationError(f"{error}; given for {name}: {dict(values)!r}") from error
 
 
+def from_text(name: str, settings: Iterable[str]) -> PolicyConfig:
+    """As on a command line: ``settings`` are NAME=VALUE with values in JSON, or else text. A user's own policy is found
+    in the working directory too.
+
+    Raises:
+        ConfigurationError: as for :func:`make`.
+    """
+    if "" not in sys.path:
+        sys.path.append("")
+    values: dict[str, object] = {}
+    for setting in settings:
+        key, separator, value = setting.partition("=")
+        if not separator:
+            raise ConfigurationError(f"--set {setting} is not NAME=VALUE, as in --set window=0.05")
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
+    return make(name, values)
+
+
 def check(config: PolicyConfig) -> None:
     """Refuses values that the scheduler's process would refuse, or would not get as they were given.
 

@@ -25,11 +25,12 @@ from lightning_sdpipe.policies import (
 from lightning_sdpipe.policies.ad_psgd import ADPSGD, ADPSGDPolicy, AsynchronousADPSGDPolicy, matching
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import check_group
-from lightning_sdpipe.policies.local_sgd import LocalSGD, LocalSGDPolicy, NoSync
+from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.registry import build
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from tests.scheduler.policy_simulation import NaiveSyncGraph, Pipelines, brief, join_all, random_durations
+from lightning_sdpipe.simulate import simulate
+from tests.policies.scripted import NaiveSyncGraph, brief, join_all, straggling
 
 W = Worker
 
@@ -226,19 +227,14 @@ def test_pipelines_never_get_stuck(
     spec: PolicyConfig, stages: int, pipelines: int, asynchronous: bool, seed: int
 ) -> None:
     iterations = max(3, min(20, 2000 // (stages * pipelines)))
-    policy = build(spec, stages, pipelines)
-    lead = stages if asynchronous else 1
-    run = Pipelines(policy, stages, pipelines, iterations, random_durations(seed), lead)
-    run.run()
-    assert run.stuck == []
+    assert simulate(spec, straggling(stages, pipelines, iterations, seed, asynchronous)).stuck == []
 
 
 def test_local_sgd_averages_every_third_iteration_only() -> None:
-    run = Pipelines(LocalSGDPolicy(2, 3, every=3), 2, 3, 9, random_durations(0))
-    run.run()
+    run = simulate(LocalSGD(every=3), straggling(2, 3, 9, 0))
     sizes = [len(group.members) for _, group in run.groups if group.stage == 0]
     assert sorted(sizes) == [1] * 18 + [3] * 3
-    assert {group.reason for _, group in run.groups} == {Reason.LOCAL_STEP, Reason.EVERYBODY_CAME}
+    assert set(run.reasons) == {Reason.LOCAL_STEP, Reason.EVERYBODY_CAME}
 
 
 def test_a_pair_goes_out_when_both_have_come() -> None:

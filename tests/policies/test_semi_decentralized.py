@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdpipe.policies import Broken, Joined, Left, Ready, Reason, RefusedEvent, Tick, Worker
-from lightning_sdpipe.policies.all_reduce import AllReducePolicy
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized, SemiDecentralizedPolicy, split_up
-from tests.scheduler.policy_simulation import Pipelines, brief, join_all, random_durations
+from lightning_sdpipe.simulate import simulate
+from tests.policies.scripted import brief, join_all, straggling
 
 W = Worker
 CLOSED, EVERYBODY, ENFORCED = Reason.WINDOW_CLOSED, Reason.EVERYBODY_CAME, Reason.ENFORCED
@@ -285,10 +286,9 @@ def test_an_automatic_window_looks_less_far_ahead_with_many_pipelines(pipelines:
 def test_where_candidates_are_split_few_workers_are_held_up_by_enforcement() -> None:
     enforced, answered = 0, 0
     for seed in range(3):
-        pipelines = Pipelines(SemiDecentralized().make_policy(2, 16), 2, 16, 60, random_durations(seed))
-        pipelines.run()
-        enforced += sum(len(group.members) for _, group in pipelines.groups if group.reason is Reason.ENFORCED)
-        answered += sum(len(group.members) for _, group in pipelines.groups)
+        run = simulate(SemiDecentralized(), straggling(2, 16, 60, seed))
+        enforced += sum(len(group.members) for _, group in run.groups if group.reason == Reason.ENFORCED)
+        answered += sum(len(group.members) for _, group in run.groups)
     assert enforced / answered < 0.02
 
 
@@ -331,23 +331,17 @@ def test_in_n_minus_1_turns_everybody_meets_everybody(n: int) -> None:
 
 
 def test_without_connectivity_t_0_is_local_sgd() -> None:
-    pipelines = Pipelines(
-        SemiDecentralized(window=0.0, connectivity=None).make_policy(2, 5), 2, 5, 30, random_durations(0)
-    )
-    pipelines.run()
-    assert pipelines.stuck == []
-    assert all(len(group.members) == 1 for _, group in pipelines.groups)
+    run = simulate(SemiDecentralized(window=0.0, connectivity=None), straggling(2, 5, 30, 0))
+    assert run.stuck == []
+    assert all(len(group.members) == 1 for _, group in run.groups)
 
 
 def test_with_connectivity_t_0_groups_only_what_is_enforced() -> None:
-    pipelines = Pipelines(
-        SemiDecentralized(window=0.0, connectivity=4).make_policy(2, 5), 2, 5, 60, random_durations(0)
-    )
-    pipelines.run()
-    assert pipelines.stuck == []
-    sizes = {g.reason: set() for _, g in pipelines.groups}  # type: dict[Reason, set[int]]
-    for _, group in pipelines.groups:
-        sizes[group.reason].add(len(group.members))
+    run = simulate(SemiDecentralized(window=0.0, connectivity=4), straggling(2, 5, 60, 0))
+    assert run.stuck == []
+    sizes: dict[str, set[int]] = {}
+    for _, group in run.groups:
+        sizes.setdefault(group.reason, set()).add(len(group.members))
     assert sizes[CLOSED] == {1}
     assert max(sizes[ENFORCED]) > 1
 
@@ -363,15 +357,11 @@ def test_with_connectivity_t_0_groups_only_what_is_enforced() -> None:
 def test_t_infinity_is_all_reduce(
     stages: int, pipelines: int, seed: int, asynchronous: bool, connectivity: int | None
 ) -> None:
-    lead = stages if asynchronous else 1
-    policies = (
-        SemiDecentralized(window=math.inf, connectivity=connectivity).make_policy(stages, pipelines),
-        AllReducePolicy(stages, pipelines),
-    )
-    runs = [Pipelines(p, stages, pipelines, 12, random_durations(seed), lead) for p in policies]
-    for run in runs:
-        run.run()
-        assert run.stuck == []
+    work = straggling(stages, pipelines, 12, seed, asynchronous)
+    runs = [
+        simulate(c, work) for c in (SemiDecentralized(window=math.inf, connectivity=connectivity), AllReduceModels())
+    ]
+    assert [run.stuck for run in runs] == [[], []]
     assert runs[0].groups == runs[1].groups
     assert all(len(group.members) == pipelines for _, group in runs[0].groups)
 
@@ -383,9 +373,7 @@ def test_the_simulation_finds_the_deadlock_that_the_token_prevents() -> None:
     stuck = 0
     for seed in range(30):
         policy = WithoutToken(SemiDecentralized(window=0.1, connectivity=3), 3, 6)
-        run = Pipelines(policy, 3, 6, 30, random_durations(seed, delay=3.0, probability=0.3))
-        run.run()
-        stuck += bool(run.stuck)
+        stuck += bool(simulate(policy, straggling(3, 6, 30, seed, probability=0.3)).stuck)
     assert stuck > 0
 
 
@@ -415,16 +403,8 @@ def test_no_deadlock_and_everybody_is_answered(
     )
     policy = config.make_policy(stages, pipelines)
     iterations = max(3, min(20, 2000 // (stages * pipelines)))
-    rng = random.Random(seed)
-    run = Pipelines(
-        policy,
-        stages,
-        pipelines,
-        iterations,
-        random_durations(seed, delay=rng.uniform(0, 5), probability=rng.random() / 2),
-        lead=stages if asynchronous else 1,
-    )
-    run.run()
+    delay, probability = 5 * uniform(seed, 0), uniform(seed, 1) / 2
+    run = simulate(policy, straggling(stages, pipelines, iterations, seed, asynchronous, delay, probability))
     assert run.stuck == []
     assert policy.token_holder is None
     assert policy.deadline() is None

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.sync_graph import RecencyForest, SyncGraph
-from tests.scheduler.policy_simulation import NaiveSyncGraph
+from tests.policies.scripted import NaiveSyncGraph
 
 N = 7
 
