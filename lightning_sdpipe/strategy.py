@@ -95,6 +95,8 @@ class SDPipeStrategy(DDPStrategy):
         scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
             that of ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
         scheduler_key_file: the workers' keys for it, as ``sdpipe keygen`` made them; ``SDPIPE_KEY_FILE`` by default.
+        log_dir: directory on rank 0's machine that gets ``scheduler.jsonl``, with every event and decision of the
+            scheduler that rank 0 starts; ``sdpipe replay`` reads it.
         variance_correction: correct the second moments of an optimizer of the Adam family for the averaging of models
             (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the number of pipelines.
         dynamic_shapes: a block's output shape may differ between batches of equal shapes.
@@ -120,6 +122,7 @@ class SDPipeStrategy(DDPStrategy):
         delays: Heterogeneity | None = None,
         scheduler: str | None = None,
         scheduler_key_file: str | Path | None = None,
+        log_dir: str | Path | None = None,
         variance_correction: bool = False,
         dynamic_shapes: bool = False,
         save_distributed_checkpoint: bool | Literal["async"] = False,
@@ -146,6 +149,12 @@ class SDPipeStrategy(DDPStrategy):
         self.blocks = blocks
         self.delays: Heterogeneity = delays if delays is not None else Delays()
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
+        if self._standing_scheduler is not None and log_dir is not None:
+            raise ConfigurationError(
+                f"log_dir={str(log_dir)!r} does not reach the scheduler at {self._standing_scheduler.address}, which "
+                "runs already; leave it out, and start that one with --log."
+            )
+        self._scheduler_log = None if log_dir is None else Path(log_dir, "scheduler.jsonl")
         self.variance_correction = variance_correction
         self.dynamic_shapes = dynamic_shapes
         self.save_distributed_checkpoint = save_distributed_checkpoint
@@ -207,6 +216,7 @@ class SDPipeStrategy(DDPStrategy):
             self._bind,
             self._run_timeout.total_seconds(),
             self._give_up,
+            self._scheduler_log,
         )
 
     def _get_process_group_backend(self) -> str:
@@ -392,6 +402,7 @@ class SDPipeStrategy(DDPStrategy):
         if not alone:
             with self._first_failure():
                 self._sync.synchronise()
+            self.membership.client.step_ended(self._updates - 1, self._sync.statistics.seconds_waiting)
         return output
 
     def on_train_start(self) -> None:

@@ -31,12 +31,13 @@ class GroupPolicy:
     def on(self, event: Event, now: float) -> list[Decision]:
         """See :class:`~lightning_sdpipe.policies.policy.Policy`. Time passes before anything else happens."""
         participants = self.participants
+        if type(event) is Ready:  # most events are
+            worker, iteration = event.worker, event.iteration
+            participants.check_waits(worker, iteration)
+            decisions = self.time_passed(now)
+            participants.waiting[worker.stage][worker.pipeline] = iteration
+            return decisions + self.worker_ready(worker, iteration, now)
         match event:
-            case Ready(worker, iteration):
-                participants.check_waits(worker, iteration)
-                decisions = self.time_passed(now)
-                participants.waiting[worker.stage][worker.pipeline] = iteration
-                return decisions + self.worker_ready(worker, iteration, now)
             case Tick():
                 return self.time_passed(now)
             case Joined(worker):
@@ -57,7 +58,7 @@ class GroupPolicy:
                 return self.time_passed(now) + self.group_broke(sequence, now)
             case Restarted(next_sequence):
                 participants.next_sequence = max(participants.next_sequence, next_sequence)
-                return []
+        return []
 
     def deadline(self) -> float | None:
         """See :class:`~lightning_sdpipe.policies.policy.Policy`."""

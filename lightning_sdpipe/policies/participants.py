@@ -97,24 +97,23 @@ class Participants:
         ``weights`` belong to ``pipelines`` and then ``passive``, in these orders; equal ones without.
         """
         waiting, answered, workers = self.waiting[stage], self._answered[stage], self._workers[stage]
-        together = sorted(pipelines) if not passive else sorted([*pipelines, *passive])
-        size = len(together)
-        if weights is None:
-            shares = (1.0 / size,) * size
-        else:
-            of = dict(zip((*pipelines, *passive), weights, strict=True))
-            shares = tuple([of[pipeline] for pipeline in together])
         for pipeline in pipelines:
             answered[pipeline] = waiting.pop(pipeline)
-        group = Group(
-            tuple([workers[pipeline] for pipeline in together]),
-            shares,
-            self.next_sequence,
-            reason,
-            tuple([workers[pipeline] for pipeline in passive]),
-        )
-        self.next_sequence += 1
-        return group
+        sequence = self.next_sequence
+        self.next_sequence = sequence + 1
+        if passive:
+            together = [*pipelines, *passive]
+            bystanders = tuple([workers[pipeline] for pipeline in passive])
+        else:
+            together, bystanders = list(pipelines), ()
+        if weights is None:
+            together.sort()
+            shares = (1.0 / len(together),) * len(together)
+        else:
+            of = dict(zip(together, weights, strict=True))
+            together.sort()
+            shares = tuple([of[pipeline] for pipeline in together])
+        return Group(tuple([workers[pipeline] for pipeline in together]), shares, sequence, reason, bystanders)
 
     def _check_exists(self, worker: Worker) -> None:
         if not (0 <= worker.stage < self.num_stages and 0 <= worker.pipeline < self.num_pipelines):

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_sdpipe.policies.decisions import Group
@@ -82,12 +82,61 @@ class RecencyForest:
             v, round_ = grandparent, displaced
 
 
-class _Meeting(NamedTuple):
-    """Workers that count as having met in a round: in a group, or since they entered the run together."""
+class Meeting(NamedTuple):
+    """Workers that count as having met in a round: in a group, or (None) since they entered the run together."""
 
     round: int
     members: list[int]
     group: Group | None
+
+
+def components(meetings: Iterable[Meeting], active: Collection[int]) -> list[set[int]]:
+    """``active`` workers by who is joined by a chain of active ones that met, largest component first."""
+    forest = RecencyForest(1 + max(active, default=0))
+    for _, members, _ in meetings:
+        _join(forest, members, active, 0)
+    by_root: dict[int, set[int]] = {}
+    for worker in sorted(active):
+        by_root.setdefault(forest.root(worker), set()).add(worker)
+    return sorted(by_root.values(), key=lambda component: (-len(component), min(component)))
+
+
+def rounds_since_connected(meetings: Sequence[Meeting], active: Collection[int], now: int) -> int | None:
+    """The least r such that ``meetings`` from round ``now`` - r on connect ``active``; None if all of them do not. They
+    are ordered by round."""
+    forest, needed = RecencyForest(1 + max(active, default=0)), len(active) - 1
+    if needed <= 0:
+        return 0
+    for made, members, _ in reversed(meetings):
+        _join(forest, members, active, 0)
+        if forest.links == needed:
+            return max(0, now - made)
+    return None
+
+
+def rounds_since_met(meetings: Iterable[Meeting], now: int) -> dict[tuple[int, int], int]:
+    """For each pair that was in one group: how many rounds before ``now`` it last was; ``meetings`` oldest first."""
+    return {
+        pair: now - made
+        for made, members, group in meetings
+        if group is not None
+        for pair in itertools.combinations(sorted(members), 2)
+    }
+
+
+def spectral_radius(meetings: Iterable[Meeting], active: Collection[int]) -> float:
+    """ρ of P-Reduce's theorem 1 for the groups among ``meetings``; the spectral gap is 1 - ρ. Needs numpy.
+
+    0 when every group is everybody; 1 when nothing mixes (or nothing has happened yet).
+    """
+    groups = [(members, group.weights) for _, members, group in meetings if group is not None]
+    return mixing_radius(mean_mixing_matrix(groups, sorted(active)))
+
+
+def _join(forest: RecencyForest, members: Sequence[int], active: Collection[int], made: int) -> None:
+    present = [worker for worker in members if worker in active]
+    for other in present[1:]:
+        forest.link(present[0], other, made)
 
 
 class SyncGraph:
@@ -100,7 +149,7 @@ class SyncGraph:
         self.active: set[int] = set()
         self._num_workers = num_workers
         self._known: set[int] = set()
-        self._history: deque[_Meeting] = deque()
+        self._history: deque[Meeting] = deque()
         """Of the window, oldest first."""
         self._entering: list[int] | None = None
         """Those that have joined since the last group, and whom they count as having met."""
@@ -119,7 +168,7 @@ class SyncGraph:
             self._known.add(worker)
             if self._entering is None or not self.active:
                 self._entering = [min(self.active)] if self.active else []
-                self._insert(_Meeting(self.round - 1, self._entering, None))
+                self._insert(Meeting(self.round - 1, self._entering, None))
             self._entering.append(worker)
         self.active.add(worker)
         self._forest_is_stale = True
@@ -135,9 +184,9 @@ class SyncGraph:
         self._entering = None
         for group in groups:
             members = [worker.pipeline for worker in group.members]
-            self._history.append(_Meeting(self.round, members, group))
+            self._history.append(Meeting(self.round, members, group))
             if not self._forest_is_stale:
-                self._add_edges(members, self.round, self._forest)
+                _join(self._forest, members, self.active, self.round)
             self._signals += len(members) - len(group.passive)
         if self.unit == "groups":
             self.round += 1
@@ -170,48 +219,10 @@ class SyncGraph:
         self._refresh()
         return self._forest.root(worker)
 
-    def groups(self) -> list[tuple[int, Group]]:
-        """Round and group of the last P rounds, oldest first."""
+    def meetings(self) -> list[Meeting]:
+        """Of the last P rounds, oldest first: what connects the stage."""
         expired = self.round - self.rounds
-        return [(made, group) for made, _, group in self._history if made > expired and group is not None]
-
-    def connected_components(self) -> list[set[int]]:
-        """The active workers by component, largest first."""
-        by_root: dict[int, set[int]] = {}
-        for worker in sorted(self.active):
-            by_root.setdefault(self.component(worker), set()).add(worker)
-        return sorted(by_root.values(), key=lambda component: (-len(component), min(component)))
-
-    def rounds_since_connected(self) -> int | None:
-        """The least r such that the groups of this round and of the r before it connect the stage; None if those of the
-        last P rounds do not."""
-        expired = self.round - self.rounds
-        forest, needed = RecencyForest(self._num_workers, expired), len(self.active) - 1
-        if needed <= 0:
-            return 0
-        for made, members, _ in reversed(self._history):
-            if made <= expired:
-                break
-            self._add_edges([worker for worker in members if worker in self.active], made, forest)
-            if forest.links == needed:
-                return self.round - made
-        return None
-
-    def rounds_since_met(self) -> dict[tuple[int, int], int]:
-        """For each pair that was in one group in the last P rounds: how many rounds ago, 0 for this one."""
-        met: dict[tuple[int, int], int] = {}
-        for made, group in self.groups():
-            for pair in itertools.combinations([worker.pipeline for worker in group.members], 2):
-                met[pair] = self.round - made
-        return met
-
-    def spectral_radius(self) -> float:
-        """ρ of P-Reduce's theorem 1 for the groups of the last P rounds; the spectral gap is 1 - ρ.
-
-        0 when every group is everybody; 1 when nothing mixes (or nothing has happened yet).
-        """
-        groups = [([w.pipeline for w in group.members], group.weights) for _, group in self.groups()]
-        return mixing_radius(mean_mixing_matrix(groups, sorted(self.active)))
+        return [meeting for meeting in self._history if meeting.round > expired]
 
     def to_networkx(self) -> nx.Graph:
         """Nodes are the active workers; an edge has ``round``, when the two met last, and ``count``, how often."""
@@ -219,24 +230,19 @@ class SyncGraph:
 
         graph = nx.Graph(round=self.round, rounds=self.rounds)
         graph.add_nodes_from(sorted(self.active))
-        for made, group in self.groups():
-            present = [worker.pipeline for worker in group.members if worker.pipeline in self.active]
+        for made, members, group in self.meetings():
+            present = [worker for worker in members if worker in self.active and group is not None]
             for u, v in itertools.combinations(present, 2):
                 count = graph.edges[u, v]["count"] if graph.has_edge(u, v) else 0
                 graph.add_edge(u, v, round=made, count=count + 1)
         return graph
 
-    def _insert(self, meeting: _Meeting) -> None:
+    def _insert(self, meeting: Meeting) -> None:
         """Put an entry into the history, which stays ordered by round."""
         place = len(self._history)
         while place > 0 and self._history[place - 1].round > meeting.round:
             place -= 1
         self._history.insert(place, meeting)
-
-    @staticmethod
-    def _add_edges(members: Sequence[int], made: int, forest: RecencyForest) -> None:
-        for other in members[1:]:
-            forest.link(members[0], other, made)
 
     def _refresh(self) -> None:
         """Rebuild the forest for the current nodes, newest groups first, until nothing can be added."""
@@ -247,5 +253,5 @@ class SyncGraph:
         for made, members, _ in reversed(self._history):
             if made <= expired or self._forest.links >= len(self.active) - 1:
                 break
-            self._add_edges([worker for worker in members if worker in self.active], made, self._forest)
+            _join(self._forest, members, self.active, made)
         self._forest_is_stale = False

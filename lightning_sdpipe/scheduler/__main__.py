@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -27,6 +28,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="scheduler: %(message)s", stream=sys.stderr)
     try:
         configuration = json.loads(_first_line())
+        sys.path += [folder for folder in configuration["path"] if folder not in sys.path]
         server = Server(
             registry.from_plain(configuration["policy"]),
             configuration["num_stages"],
@@ -34,6 +36,7 @@ def main() -> int:
             configuration["bind"],
             keys=msgspec.convert(configuration["keys"], SchedulerKeys | None),
             worker_timeout=configuration["worker_timeout"],
+            log=None if configuration["log"] is None else Path(configuration["log"]),
         )
         with stop_signals(signal.SIGTERM) as stop, server:
             _say({"address": server.address})

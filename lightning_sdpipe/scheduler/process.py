@@ -1,8 +1,7 @@
 """The scheduler as a child process, so that it takes no time from the training of the rank that starts it.
 
 Its configuration, keys included, goes to the child's standard input as one line of JSON, never on the command
-line; the
-address it listens at comes back as one line. The child ends when its standard input does, so it never
+line; the address it listens at comes back as one line. The child ends when its standard input does, so it never
 outlives the process that started it, however that ends.
 """
 
@@ -48,9 +47,13 @@ class EmbeddedScheduler:
         bind: str = "tcp://127.0.0.1:*",
         *,
         worker_timeout: float = 30.0,
+        log: Path | None = None,
         timeout: float = START_TIMEOUT,
     ) -> EmbeddedScheduler:
-        """Start the child and wait until it listens; with fresh keys if other machines can reach it."""
+        """Start the child and wait until it listens; with fresh keys if other machines can reach it.
+
+        It imports a policy of the user's own from where this process would.
+        """
         registry.build(policy, num_stages, num_pipelines)  # refuse here what the child would refuse
         keys, credentials = (None, None) if is_loopback(bind) else make_keys()
         configuration = {
@@ -60,6 +63,8 @@ class EmbeddedScheduler:
             "bind": bind,
             "keys": msgspec.to_builtins(keys),
             "worker_timeout": worker_timeout,
+            "log": None if log is None else str(log.resolve()),
+            "path": [os.path.abspath(folder) for folder in sys.path],  # "" is the working directory
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "lightning_sdpipe.scheduler"],

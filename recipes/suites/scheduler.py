@@ -221,7 +221,7 @@ def _connected(kind: str, count: int, server: _Server, session: int) -> Iterator
             socket.setsockopt(zmq.ROUTING_ID, m.routing_id(worker))
             socket.connect(server.address)
             if kind != "echo":
-                socket.send(m.encode(m.Join(worker, session, 1)))
+                socket.send(m.encode(m.Join(worker, session, 1, None)))
             sockets.append(socket)
         for socket in sockets if kind != "echo" else []:
             if not socket.poll(PATIENCE_MS):

@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lightning_sdpipe.policies import (
     Broken,
+    Decision,
+    Event,
     Group,
     Joined,
     Left,
@@ -64,6 +66,7 @@ class AnyPolicy(RuleBasedStateMachine):
     def start(self, spec: PolicyConfig, stages: int, pipelines: int) -> None:
         self.spec, self.stages, self.pipelines = spec, stages, pipelines
         self.policy = build(spec, stages, pipelines)
+        self.told: list[tuple[float, Event, list[Decision]]] = []
         self.now = 0.0
         self.active: set[Worker] = set()
         self.waiting: dict[Worker, int] = {}
@@ -78,6 +81,11 @@ class AnyPolicy(RuleBasedStateMachine):
             data.draw(st.integers(0, self.stages - 1), label="stage"),
             data.draw(st.integers(0, self.pipelines - 1), label="pipeline"),
         )
+
+    def tell(self, event: Event) -> list[Decision]:
+        decisions = self.policy.on(event, self.now)
+        self.told.append((self.now, event, decisions))
+        return decisions
 
     def settle(self, groups: list[Group]) -> None:
         batches: dict[tuple[int, str], list[Group]] = {}
@@ -106,13 +114,13 @@ class AnyPolicy(RuleBasedStateMachine):
                 self.policy.on(Joined(worker), self.now)
             return
         # Groups of a window that has just ended do not know the newcomer yet.
-        self.settle(self.policy.on(Tick(), self.now))
+        self.settle(self.tell(Tick()))
         self.active.add(worker)
         self.iteration[worker] = -1
         graph = self.graphs[worker.stage]
         if graph is not None:
             graph.join(worker.pipeline)
-        self.settle(self.policy.on(Joined(worker), self.now))
+        self.settle(self.tell(Joined(worker)))
 
     @rule(data=st.data())
     def leave_or_fall_silent(self, data: st.DataObject) -> None:
@@ -121,13 +129,13 @@ class AnyPolicy(RuleBasedStateMachine):
             with pytest.raises(RefusedEvent):
                 self.policy.on(Left(worker), self.now)
             return
-        self.settle(self.policy.on(Tick(), self.now))
+        self.settle(self.tell(Tick()))
         self.active.remove(worker)
         self.waiting.pop(worker, None)
         graph = self.graphs[worker.stage]
         if graph is not None:
             graph.leave(worker.pipeline)
-        self.settle(self.policy.on(Left(worker), self.now))
+        self.settle(self.tell(Left(worker)))
 
     @rule(data=st.data(), step=st.sampled_from([1, 1, 1, 1, 2, 0, -1]))
     def report(self, data: st.DataObject, step: int) -> None:
@@ -141,7 +149,7 @@ class AnyPolicy(RuleBasedStateMachine):
             assert self.policy.deadline() == before
             return
         self.waiting[worker] = iteration
-        self.settle(self.policy.on(Ready(worker, iteration), self.now))
+        self.settle(self.tell(Ready(worker, iteration)))
 
     @rule(data=st.data())
     def break_a_group(self, data: st.DataObject) -> None:
@@ -150,24 +158,24 @@ class AnyPolicy(RuleBasedStateMachine):
             with pytest.raises(RefusedEvent):
                 self.policy.on(Broken(sequence), self.now)
             return
-        self.settle(self.policy.on(Tick(), self.now))
+        self.settle(self.tell(Tick()))
         for graph in filter(None, self.graphs):
             graph.forget(sequence)
-        self.settle(self.policy.on(Broken(sequence), self.now))
+        self.settle(self.tell(Broken(sequence)))
 
     @rule(data=st.data())
     def progress(self, data: st.DataObject) -> None:
         worker = self.worker(data)
         event = Progress(worker, 1, 1, 0.5, 0.1)
         if worker in self.active:
-            self.settle(self.policy.on(event, self.now))
+            self.settle(self.tell(event))
         else:
             with pytest.raises(RefusedEvent):
                 self.policy.on(event, self.now)
 
     @rule(skipped=st.integers(0, 3))
     def a_restart_is_made_known(self, skipped: int) -> None:
-        assert self.policy.on(Restarted(self.last_sequence + 1 + skipped), self.now) == []
+        assert self.tell(Restarted(self.last_sequence + 1 + skipped)) == []
         self.last_sequence += skipped
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 1.9, 3.0]))
@@ -177,7 +185,7 @@ class AnyPolicy(RuleBasedStateMachine):
             self.now = max(self.now, due)
         else:
             self.now += seconds
-        self.settle(self.policy.on(Tick(), self.now))
+        self.settle(self.tell(Tick()))
 
     @invariant()
     def nobody_waits_without_a_reason(self) -> None:
@@ -191,9 +199,13 @@ class AnyPolicy(RuleBasedStateMachine):
         assert not finite or len(stages) <= 1
 
     def teardown(self) -> None:
-        """Once all that are active have reported and the windows have ended, all are answered."""
+        """Once all that are active have reported and the windows have ended, all are answered; and the same events make
+        a new policy decide the same."""
         if not hasattr(self, "policy"):
             return
+        again = build(self.spec, self.stages, self.pipelines)
+        for now, event, decisions in self.told:
+            assert again.on(event, now) == decisions
         for _ in range(1000):
             stages = {worker.stage for worker in self.waiting}
             free = [w for w in self.active - set(self.waiting) if w.stage in stages]
@@ -201,11 +213,11 @@ class AnyPolicy(RuleBasedStateMachine):
                 # The one furthest behind comes next, as it would in a pipeline.
                 worker = min(free, key=lambda w: (self.iteration[w], w))
                 self.waiting[worker] = self.iteration[worker] + 1
-                self.settle(self.policy.on(Ready(worker, self.waiting[worker]), self.now))
+                self.settle(self.tell(Ready(worker, self.waiting[worker])))
             due = self.policy.deadline()
             if due is not None:
                 self.now = max(self.now, due)
-                self.settle(self.policy.on(Tick(), self.now))
+                self.settle(self.tell(Tick()))
             if not self.waiting:
                 return
         raise AssertionError(f"never answered: {sorted(self.waiting)}")

@@ -9,7 +9,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.policy import Unit
-from lightning_sdpipe.policies.sync_graph import RecencyForest, SyncGraph
+from lightning_sdpipe.policies.sync_graph import (
+    RecencyForest,
+    SyncGraph,
+    components,
+    rounds_since_connected,
+    rounds_since_met,
+    spectral_radius,
+)
 from tests.policies.scripted import NaiveSyncGraph
 
 N = 7
@@ -85,7 +92,10 @@ class SyncGraphAgainstNaive(RuleBasedStateMachine):
         assert self.real.components == len(real)
         assert self.real.round == self.naive.round
         since = [r for r in range(self.real.rounds) if len(self.naive.components(since=self.real.round - r)) <= 1]
-        assert self.real.rounds_since_connected() == min(since, default=None)
+        assert rounds_since_connected(self.real.meetings(), self.real.active, self.real.round) == min(
+            since, default=None
+        )
+        assert {frozenset(c) for c in components(self.real.meetings(), self.real.active)} == self.naive.components()
 
 
 TestSyncGraph = SyncGraphAgainstNaive.TestCase
@@ -142,34 +152,28 @@ def graph_of(groups: list[list[int]], workers: int, rounds: int = 100) -> SyncGr
     return graph
 
 
-def test_rho_is_that_of_p_reduce() -> None:
-    """Its figure 4: three workers in groups of two, at equal speed and with one twice as slow."""
-    assert graph_of([[0, 1], [1, 2], [0, 2]], 3).spectral_radius() == pytest.approx(0.5)
-    assert graph_of([[0, 1], [0, 1], [1, 2], [0, 2]], 3).spectral_radius() == pytest.approx(0.625)
-
-
-def test_rho_is_0_when_all_average_and_1_when_none_do() -> None:
-    assert graph_of([[0, 1, 2, 3]] * 3, 4).spectral_radius() == pytest.approx(0.0)
-    assert graph_of([[0], [1], [2], [3]], 4).spectral_radius() == pytest.approx(1.0)
-    assert graph_of([[0, 1], [2, 3]], 4).spectral_radius() == pytest.approx(1.0)
-    assert graph_of([], 4).spectral_radius() == pytest.approx(1.0)
+def test_rho_is_that_of_the_groups_in_the_window() -> None:
+    graph = graph_of([[0, 1], [1, 2], [0, 2]], 3)
+    assert spectral_radius(graph.meetings(), graph.active) == pytest.approx(0.5), "first joins are no groups"
+    graph.leave(2)
+    assert spectral_radius(graph.meetings(), graph.active) == pytest.approx(2 / 3)
 
 
 def test_the_graph_can_be_looked_at() -> None:
     graph = graph_of([[0, 1], [2, 3], [0, 1], [1, 2]], 5, rounds=4)
     graph.leave(3)
     assert graph.round == 1
-    assert graph.connected_components() == [{0, 1, 2, 4}], "all count as having met just before the start"
-    assert [(made, tuple(w.pipeline for w in group.members)) for made, group in graph.groups()] == [
-        (0, (0, 1)),
-        (0, (2, 3)),
-        (0, (0, 1)),
-        (1, (1, 2)),
+    assert components(graph.meetings(), graph.active) == [{0, 1, 2, 4}], "all count as having met just before the start"
+    assert [(made, members) for made, members, group in graph.meetings() if group] == [
+        (0, [0, 1]),
+        (0, [2, 3]),
+        (0, [0, 1]),
+        (1, [1, 2]),
     ]
-    assert graph.rounds_since_met() == {(0, 1): 1, (2, 3): 1, (1, 2): 0}
+    assert rounds_since_met(graph.meetings(), graph.round) == {(0, 1): 1, (2, 3): 1, (1, 2): 0}
     seen = graph.to_networkx()
     assert set(seen.nodes) == {0, 1, 2, 4}
     assert dict(seen.edges) == {(0, 1): {"round": 0, "count": 2}, (1, 2): {"round": 1, "count": 1}}
     for _ in range(8):
         graph.record(met([0, 1]))
-    assert graph.connected_components() == [{0, 1}, {2}, {4}]
+    assert components(graph.meetings(), graph.active) == [{0, 1}, {2}, {4}]

@@ -16,25 +16,31 @@ from tests.scheduler.live_scheduler import clients, serving
 
 A, B = Worker(0, 0), Worker(0, 1)
 GROUP = Group((A, B), (0.5, 0.5), 3, Reason.ENFORCED)
+ANSWER = m.Answer(GROUP, (4, 5))
 REQUESTS = [
-    m.Join(A, 1 << 60, 1),
-    m.Join(B, 5, 9, True, m.Answer(GROUP, (4, 5))),
+    m.Hello(A, 1 << 60, 1, (2, 3)),
+    m.Join(A, 1 << 60, 1, None),
+    m.Join(B, 5, 9, (1, 2), True, 3, (ANSWER, ANSWER)),
     m.Ready(A, 1 << 60, 2, 7),
     m.Leave(B, 5, 6),
+    m.Broken(B, 5, 6, 3),
     m.Failed(A, 1, 3, "out of memory"),
     m.AskFailure(A, 1, 4),
     m.AskMissing(B, 1, 5),
-    m.Heartbeat(A, 1, 6, True, False),
+    m.Heartbeat(A, 1, 6, True),
+    m.Heartbeat(A, 1, 6, True, m.Steps(7, 3, 0.25, 0.05)),
     m.AskStatus(),
 ]
 REPLIES = [
+    m.Welcome(1, "{}"),
     m.Acknowledged(4),
-    m.Answer(GROUP, (4, 5)),
+    ANSWER,
+    m.Answer(Group((A, B), (0.25, 0.75), 3, "its turn", (B,), ((B,), (A,))), (4, None)),
     m.Refused(3, "no"),
     m.Unknown(1),
     m.Missing(4, (A, B)),
     m.FirstFailure(4, m.Failure(A, "no")),
-    m.Abort(m.Failure(A, "no")),
+    m.Abort(m.Failure(None, "no")),
     m.Pulse(None),
     m.Lost(B, 30.5),
     m.Invitation(GROUP),
@@ -136,12 +142,16 @@ def test_a_hundred_thousand_frames_at_a_live_server() -> None:
                 groups += [a.group(), b.group()]
         assert groups == undisturbed
         stranger.send(ask)
-        for _ in range(asked):
+        asks, told_the_version = asked, 0
+        while asked:
             assert stranger.poll(30_000)
             reply = m.decode_reply(stranger.recv())
+            asked -= isinstance(reply, m.StatusReply)
+            told_the_version += isinstance(reply, m.Refused)
         assert isinstance(reply, m.StatusReply)
-        assert set(reply.status.refused) == {"malformed", "impersonating"}
-        assert sum(reply.status.refused.values()) == 100_000 + 1 - asked, "all others were ignored"
+        assert set(reply.status.refused) == {"malformed", "other version", "impersonating"}
+        assert sum(reply.status.refused.values()) == 100_000 + 1 - asks, "all others were ignored"
+        assert reply.status.refused["other version"] == told_the_version
         assert reply.status.failure is None
 
 

@@ -1,0 +1,145 @@
+"""What the scheduler knows of one client of a worker, from its first join to the next client of that worker.
+
+    state      | joins      is ready   is held   gets a group   leaves   falls silent
+    -----------+---------------------------------------------------------------------
+    AWAY       | COMPUTING                                      AWAY
+    COMPUTING  |            WAITING    HELD                     AWAY     LOST
+    HELD       |            WAITING              COMPUTING      AWAY     LOST
+    WAITING    |                                 COMPUTING      AWAY     LOST
+    LOST       | COMPUTING                                      AWAY
+
+Where the table is empty, the input is illegal: :meth:`Session.move` raises and changes nothing. A worker is held when
+it is ready while a restarted scheduler still waits for others to come back; the policy has not heard of it yet.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import messages as m
+
+
+class State(Enum):
+    """Of a session; the policy counts the worker among the active in the middle three."""
+
+    AWAY = "away"
+    COMPUTING = "computing"
+    HELD = "held"
+    WAITING = "waiting"
+    LOST = "lost"
+
+    __hash__ = object.__hash__  # Enum's own is Python code, and every signal looks states up
+
+
+class Input(Enum):
+    """What changes the state of a session."""
+
+    JOINS = "joins"
+    IS_READY = "is ready"
+    IS_HELD = "is held"
+    GETS_GROUP = "gets a group"
+    LEAVES = "leaves"
+    FALLS_SILENT = "falls silent"
+
+    __hash__ = object.__hash__
+
+
+# Under short names, since an Enum looks its members up slowly before Python 3.12, and each signal needs several.
+AWAY, COMPUTING, HELD, WAITING, LOST = State
+JOINS, IS_READY, IS_HELD, GETS_GROUP, LEAVES, FALLS_SILENT = Input
+
+TRANSITIONS: dict[State, dict[Input, State]] = {
+    AWAY: {JOINS: COMPUTING, LEAVES: AWAY},
+    COMPUTING: {IS_READY: WAITING, IS_HELD: HELD, LEAVES: AWAY, FALLS_SILENT: LOST},
+    HELD: {IS_READY: WAITING, GETS_GROUP: COMPUTING, LEAVES: AWAY, FALLS_SILENT: LOST},
+    WAITING: {GETS_GROUP: COMPUTING, LEAVES: AWAY, FALLS_SILENT: LOST},
+    LOST: {JOINS: COMPUTING, LEAVES: AWAY},
+}
+
+ACTIVE = frozenset({COMPUTING, HELD, WAITING})
+
+
+class IllegalInput(ValueError):
+    """The table of transitions has no such entry; the session is as it was before."""
+
+
+class Received:
+    """Which requests of a session have come: each counts once, and a leave outdates what was sent before it."""
+
+    __slots__ = ("_last", "left_at")
+
+    def __init__(self) -> None:
+        self._last: dict[bytes, int] = {}
+        self.left_at = -1
+        """The number of the last leave, which may overtake what the other socket sent."""
+
+    def is_new(self, number: int, peer: bytes) -> bool:
+        """Numbers grow on each socket of the worker; False for what was seen before."""
+        if number <= self._last.get(peer, -1):
+            return False
+        self._last[peer] = number
+        return True
+
+
+class Session:
+    """One client; ``id`` is the number that it drew for itself."""
+
+    __slots__ = ("answer", "beats", "heard", "id", "invitations", "iteration", "peer", "received", "state", "worker")
+
+    def __init__(self, worker: Worker, id: int, now: float) -> None:
+        self.worker = worker
+        self.id = id
+        self.peer = m.routing_id(worker)
+        self.state = AWAY
+        self.iteration: int | None = None
+        """Of the last ready that was accepted."""
+        self.answer: m.Answer | None = None
+        """To that ready; None until it is decided."""
+        self.invitations = 0
+        """To groups that it was a passive member of."""
+        self.received = Received()
+        self.heard = now
+        """When anything of it came last."""
+        self.beats = False
+        """Only a client that ever sent a heartbeat can be missed."""
+
+    @property
+    def active(self) -> bool:
+        """Does the policy count on the worker?"""
+        return self.state in ACTIVE
+
+    def move(self, input: Input) -> None:
+        """Change the state as the table says.
+
+        Raises:
+            IllegalInput: it says nothing; nothing has changed.
+        """
+        after = TRANSITIONS[self.state].get(input)
+        if after is None:
+            raise IllegalInput(f"worker {self.worker} {input.value} while it is {self.state.value}")
+        self.state = after
+
+    def is_ready(self, iteration: int, input: Input) -> None:
+        """The ready of ``iteration`` was accepted."""
+        self.move(input)
+        self.iteration = iteration
+        self.answer = None
+
+    def is_answered(self, answer: m.Answer) -> None:
+        """``answer`` is the answer to its ready."""
+        self.move(GETS_GROUP)
+        self.answer = answer
+
+    def validate(self) -> None:
+        """Raise AssertionError if what this session knows contradicts itself."""
+        if self.state in (WAITING, HELD):
+            assert self.iteration is not None, self
+            assert self.answer is None, self
+        if self.answer is not None:
+            assert self.answer.iteration_of(self.worker) == self.iteration, self
+        if self.state is AWAY:
+            assert self.answer is None, self
+
+    def __repr__(self) -> str:
+        return f"Session({self.worker}, {self.state.value}, iteration={self.iteration}, answer={self.answer})"
