@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_sdpipe.heterogeneity.delays import Delays, ThroughputBound, bound, condition
+from lightning_sdpipe.heterogeneity.delays import Delays, condition
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.heterogeneity.slowdowns import Slowed, Static, Trace
 from lightning_sdpipe.heterogeneity.tracks import Track, read_tracks, write_tracks
@@ -22,10 +22,8 @@ __all__ = [
     "Heterogeneity",
     "Slowed",
     "Static",
-    "ThroughputBound",
     "Trace",
     "Track",
-    "bound",
     "condition",
     "read_tracks",
     "write_tracks",

@@ -10,5 +10,6 @@ from lightning_sdpipe.simulate.pipelines import Work as Work
 from lightning_sdpipe.simulate.run import Run as Run
 from lightning_sdpipe.simulate.run import jittered as jittered
 from lightning_sdpipe.simulate.run import simulate as simulate
+from lightning_sdpipe.simulate.schedules import Schedule as Schedule
 
-__all__ = ["Pipelines", "Run", "Slowness", "Work", "jittered", "simulate"]
+__all__ = ["Pipelines", "Run", "Schedule", "Slowness", "Work", "jittered", "simulate"]

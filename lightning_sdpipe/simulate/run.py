@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.draws import uniform
-from lightning_sdpipe.policies.events import Event, Worker
+from lightning_sdpipe.policies.events import Event, Progress, Worker
 from lightning_sdpipe.policies.mixing import mean_mixing_matrix, mixing_radius
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
 from lightning_sdpipe.simulate.pipelines import Pipelines, Work
@@ -40,13 +40,20 @@ class Run:
 
         Which is what endless training would reach. A real epoch ends with its slowest pipeline: see :attr:`seconds`.
         """
+        return sum(self.rates())
+
+    def rates(self, first: int = 0) -> list[float]:
+        """Mini-batches per second of each pipeline, from its mini-batch ``first`` on; 0 for all if some are stuck."""
+        pipelines = range(self.work.num_pipelines)
         if self.stuck:
-            return 0.0
-        ends = [
-            max(self.finished[Worker(j, i)] for j in range(self.work.num_stages))
-            for i in range(self.work.num_pipelines)
-        ]
-        return sum(self.work.iterations / end for end in ends)
+            return [0.0 for _ in pipelines]
+        begun = dict.fromkeys(pipelines, 0.0)
+        for at, event, _ in self.entries:
+            if isinstance(event, Progress) and event.iteration == first - 1:
+                begun[event.worker.pipeline] = max(at, begun[event.worker.pipeline])
+        stages = range(self.work.num_stages)
+        ended = [max(self.finished[Worker(j, i)] for j in stages) for i in pipelines]
+        return [(self.work.iterations - first) / (end - begun[i]) for i, end in enumerate(ended)]
 
     @property
     def seconds(self) -> float:
