@@ -20,7 +20,7 @@ _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PR
 
 
 class KeyCheck:
-    """Answers libzmq's question whether a key may enter, in the server's own loop.
+    """Answers libzmq's question whether a key may enter.
 
     Wrong keys and clients without any fail inside libzmq before it asks; its monitor tells of them. It names
     no peer then, only the connection, so the address of each is looked up when it is accepted.

@@ -14,11 +14,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.messages import Answer
 
 log = logging.getLogger(__name__)
+
+MEMBERS_IN_REPORT = 20_000
+"""Of all groups that one report has room for: each takes up to 40 bytes of the largest request."""
 
 
 class HeardAnswers:
@@ -44,9 +48,14 @@ class HeardAnswers:
                 self._last_with[member] = answer
 
     def to_report(self) -> tuple[Answer, ...]:
-        """Each once, oldest first."""
+        """Each once, oldest first; of more than fit into a request the newest."""
         unique = {answer.group.sequence: answer for answer in self._last_with.values()}
-        return tuple(unique[number] for number in sorted(unique))
+        newest_first = sorted(unique, reverse=True)
+        sizes = accumulate(len(unique[number].group.members) for number in newest_first)
+        fitting = [number for number, members in zip(newest_first, sizes, strict=True) if members <= MEMBERS_IN_REPORT]
+        if len(fitting) < len(unique):
+            log.warning("worker %s cannot report %d groups at once", self._worker, len(unique) - len(fitting))
+        return tuple(unique[number] for number in reversed(fitting))
 
     def forget(self) -> None:
         """The worker has left: all its groups have averaged, so their members have heard of them."""

@@ -8,14 +8,13 @@ met whom, ρ) is worked out by who looks, not by the scheduler.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from enum import StrEnum
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from lightning_sdpipe.policies import sync_graph
 from lightning_sdpipe.policies.decisions import Decision, Group
-from lightning_sdpipe.policies.events import Broken, Event, Joined, Left, Lost, Progress, Ready, Tick, Worker
+from lightning_sdpipe.policies.events import Broken, Event, Joined, Left, Lost, Progress, Ready, Worker
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.sync_graph import Meeting, SyncGraph
 
@@ -26,22 +25,10 @@ GROUPS_COST = 60_000
 """What the groups of a status may cost, over all stages: each its members and 4 more. The newest are told."""
 
 
-class Doing(StrEnum):
-    """What a worker does, as far as the scheduler is concerned; written as the first letter of its value."""
+STATES = {name[0]: name for name in ("computing", "waiting", "held", "away", "lost", "-")}
+"""What a worker does, by the letter for it: the states of a session, and "-" for who has never joined."""
 
-    COMPUTING = "computing"
-    WAITING = "waiting"
-    """For a group."""
-    AWAY = "away"
-    """Has left: it pauses or has ended its epoch."""
-    LOST = "lost"
-    """Was silent for too long."""
-    UNKNOWN = "-"
-    """Has never joined."""
-
-
-_COMPUTING, _WAITING = Doing.COMPUTING, Doing.WAITING  # looked up for every signal
-_BY_LETTER = {doing.value[0]: doing for doing in Doing}
+ACTIVE = ("c", "w", "h")
 
 
 class GroupRow(msgspec.Struct, frozen=True, array_like=True):
@@ -58,8 +45,8 @@ class GroupRow(msgspec.Struct, frozen=True, array_like=True):
 class StageStatus(msgspec.Struct, frozen=True):
     """One stage, a value for each of its pipelines in every column."""
 
-    doing: str
-    """Letters of :class:`Doing`."""
+    states: str
+    """Letters of :data:`STATES`."""
     iterations: list[int | None]
     """The last one reported."""
     last_groups: list[int | None]
@@ -77,7 +64,7 @@ class StageStatus(msgspec.Struct, frozen=True):
 
     def active(self) -> list[int]:
         """The pipelines whose worker takes part."""
-        return [i for i, letter in enumerate(self.doing) if _BY_LETTER[letter] in (Doing.COMPUTING, Doing.WAITING)]
+        return [i for i, letter in enumerate(self.states) if letter in ACTIVE]
 
     def components(self) -> list[set[int]]:
         """Active pipelines by who is joined by a chain of meetings."""
@@ -103,7 +90,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """One worker."""
 
     worker: Worker
-    doing: Doing
+    state: str
     iteration: int | None
     """The last one reported."""
     staleness: int | None
@@ -142,12 +129,12 @@ class Status(msgspec.Struct, frozen=True):
         rows = []
         for number, stage in enumerate(self.stages):
             furthest = max((iteration for iteration in stage.iterations if iteration is not None), default=0)
-            for pipeline, letter in enumerate(stage.doing):
-                doing, iteration = _BY_LETTER[letter], stage.iterations[pipeline]
-                if doing is not Doing.UNKNOWN:
+            for pipeline, letter in enumerate(stage.states):
+                iteration = stage.iterations[pipeline]
+                if letter != "-":
                     row = WorkerStatus(
                         Worker(number, pipeline),
-                        doing,
+                        STATES[letter],
                         iteration,
                         None if iteration is None else furthest - iteration,
                         stage.last_groups[pipeline],
@@ -160,10 +147,9 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class _WorkerView:
-    __slots__ = ("doing", "iteration", "last_group", "seconds", "waiting")
+    __slots__ = ("iteration", "last_group", "seconds", "waiting")
 
     def __init__(self) -> None:
-        self.doing = Doing.UNKNOWN
         self.iteration: int | None = None
         self.last_group: Group | None = None
         self.seconds: float | None = None
@@ -186,29 +172,25 @@ class Overview:
         """``event`` happened at ``now``, and ``decisions`` followed."""
         if type(event) is Ready:
             worker = event.worker
-            view = self._views[worker.stage][worker.pipeline]
-            view.doing, view.iteration = _WAITING, event.iteration
+            self._views[worker.stage][worker.pipeline].iteration = event.iteration
             self.signals += 1
             if now >= self._second + 1:
                 self._second = int(now)
                 self._per_second.append([self._second, 0])
             self._per_second[-1][1] += 1
-        elif not isinstance(event, Tick):
-            self._note(event)
+        elif type(event) is Progress:
+            worker = event.worker
+            view = self._views[worker.stage][worker.pipeline]
+            view.seconds, view.waiting = event.seconds, event.waiting
+        elif type(event) is Broken:
+            self.broken.add(event.sequence)
         for group in decisions:
             members = group.members
             self.sizes[len(members)] += 1
             self.reasons[group.reason] += 1
-            views, passive = self._views[members[0].stage], group.passive
+            views = self._views[members[0].stage]
             for worker in members:
-                view = views[worker.pipeline]
-                view.last_group = group
-                if not passive or worker not in passive:
-                    view.doing = _COMPUTING
-
-    def doing(self, worker: Worker) -> Doing:
-        """What ``worker`` does."""
-        return self._views[worker.stage][worker.pipeline].doing
+                views[worker.pipeline].last_group = group
 
     def rate(self, now: float, uptime: float) -> float:
         """Signals per second lately."""
@@ -216,26 +198,21 @@ class Overview:
         recent = sum(count for second, count in self._per_second if second >= oldest)
         return recent / max(1.0, min(uptime, RATE_SECONDS + now - int(now)))
 
-    def stages(self, now: float, heard: dict[Worker, float], graphs: Sequence[SyncGraph]) -> list[StageStatus]:
-        """Every stage as it is ``now``; ``heard`` is when each worker was last heard of."""
+    def stages(
+        self, states: Mapping[Worker, str], silent: Mapping[Worker, float], graphs: Sequence[SyncGraph]
+    ) -> list[StageStatus]:
+        """Every stage; ``silent`` are seconds since each worker was last heard of."""
         budget = GROUPS_COST // len(self._views)
-        return [self._stage(number, now, heard, graph, budget) for number, graph in enumerate(graphs)]
+        return [self._stage(number, states, silent, graph, budget) for number, graph in enumerate(graphs)]
 
-    def _note(self, event: Event) -> None:
-        match event:
-            case Progress(worker, _, _, seconds, waiting):
-                view = self._views[worker.stage][worker.pipeline]
-                view.seconds, view.waiting = seconds, waiting
-            case Joined(worker):
-                self._views[worker.stage][worker.pipeline].doing = Doing.COMPUTING
-            case Left(worker):
-                self._views[worker.stage][worker.pipeline].doing = Doing.AWAY
-            case Lost(worker):
-                self._views[worker.stage][worker.pipeline].doing = Doing.LOST
-            case Broken(sequence):
-                self.broken.add(sequence)
-
-    def _stage(self, number: int, now: float, heard: dict[Worker, float], graph: SyncGraph, budget: int) -> StageStatus:
+    def _stage(
+        self,
+        number: int,
+        states: Mapping[Worker, str],
+        silent: Mapping[Worker, float],
+        graph: SyncGraph,
+        budget: int,
+    ) -> StageStatus:
         views = self._views[number]
         since = graph.round - graph.rounds + 1
         rows: list[GroupRow] = []
@@ -245,12 +222,12 @@ class Overview:
                 since = made + 1
                 break
             rows.append(_row(made, members, group))
-        times = [heard.get(Worker(number, pipeline)) for pipeline in range(len(views))]
+        workers = [Worker(number, pipeline) for pipeline in range(len(views))]
         return StageStatus(
-            doing="".join(view.doing.value[0] for view in views),
+            states="".join(states.get(worker, "-")[0] for worker in workers),
             iterations=[view.iteration for view in views],
             last_groups=[None if view.last_group is None else view.last_group.sequence for view in views],
-            silent=[None if time is None else round(now - time, 3) for time in times],
+            silent=[silent.get(worker) for worker in workers],
             seconds=[view.seconds for view in views],
             waiting=[view.waiting for view in views],
             round=graph.round,

@@ -22,7 +22,7 @@ def to_plain(status: Status) -> dict[str, object]:
         {
             "stage": row.worker.stage,
             "pipeline": row.worker.pipeline,
-            "state": row.doing.value,
+            "state": row.state,
             "iteration": row.iteration,
             "staleness": row.staleness,
             "last_group": row.last_group,
@@ -55,7 +55,7 @@ def _stage_to_plain(stage: StageStatus) -> dict[str, object]:
             if row.number >= 0
         ],
     }
-    if len(stage.doing) <= PAIRS_IN_JSON_UP_TO:
+    if len(stage.states) <= PAIRS_IN_JSON_UP_TO:
         plain["rounds_since_met"] = [[a, b, ago] for (a, b), ago in sorted(stage.rounds_since_met().items())]
     return plain
 
@@ -95,7 +95,7 @@ def _table(status: Status, rows: list[WorkerStatus]) -> list[str]:
 
 
 def _cell(row: WorkerStatus, stage: StageStatus) -> str:
-    text = row.doing.value
+    text = row.state
     if row.iteration is not None:
         text += f" {row.iteration}"
     if row.staleness:

@@ -22,12 +22,14 @@ from contextlib import ExitStack, contextmanager
 
 import zmq
 
+from lightning_sdpipe.heterogeneity import Delays
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.events import Joined, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
+from lightning_sdpipe.simulate import Work, jittered, simulate
 from recipes.suites.ratios import Ratios, Row, ratio
 
 ECHO = """
@@ -49,6 +51,7 @@ LOWER_IS_BETTER = frozenset(
 )
 SIGNALS_PER_MEASUREMENT = 8192
 POLICY_SIZES = (16, 256, 4096)
+SIMULATED_ITERATIONS = 100
 PATIENCE_MS = 30_000
 
 
@@ -80,6 +83,7 @@ def run(*, clients: tuple[int, ...] = (16, 64, 256), repeats: int = 5, seed: int
                 meaning = f"signals per second of one core, {kind}, {count} clients: ours over the echo's"
                 ratios[key] = ratio(quotients, 0.5, meaning)
     policy = _policy(repeats, seed)
+    rows += [_simulation(repeat, seed) for repeat in range(repeats)]
     rows += [row for kind in policy.values() for row in kind]
     smallest, *larger = policy
     for size in larger:
@@ -245,6 +249,18 @@ def _policy(repeats: int, seed: int) -> dict[int, list[Row]]:
             row = {"what": "policy", "clients": size, "repeat": repeat, "us_per_signal": 1e6 * cost}
             measured[size].append(row)
     return measured
+
+
+def _simulation(repeat: int, seed: int) -> Row:
+    """What a signal costs with the pipelines around the policy: 64000 signals of 4 × 16 workers are 1000 iterations."""
+    work = Work(
+        4, 16, SIMULATED_ITERATIONS, jittered(0.1, 0.05, seed + repeat), heterogeneity=Delays(0.1, 0.3, seed=seed)
+    )
+    start = time.perf_counter()
+    run = simulate(SemiDecentralized(), work)
+    signals = sum(len(group.members) for _, group in run.groups)
+    cost = (time.perf_counter() - start) / signals
+    return {"what": "simulation", "clients": 64, "repeat": repeat, "us_per_signal": 1e6 * cost}
 
 
 def _policy_cost(size: int, rng: random.Random) -> float:

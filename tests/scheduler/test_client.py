@@ -208,7 +208,7 @@ def test_a_silent_worker_is_treated_as_left_and_named_to_the_others(caplog: pyte
         a.ready(0)
         assert a.group().members == (W(0, 0),)
         assert "worker (stage 0, pipeline 1) was silent" in caplog.text
-        states = {w.worker.pipeline: w.doing.value for w in ask_status(server.address).workers()}
+        states = {w.worker.pipeline: w.state for w in ask_status(server.address).workers()}
         assert states == {0: "computing", 1: "lost"}
         a.leave()
         b.ready(0)  # it was only slow: it joins again by itself

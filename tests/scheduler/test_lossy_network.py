@@ -23,6 +23,7 @@ from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.event_log import REMEMBERED, Entry, differences
 from lightning_sdpipe.scheduler.recovery import HeardAnswers
 from lightning_sdpipe.scheduler.service import Addressed, SchedulerService
+from lightning_sdpipe.scheduler.session import ACTIVE, State
 
 FOR_EVER, SILENCE = 1e9, 8.0
 
@@ -123,8 +124,17 @@ class LossyNetwork(RuleBasedStateMachine):
 
     def serve(self, peer: bytes, request: m.Request) -> list[Addressed]:
         replies = self.service.handle(peer, request, self.now)
-        self.service.validate()
+        self.validate()
         return replies
+
+    def validate(self) -> None:
+        """The sessions do not contradict themselves, nor what the policy knows."""
+        self.service.validate()
+        participants = self.service._decider._policy.participants  # type: ignore[attr-defined]
+        for stage in range(self.mesh[0]):
+            states = {w.pipeline: s.state for w, s in self.service._sessions.items() if w.stage == stage}
+            assert participants.active[stage] == {i for i, state in states.items() if state in ACTIVE}
+            assert set(participants.waiting[stage]) == {i for i, state in states.items() if state is State.WAITING}
 
     def send(self, model: WorkerModel, requests: Iterable[m.Request]) -> None:
         self.to_server += [(m.routing_id(model.worker), request) for request in requests]
@@ -167,10 +177,26 @@ class LossyNetwork(RuleBasedStateMachine):
         self.beat(data.draw(st.sampled_from(self.models)))
 
     def beat(self, model: WorkerModel) -> None:
+        self.to_server.append((m.heartbeat_id(model.worker), self.heartbeat(model)))
+
+    def heartbeat(self, model: WorkerModel) -> m.Heartbeat:
         steps = m.Steps(model.iteration, 1, 1.0, 0.1) if model.iteration else None
         joined = model.joined and model.wants_to_be_joined
-        beat = m.Heartbeat(model.worker, model.session, model.next(), joined, steps)
-        self.to_server.append((m.heartbeat_id(model.worker), beat))
+        return m.Heartbeat(model.worker, model.session, model.next(), joined, steps)
+
+    @rule(data=st.data())
+    def somebody_falls_silent(self, data: st.DataObject) -> None:
+        """After a heartbeat, nothing of it arrives until it is lost; what it sent may still come later."""
+        silent = data.draw(st.sampled_from(self.models))
+        for model in self.models:
+            self.to_workers += self.serve(m.heartbeat_id(model.worker), self.heartbeat(model))
+        for _ in range(6):
+            self.now += SILENCE / 4
+            for model in self.models:
+                if model is not silent:
+                    self.to_workers += self.serve(m.heartbeat_id(model.worker), self.heartbeat(model))
+            self.to_workers += self.service.tick(self.now)
+        self.validate()
 
     @rule(data=st.data(), again=st.booleans())
     def a_message_reaches_the_scheduler(self, data: st.DataObject, again: bool) -> None:
@@ -200,7 +226,7 @@ class LossyNetwork(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.to_workers += self.service.tick(self.now)
-        self.service.validate()
+        self.validate()
 
     @rule()
     def the_scheduler_is_killed_and_started_again(self) -> None:

@@ -49,7 +49,7 @@ class Dialogue:
         return replies
 
     def states(self) -> list[str]:
-        return [row.doing.value for row in self.service.status(0.0).workers()]
+        return [row.state for row in self.service.status(0.0).workers()]
 
     def acknowledged(self, worker: Worker) -> list[Addressed]:
         return [(m.routing_id(worker), m.Acknowledged(self.number))]

@@ -10,6 +10,7 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler import session
 from lightning_sdpipe.scheduler.session import TRANSITIONS, IllegalInput, Input, Session, State
+from lightning_sdpipe.scheduler.status import ACTIVE, STATES
 
 W = Worker(0, 1)
 
@@ -28,6 +29,11 @@ def test_the_table_in_the_text_is_the_one_that_holds() -> None:
         }
         assert told == TRANSITIONS[state]
     assert len(rows) == len(State)
+
+
+def test_each_state_has_a_letter_in_the_status() -> None:
+    assert set(STATES.values()) == {state.value for state in State} | {"-"}
+    assert {STATES[letter] for letter in ACTIVE} == {state.value for state in session.ACTIVE}
 
 
 @given(st.lists(st.sampled_from(list(Input)), max_size=12))
