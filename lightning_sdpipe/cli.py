@@ -20,7 +20,7 @@ from statistics import fmean
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.scheduler.client import ask_status
+from lightning_sdpipe.scheduler.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     WorkerKeys,
     read_scheduler_keys,

@@ -19,14 +19,13 @@ from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.connection import Connection
+from lightning_sdpipe.scheduler.connection import GLANCE, Connection
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.heartbeat import HeartbeatThread
 from lightning_sdpipe.scheduler.recovery import HeardAnswers
-from lightning_sdpipe.scheduler.status import Status
 from lightning_sdpipe.scheduler.step_timer import StepTimer
 
-__all__ = ["Failure", "RunAborted", "SchedulerClient", "ask_status"]
+__all__ = ["Failure", "RunAborted", "SchedulerClient"]
 
 Failure = m.Failure
 log = logging.getLogger(__name__)
@@ -40,8 +39,6 @@ LAST_BEAT = 12
 """Heartbeats without an answer, after which a scheduler that is not restarted is given up, and any other is missed."""
 REPEAT_AFTER = 1.0
 """Seconds after which an unanswered request is repeated."""
-GLANCE = 0.1
-"""Seconds between looks at what the connection has to say, until it is established."""
 
 
 class RunAborted(WorkerFailedError):
@@ -382,29 +379,3 @@ class _Pulse:
             client._invited += 1
             client._invitations.notify_all()
         return None
-
-
-def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: float = 5.0) -> Status:
-    """How the run is that the scheduler at ``address`` serves.
-
-    Raises:
-        SchedulerError: it does not answer in time, or what answers is no scheduler of this version.
-    """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    connection = None
-    try:
-        connection = Connection(context, address, credentials)
-        until, asked = time.monotonic() + timeout, 0
-        while (left := until - time.monotonic()) > 0:
-            if asked < 2 and left <= timeout * (1 - asked / 2):
-                connection.send(m.ASK_STATUS_OF_VERSION_1 if asked else m.encode(m.AskStatus()))
-                asked += 1
-            reply = connection.receive(min(left, GLANCE))
-            connection.check()
-            if isinstance(reply, m.StatusReply):
-                return reply.status
-        raise SchedulerError(f"the scheduler at {address} did not answer within {timeout:g} s; {connection.silence()}")
-    finally:
-        if connection is not None:
-            connection.close()
-        context.term()

@@ -6,12 +6,18 @@ alike, namely like silence. Its monitor of a socket knows more: whether anything
 
 from __future__ import annotations
 
+import time
+
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback
+from lightning_sdpipe.scheduler.status import Status
+
+GLANCE = 0.1
+"""Seconds between looks at what the monitor has to say, until an answer came."""
 
 TRIES = 3
 """Handshakes that must fail before the keys are blamed; a scheduler that is just ending fails one, too."""
@@ -171,3 +177,29 @@ def check_credentials(address: str, credentials: WorkerKeys | None) -> None:
             f"the scheduler at {address} is on another machine and nobody talks to it without keys; "
             "give the worker.key that `sdpipe keygen` made for it"
         )
+
+
+def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: float = 5.0) -> Status:
+    """How the run is that the scheduler at ``address`` serves.
+
+    Raises:
+        SchedulerError: it does not answer in time, or what answers is no scheduler of this version.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    connection = None
+    try:
+        connection = Connection(context, address, credentials)
+        until, asked = time.monotonic() + timeout, 0
+        while (left := until - time.monotonic()) > 0:
+            if asked < 2 and left <= timeout * (1 - asked / 2):
+                connection.send(m.ASK_STATUS_OF_VERSION_1 if asked else m.encode(m.AskStatus()))
+                asked += 1
+            reply = connection.receive(min(left, GLANCE))
+            connection.check()
+            if isinstance(reply, m.StatusReply):
+                return reply.status
+        raise SchedulerError(f"the scheduler at {address} did not answer within {timeout:g} s; {connection.silence()}")
+    finally:
+        if connection is not None:
+            connection.close()
+        context.term()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 from lightning_sdpipe.policies.decisions import Decision, check_group
@@ -10,17 +11,19 @@ from lightning_sdpipe.policies.policy import Policy, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 from lightning_sdpipe.scheduler.event_log import EventLog
 
+log = logging.getLogger(__name__)
+
 
 class PolicyFailed(Exception):
     """The policy raised, or decided what cannot be carried out."""
 
 
 class Decider:
-    """Drives ``policy`` and keeps ``log``. Once the policy has failed nothing is decided any more."""
+    """Drives ``policy`` and keeps ``event_log``. Once the policy has failed nothing is decided any more."""
 
-    def __init__(self, policy: Policy, log: EventLog) -> None:
+    def __init__(self, policy: Policy, event_log: EventLog) -> None:
         self._policy = policy
-        self._log = log
+        self._log = event_log
         self._next_sequence = 0
         self.failed = False
         self.deadline = math.inf
@@ -59,8 +62,12 @@ class Decider:
 
     def sync_graph(self, stage: int) -> SyncGraph | None:
         """What the policy knows of who met whom, if it keeps account."""
-        ask = getattr(self._policy, "sync_graph", None)
-        return None if ask is None else ask(stage)
+        try:
+            graph = self._policy.sync_graph(stage) if hasattr(self._policy, "sync_graph") else None
+        except Exception:  # to look at a run must not end it
+            log.exception("the policy cannot say who met whom")
+            return None
+        return graph if isinstance(graph, SyncGraph) else None
 
     def fail(self) -> None:
         """Decide nothing any more."""

@@ -77,7 +77,7 @@ class Recovery:
         """When the held readies may be decided: at once if all are back."""
         self.held: dict[Worker, int] = {}
         """Readies that are neither answered nor told to the policy, in the order in which they came."""
-        self.answers: dict[tuple[Worker, int], Answer] = {}
+        self.answers: dict[Worker, dict[int, Answer]] = {}
         """Of the scheduler before this one, by the readies that they answer."""
         self._expected = expected
         self._grace = grace
@@ -97,12 +97,30 @@ class Recovery:
         if self.holds and len(self._back) >= self._expected:
             self.until = -math.inf
 
-    def keep(self, answers: Sequence[Answer]) -> None:
+    def keep(self, answers: Sequence[Answer], reporter: Worker) -> None:
         """What a worker has heard of an earlier scheduler answers the readies of members that have not."""
         for answer in answers:
             for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
-                if iteration is not None:
-                    self.answers[member, iteration] = answer
+                if iteration is not None and member != reporter:
+                    self.answers.setdefault(member, {})[iteration] = answer
+
+    def answer_to(self, worker: Worker, iteration: int) -> Answer | None:
+        """The group that answers this ready, if another member has heard of it; earlier ones are not asked for any
+        more."""
+        answers = self.answers.get(worker)
+        if answers is None:
+            return None
+        answer = answers.get(iteration)
+        later = {k: kept for k, kept in answers.items() if k > iteration}
+        if later:
+            self.answers[worker] = later
+        else:
+            del self.answers[worker]
+        return answer
+
+    def forget(self, worker: Worker) -> None:
+        """``worker`` begins anew: its readies are others, even if their numbers are the same."""
+        self.answers.pop(worker, None)
 
     def end(self) -> dict[Worker, int]:
         """The readies that were held; from now on none are."""

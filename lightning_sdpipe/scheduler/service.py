@@ -33,6 +33,7 @@ from lightning_sdpipe.scheduler.session import (
     LEAVES,
     IllegalInput,
     Session,
+    Sessions,
 )
 from lightning_sdpipe.scheduler.status import Overview, Status, graph_of
 
@@ -41,8 +42,6 @@ logger = logging.getLogger(__name__)
 Addressed = tuple[bytes, m.Reply]
 """A routing identity and the message for it."""
 
-REMEMBERED_SESSIONS = 64
-"""Ended sessions per worker whose messages are still recognised as replays."""
 EVENTS_PER_WORKER = 16
 """That the log keeps in memory at least, times the workers: about the last rounds."""
 LOGGED_PER_KIND = 20
@@ -88,10 +87,7 @@ class SchedulerService:
         self._decider = Decider(registry.build(config, num_stages, num_pipelines), self.log)
         self._worker_timeout = worker_timeout
         self._started = now
-        self._sessions: dict[Worker, Session] = {}
-        self._ended_sessions: dict[Worker, list[int]] = {}
-        self._owners: dict[bytes, Worker] = {}
-        """Whose socket a peer is."""
+        self._sessions = Sessions()
         self._recovery = Recovery(num_stages * num_pipelines, recovery_grace)
         self._outbox: list[Addressed] = []
         self._next_roll_call = now + worker_timeout / 4
@@ -119,7 +115,7 @@ class SchedulerService:
         if isinstance(request, m.AskStatus):
             return [(peer, m.StatusReply(self.status(now)))]
         worker = request.worker
-        if self._owners.get(peer) != worker and peer not in (m.routing_id(worker), m.heartbeat_id(worker)):
+        if not self._sessions.is_socket_of(peer, worker):
             self.ignore("impersonating", peer, f"it speaks for worker {worker}")
             return []
         session = self._sessions.get(worker)
@@ -160,8 +156,8 @@ class SchedulerService:
             held=len(self._recovery.held),
             looks_back=self._looks_back,
             stages=overview.stages(
-                {worker: session.state.value for worker, session in self._sessions.items()},
-                {worker: round(now - session.heard, 3) for worker, session in self._sessions.items()},
+                {session.worker: session.state.value for session in self._sessions},
+                {session.worker: round(now - session.heard, 3) for session in self._sessions},
                 self._sync_graphs(),
             ),
         )
@@ -169,21 +165,17 @@ class SchedulerService:
     def validate(self) -> None:
         """Raise AssertionError if what is known here contradicts itself; for tests, after each step."""
         assert self._recovery.holds == (self._recovery.until < math.inf)
-        for worker, session in self._sessions.items():
-            session.validate()
-            assert session.worker == worker
-            held = session.state is HELD
-            assert held == (worker in self._recovery.held), session
-            assert not held or self._recovery.holds, session
-            assert self._owners[m.routing_id(worker)] == self._owners[m.heartbeat_id(worker)] == worker
-        assert self._recovery.held.keys() <= self._sessions.keys()
+        self._sessions.validate()
+        held = {session.worker for session in self._sessions if session.state is HELD}
+        assert held == self._recovery.held.keys(), (held, self._recovery.held)
+        assert not held or self._recovery.holds
         assert not self._outbox
 
     # ---------------------------------------------------------------- requests
 
     def _from_a_stranger(self, request: m.Request, peer: bytes, now: float) -> None:
         """The session is not the worker's current one: a new client, an ended one, or a restart of ours."""
-        if request.session in self._ended_sessions.get(request.worker, ()):
+        if self._sessions.has_ended(request.worker, request.session):
             self.ignore("replayed", peer, f"its session of worker {request.worker} has ended")
             return
         match request:
@@ -241,7 +233,7 @@ class SchedulerService:
         elif recovery.holds:
             session.is_ready(iteration, IS_HELD)
             recovery.held[request.worker] = iteration
-        elif recovery.answers and (answer := recovery.answers.pop((request.worker, iteration), None)) is not None:
+        elif recovery.answers and (answer := recovery.answer_to(request.worker, iteration)) is not None:
             session.is_ready(iteration, IS_HELD)  # it came back late
             self._answer(session, answer)
         else:
@@ -283,17 +275,11 @@ class SchedulerService:
         self._check_mesh(request)
         self._check_exists(worker)
         before = self._sessions.get(worker)
-        if before is not None:
-            if before.active:
-                logger.warning("worker %s came back as a new client; the old one never left", worker)
-                self._leave(before, now)
-            ended = self._ended_sessions.setdefault(worker, [])
-            ended.append(before.id)
-            del ended[:-REMEMBERED_SESSIONS]
-        session = Session(worker, request.session, now)
+        if before is not None and before.active:
+            logger.warning("worker %s came back as a new client; the old one never left", worker)
+            self._leave(before, now)
+        session = self._sessions.begin(worker, request.session, now)
         session.received.is_new(request.number, peer)
-        self._sessions[worker] = session
-        self._owners[m.routing_id(worker)] = self._owners[m.heartbeat_id(worker)] = worker
         if self.failure is None:
             self._recovery.joins(worker, request.heard is not None, now)
         self._join(session, request, peer, now)
@@ -313,8 +299,9 @@ class SchedulerService:
             session.move(JOINS)
             if not request.resumed:
                 session.iteration = session.answer = None
+                self._recovery.forget(session.worker)
             self._carry_out(decisions)
-            self._recovery.keep(request.answers)
+            self._recovery.keep(request.answers, session.worker)
         self._say(peer, m.Acknowledged(request.number, session.invitations))
 
     def _leave(self, session: Session, now: float) -> None:
@@ -335,8 +322,8 @@ class SchedulerService:
             # We were away ourselves (a machine asleep, a stopped process): first hear what has come meanwhile.
             logger.warning("the scheduler was held up for %.1f s; nobody is called lost for that", late)
             return
-        for worker, session in list(self._sessions.items()):
-            silent = now - session.heard
+        for session in self._sessions:
+            worker, silent = session.worker, now - session.heard
             if not (session.active and session.beats and silent >= self._worker_timeout):
                 continue
             logger.warning("worker %s was silent for %.1f s: the others go on without it", worker, silent)
@@ -345,7 +332,7 @@ class SchedulerService:
             self._recovery.held.pop(worker, None)
             session.move(FALLS_SILENT)
             lost = m.Lost(worker, silent)
-            for other in self._sessions.values():
+            for other in self._sessions:
                 if other.active:
                     self._say(other.peer, lost)
             self._carry_out(decisions)
@@ -353,7 +340,7 @@ class SchedulerService:
     def _end_recovery(self, now: float) -> None:
         for worker, iteration in self._recovery.end().items():
             session = self._sessions[worker]
-            answer = self._recovery.answers.pop((worker, iteration), None)
+            answer = self._recovery.answer_to(worker, iteration)
             if answer is None:
                 self._decide_ready(session, iteration, now)
             else:
@@ -426,27 +413,25 @@ class SchedulerService:
             self.failure = failure
             logger.error("%s; the run is over", failure)
         abort = m.Abort(self.failure)
-        peers = {session.peer for session in self._sessions.values()} | ({teller} if teller is not None else set())
+        peers = {session.peer for session in self._sessions} | ({teller} if teller is not None else set())
         for peer in sorted(peers):
             self._say(peer, abort)
 
     def _sync_graphs(self) -> list[SyncGraph]:
         """Of each stage: what the policy goes by, or else what the log says."""
-        kept = [self._decider.sync_graph(stage) for stage in range(self._mesh[0])]
-        return [
-            graph_of(self.log.recent, stage, self._active(stage), self._mesh[1], self._looks_back)
-            if graph is None
-            else graph
-            for stage, graph in enumerate(kept)
-        ]
-
-    def _active(self, stage: int) -> list[int]:
-        return [worker.pipeline for worker, s in self._sessions.items() if worker.stage == stage and s.active]
+        stages, pipelines = self._mesh
+        graphs = []
+        for stage in range(stages):
+            graph = self._decider.sync_graph(stage)
+            if graph is None:
+                active = [session.worker.pipeline for session in self._sessions.of_stage(stage) if session.active]
+                graph = graph_of(self.log.recent, stage, active, pipelines, self._looks_back)
+            graphs.append(graph)
+        return graphs
 
     def _missing(self, stage: int) -> tuple[Worker, ...]:
         """Those of ``stage`` that others may wait for."""
-        computing = (w for w, s in self._sessions.items() if w.stage == stage and s.state is COMPUTING)
-        return tuple(sorted(computing))
+        return tuple(session.worker for session in self._sessions.of_stage(stage) if session.state is COMPUTING)
 
     def _check_mesh(self, request: m.Hello | m.Join) -> None:
         if request.mesh is not None and request.mesh != self._mesh:

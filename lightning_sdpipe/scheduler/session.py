@@ -14,10 +14,14 @@ it is ready while a restarted scheduler still waits for others to come back; the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import messages as m
+
+REMEMBERED = 64
+"""Ended sessions per worker whose messages are still recognised as replays."""
 
 
 class State(Enum):
@@ -143,3 +147,53 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.worker}, {self.state.value}, iteration={self.iteration}, answer={self.answer})"
+
+
+class Sessions:
+    """The current session of each worker that ever joined, and which of its earlier ones have ended."""
+
+    def __init__(self) -> None:
+        self._current: dict[Worker, Session] = {}
+        self._ended: dict[Worker, list[int]] = {}
+        self._owners: dict[bytes, Worker] = {}
+
+    def begin(self, worker: Worker, id: int, now: float) -> Session:
+        """A new client of ``worker`` takes the place of an older one."""
+        before = self._current.get(worker)
+        if before is not None:
+            ended = self._ended.setdefault(worker, [])
+            ended.append(before.id)
+            del ended[:-REMEMBERED]
+        session = self._current[worker] = Session(worker, id, now)
+        self._owners[m.routing_id(worker)] = self._owners[m.heartbeat_id(worker)] = worker
+        return session
+
+    def has_ended(self, worker: Worker, id: int) -> bool:
+        """Was that an earlier session of ``worker``?"""
+        return id in self._ended.get(worker, ())
+
+    def is_socket_of(self, peer: bytes, worker: Worker) -> bool:
+        """May ``peer`` speak for ``worker``?"""
+        return self._owners.get(peer) == worker or peer in (m.routing_id(worker), m.heartbeat_id(worker))
+
+    def get(self, worker: Worker) -> Session | None:
+        """The current session of ``worker``, if it ever joined."""
+        return self._current.get(worker)
+
+    def __getitem__(self, worker: Worker) -> Session:
+        return self._current[worker]
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._current.values()))
+
+    def of_stage(self, stage: int) -> list[Session]:
+        """By pipeline."""
+        return sorted((s for s in self if s.worker.stage == stage), key=lambda session: session.worker)
+
+    def validate(self) -> None:
+        """Raise AssertionError if they contradict each other or themselves."""
+        for worker, session in self._current.items():
+            session.validate()
+            assert session.worker == worker, session
+            assert session.id not in self._ended.get(worker, ()), session
+            assert self.is_socket_of(session.peer, worker), session

@@ -18,7 +18,8 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import client
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.client import Failure, SchedulerClient, ask_status
+from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
+from lightning_sdpipe.scheduler.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.server import Server
 from lightning_sdpipe.scheduler.step_timer import StepTimer

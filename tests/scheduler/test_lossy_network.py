@@ -132,7 +132,7 @@ class LossyNetwork(RuleBasedStateMachine):
         self.service.validate()
         participants = self.service._decider._policy.participants  # type: ignore[attr-defined]
         for stage in range(self.mesh[0]):
-            states = {w.pipeline: s.state for w, s in self.service._sessions.items() if w.stage == stage}
+            states = {s.worker.pipeline: s.state for s in self.service._sessions.of_stage(stage)}
             assert participants.active[stage] == {i for i, state in states.items() if state in ACTIVE}
             assert set(participants.waiting[stage]) == {i for i, state in states.items() if state is State.WAITING}
 

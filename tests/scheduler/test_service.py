@@ -231,6 +231,20 @@ class TestRestart:
         ((identity, _),) = d.tick(0.0)
         assert identity == b"0.0"
 
+    def test_a_new_client_is_not_given_what_another_one_had_missed(self) -> None:
+        d = self.restarted()
+        assert d.tick(10.0) != []
+        assert d.join(B, now=11.0, session=9) == d.acknowledged(B)
+        assert d.say(m.Ready, A, 7, now=11.0) == []
+        answers = d.say(m.Ready, B, 5, now=11.0, session=9)
+        assert {reply.group.sequence for _, reply in answers} == {43}, "5 is another ready than that of group 41"
+
+    def test_who_comes_back_after_the_grace_is_still_given_what_it_had_missed(self) -> None:
+        d = self.restarted()
+        assert d.tick(10.0) != []
+        d.join(B, resumed=True, now=11.0)
+        assert d.say(m.Ready, B, 5, now=11.0) == [(b"0.1", m.Answer(group(A, B, sequence=41), (5, 5)))]
+
     def test_who_left_while_it_was_held_is_not_answered(self) -> None:
         d = self.restarted()
         d.say(m.Leave, A)
@@ -282,6 +296,9 @@ class UnrulyPolicy(GroupPolicy):
         self.due = now + 1.0
         return []
 
+    def sync_graph(self, stage: int) -> None:
+        raise IndexError(stage)
+
     def time_passed(self, now: float) -> list[Decision]:
         if self.due is not None and self.due <= now:
             raise ZeroDivisionError("division by zero")
@@ -322,6 +339,7 @@ class TestAPolicyThatFails:
         d.join(A)
         assert d.say(m.Ready, A, 0, now=1.0) == []
         assert d.service.deadline() == 2.0
+        assert [stage.groups[0].pipelines for stage in d.service.status(1.0).stages] == [[0]], "from the log"
         ((peer, reply),) = d.tick(2.0)
         assert peer == b"0.0"
         assert isinstance(reply, m.Abort)
