@@ -210,6 +210,8 @@ class SchedulerService:
         match request:
             case m.Hello():
                 self._check_mesh(request)
+                if self.failure is not None:
+                    raise RefusedEvent(f"its run is over, since {self.failure}; start it again for the next run")
                 self._say(peer, m.Welcome(request.number, self._description))
             case m.AskMissing():
                 self._say(peer, m.Missing(request.number, self._missing(request.worker.stage)))

@@ -193,6 +193,9 @@ def test_the_first_failure_reaches_all_and_stays_the_first() -> None:
     assert d.say(m.Ready, A, 0) == [(b"0.0", abort)]
     assert d.say(m.Heartbeat, A, True) == [(b"0.0.heartbeat", m.Pulse(abort.failure))]
     assert d.say(m.AskFailure, Worker(0, 1)) == [(b"0.1", m.FirstFailure(d.number, abort.failure))]
+    ((_, reply),) = d.say(m.Hello, A, None, session=8)
+    assert isinstance(reply, m.Refused)
+    assert "failed first: out of memory; start it again for the next run" in reply.reason
 
 
 class TestRestart:
