@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from policy_simulation import NaiveSyncGraph
 
-from lightning_sdpipe.scheduler.mixing import mean_mixing_matrix, mixing_radius
-from lightning_sdpipe.scheduler.sync_graph import RecencyForest, SyncGraph
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.policy import Unit
+from lightning_sdpipe.policies.sync_graph import (
+    RecencyForest,
+    SyncGraph,
+    components,
+    rounds_since_connected,
+    rounds_since_met,
+    spectral_radius,
+)
+from tests.policies.scripted import NaiveSyncGraph
 
 N = 7
+
+
+def met(*parts: list[int], first: int = 0) -> list[Group]:
+    """Groups of one stage, numbered from ``first`` on."""
+    return [
+        Group(tuple(Worker(0, i) for i in sorted(part)), (1 / len(part),) * len(part), first + number, "test")
+        for number, part in enumerate(parts)
+    ]
 
 
 class SyncGraphAgainstNaive(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.real: SyncGraph | None = None
+        self.recorded = 0
 
     @precondition(lambda self: self.real is None)
-    @rule(rounds=st.integers(1, 5), members=st.sets(st.integers(0, N - 1), min_size=1))
-    def start(self, rounds: int, members: set[int]) -> None:
-        self.real, self.naive = SyncGraph(N, rounds), NaiveSyncGraph(rounds)
+    @rule(
+        rounds=st.integers(1, 5),
+        unit=st.sampled_from(["rounds", "groups"]),
+        members=st.sets(st.integers(0, N - 1), min_size=1),
+    )
+    def start(self, rounds: int, unit: Unit, members: set[int]) -> None:
+        self.real, self.naive = SyncGraph(N, rounds, unit), NaiveSyncGraph(rounds, unit)
         for worker in sorted(members):
             self.real.join(worker)
             self.naive.join(worker)
@@ -36,8 +57,18 @@ class SyncGraphAgainstNaive(RuleBasedStateMachine):
         order = data.draw(st.permutations(sorted(self.naive.active)))
         cuts = sorted(data.draw(st.sets(st.integers(1, len(order)), min_size=1, max_size=3)))
         parts = [list(order[a:b]) for a, b in zip([0, *cuts], cuts, strict=False)]
-        self.real.record(parts)
-        self.naive.record(parts)
+        groups = met(*parts, first=self.recorded)
+        self.recorded += len(parts)
+        self.real.record(groups)
+        self.naive.record(groups)
+
+    @precondition(lambda self: self.real is not None)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        assert self.real is not None
+        sequence = data.draw(st.integers(0, self.recorded))
+        self.real.forget(sequence)
+        self.naive.forget(sequence)
 
     @precondition(lambda self: self.real is not None)
     @rule(worker=st.integers(0, N - 1))
@@ -60,6 +91,11 @@ class SyncGraphAgainstNaive(RuleBasedStateMachine):
         assert {frozenset(c) for c in real.values()} == self.naive.components()
         assert self.real.components == len(real)
         assert self.real.round == self.naive.round
+        since = [r for r in range(self.real.rounds) if len(self.naive.components(since=self.real.round - r)) <= 1]
+        assert rounds_since_connected(self.real.meetings(), self.real.active, self.real.round) == min(
+            since, default=None
+        )
+        assert {frozenset(c) for c in components(self.real.meetings(), self.real.active)} == self.naive.components()
 
 
 TestSyncGraph = SyncGraphAgainstNaive.TestCase
@@ -73,7 +109,7 @@ def test_a_window_is_p_rounds_and_the_first_one_starts_at_the_beginning() -> Non
     seen = []
     for _ in range(5):  # nobody ever meets
         seen.append((graph.round, graph.components))
-        graph.record([[0], [1]])
+        graph.record(met([0], [1]))
     assert seen == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2)]
 
 
@@ -81,10 +117,10 @@ def test_a_chain_through_a_worker_that_left_is_broken_and_heals_when_it_returns(
     graph = SyncGraph(3, rounds=2)
     for worker in range(3):
         graph.join(worker)
-    graph.record([[0, 1], [2]])
-    graph.record([[1, 2], [0]])
+    graph.record(met([0, 1], [2]))
+    graph.record(met([1, 2], [0]))
     assert (graph.round, graph.components) == (2, 2), "only {1, 2} of the current window met"
-    graph.record([[0, 1]])
+    graph.record(met([0, 1]))
     assert graph.components == 1
     graph.leave(1)
     assert graph.components == 2
@@ -112,55 +148,32 @@ def graph_of(groups: list[list[int]], workers: int, rounds: int = 100) -> SyncGr
     for worker in range(workers):
         graph.join(worker)
     for group in groups:
-        graph.record([group])
+        graph.record(met(group))
     return graph
 
 
-def test_rho_is_that_of_p_reduce() -> None:
-    """Its figure 4: three workers in groups of two, at equal speed and with one twice as slow."""
-    assert graph_of([[0, 1], [1, 2], [0, 2]], 3).spectral_radius() == pytest.approx(0.5)
-    assert graph_of([[0, 1], [0, 1], [1, 2], [0, 2]], 3).spectral_radius() == pytest.approx(0.625)
-
-
-def test_rho_is_0_when_all_average_and_1_when_none_do() -> None:
-    assert graph_of([[0, 1, 2, 3]] * 3, 4).spectral_radius() == pytest.approx(0.0)
-    assert graph_of([[0], [1], [2], [3]], 4).spectral_radius() == pytest.approx(1.0)
-    assert graph_of([[0, 1], [2, 3]], 4).spectral_radius() == pytest.approx(1.0)
-    assert graph_of([], 4).spectral_radius() == pytest.approx(1.0)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    n=st.integers(1, 8),
-    groups=st.lists(st.sets(st.integers(0, 7), min_size=1), max_size=12),
-)
-def test_rho_agrees_with_numpy(n: int, groups: list[set[int]]) -> None:
-    numpy = pytest.importorskip("numpy")
-    present = [sorted(worker % n for worker in group) for group in groups]
-    present = [sorted(set(group)) for group in present]
-    mean = numpy.mean(
-        [numpy.eye(n)]
-        if not present
-        else [
-            [[(1 / len(g) if u in g and v in g else float(u == v and u not in g)) for v in range(n)] for u in range(n)]
-            for g in present
-        ],
-        axis=0,
-    )
-    expected = sorted(abs(numpy.linalg.eigvalsh(mean - 1 / n)))[-1]
-    assert mixing_radius(mean_mixing_matrix(present, range(n))) == pytest.approx(expected, abs=1e-9)
+def test_rho_is_that_of_the_groups_in_the_window() -> None:
+    graph = graph_of([[0, 1], [1, 2], [0, 2]], 3)
+    assert spectral_radius(graph.meetings(), graph.active) == pytest.approx(0.5), "first joins are no groups"
+    graph.leave(2)
+    assert spectral_radius(graph.meetings(), graph.active) == pytest.approx(2 / 3)
 
 
 def test_the_graph_can_be_looked_at() -> None:
     graph = graph_of([[0, 1], [2, 3], [0, 1], [1, 2]], 5, rounds=4)
     graph.leave(3)
     assert graph.round == 1
-    assert graph.connected_components() == [{0, 1, 2, 4}], "all count as having met just before the start"
-    assert graph.groups() == [(0, (0, 1)), (0, (2, 3)), (0, (0, 1)), (1, (1, 2))]
-    assert graph.rounds_since_met() == {(0, 1): 1, (2, 3): 1, (1, 2): 0}
+    assert components(graph.meetings(), graph.active) == [{0, 1, 2, 4}], "all count as having met just before the start"
+    assert [(made, members) for made, members, group in graph.meetings() if group] == [
+        (0, [0, 1]),
+        (0, [2, 3]),
+        (0, [0, 1]),
+        (1, [1, 2]),
+    ]
+    assert rounds_since_met(graph.meetings(), graph.round) == {(0, 1): 1, (2, 3): 1, (1, 2): 0}
     seen = graph.to_networkx()
     assert set(seen.nodes) == {0, 1, 2, 4}
     assert dict(seen.edges) == {(0, 1): {"round": 0, "count": 2}, (1, 2): {"round": 1, "count": 1}}
     for _ in range(8):
-        graph.record([[0, 1]])
-    assert graph.connected_components() == [{0, 1}, {2}, {4}]
+        graph.record(met([0, 1]))
+    assert components(graph.meetings(), graph.active) == [{0, 1}, {2}, {4}]

@@ -1,13 +1,16 @@
 """The sync-graph of one stage: who met whom in the last P rounds (SDPipe §3.3).
 
 Nodes are the stage's active workers; the members of a group are pairwise joined by edges. Time is counted in
-rounds: a round ends when as many ready signals have been answered as the stage has active workers, and a
-group belongs to the round in which it goes out. An edge counts in its own round and the P - 1 that follow.
+rounds: a round ends when as many ready signals have been answered as the stage has active workers (as the paper's
+artefact counts), and a group belongs to the round in which it goes out. An edge counts in its own round and the P - 1
+that follow. In the unit of the paper's text, ``"groups"``, each group is a round of its own; groups that go out
+together count as one. The edges of a group that broke do not count.
 
 What is promised, exactly: after any sequence of calls, two active workers are in the same component if and
 only if a chain of active workers joins them in which each met the next in the last P rounds, the current one
 included. ``record`` and ``component`` take expected O(log N) elementary steps per worker, amortised over a
-run; a worker that joins or leaves costs one pass over the newest groups of the window, at the next question.
+run; a worker that joins or leaves and a group that broke cost one pass over the newest groups of the window, at the
+next question.
 
 How. Workers hang in a forest whose links carry the round in which they were made, newest at the bottom; it is
 kept such that climbing the links newer than round r from any worker ends at the same root exactly for those
@@ -20,10 +23,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_sdpipe.scheduler.mixing import mean_mixing_matrix, mixing_radius
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.mixing import mean_mixing_matrix, mixing_radius
+from lightning_sdpipe.policies.policy import Unit
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -77,19 +82,77 @@ class RecencyForest:
             v, round_ = grandparent, displaced
 
 
+class Meeting(NamedTuple):
+    """Workers that count as having met in a round: in a group, or (None) since they entered the run together."""
+
+    round: int
+    members: list[int]
+    group: Group | None
+
+
+def components(meetings: Iterable[Meeting], active: Collection[int]) -> list[set[int]]:
+    """``active`` workers by who is joined by a chain of active ones that met, largest component first."""
+    forest = RecencyForest(1 + max(active, default=0))
+    for _, members, _ in meetings:
+        _join(forest, members, active, 0)
+    by_root: dict[int, set[int]] = {}
+    for worker in sorted(active):
+        by_root.setdefault(forest.root(worker), set()).add(worker)
+    return sorted(by_root.values(), key=lambda component: (-len(component), min(component)))
+
+
+def rounds_since_connected(meetings: Sequence[Meeting], active: Collection[int], now: int) -> int | None:
+    """The least r such that ``meetings`` from round ``now`` - r on connect ``active``; None if all of them do not. They
+    are ordered by round."""
+    forest, needed = RecencyForest(1 + max(active, default=0)), len(active) - 1
+    if needed <= 0:
+        return 0
+    for made, members, _ in reversed(meetings):
+        _join(forest, members, active, 0)
+        if forest.links == needed:
+            return max(0, now - made)
+    return None
+
+
+def rounds_since_met(meetings: Iterable[Meeting], now: int) -> dict[tuple[int, int], int]:
+    """For each pair that was in one group: how many rounds before ``now`` it last was; ``meetings`` oldest first."""
+    return {
+        pair: now - made
+        for made, members, group in meetings
+        if group is not None
+        for pair in itertools.combinations(sorted(members), 2)
+    }
+
+
+def spectral_radius(meetings: Iterable[Meeting], active: Collection[int]) -> float:
+    """ρ of P-Reduce's theorem 1 for the groups among ``meetings``; the spectral gap is 1 - ρ. Needs numpy.
+
+    0 when every group is everybody; 1 when nothing mixes (or nothing has happened yet).
+    """
+    groups = [(members, group.weights) for _, members, group in meetings if group is not None]
+    return mixing_radius(mean_mixing_matrix(groups, sorted(active)))
+
+
+def _join(forest: RecencyForest, members: Sequence[int], active: Collection[int], made: int) -> None:
+    present = [worker for worker in members if worker in active]
+    for other in present[1:]:
+        forest.link(present[0], other, made)
+
+
 class SyncGraph:
     """The groups of the last ``rounds`` rounds of one stage, as connectivity over its active workers."""
 
-    def __init__(self, num_workers: int, rounds: int) -> None:
+    def __init__(self, num_workers: int, rounds: int, unit: Unit = "rounds") -> None:
         self.rounds = rounds
+        self.unit: Unit = unit
         self.round = 0
         self.active: set[int] = set()
         self._num_workers = num_workers
         self._known: set[int] = set()
-        self._history: deque[tuple[int, list[int]]] = deque()
-        """Round and members of every group of the window, oldest first, and of first joins."""
-        self._first_joins: list[list[int]] = []
-        self._first_joined: list[int] | None = None
+        self._history: deque[Meeting] = deque()
+        """Of the window, oldest first."""
+        self._entering: list[int] | None = None
+        """Those that have joined since the last group, and whom they count as having met."""
         self._signals = 0
         self._forest = RecencyForest(num_workers, -rounds)
         self._forest_is_stale = False
@@ -103,11 +166,10 @@ class SyncGraph:
         """
         if worker not in self._known:
             self._known.add(worker)
-            if self._first_joined is None or not self.active:
-                self._first_joined = [min(self.active)] if self.active else []
-                self._insert(self.round - 1, self._first_joined)
-                self._first_joins.append(self._first_joined)
-            self._first_joined.append(worker)
+            if self._entering is None or not self.active:
+                self._entering = [min(self.active)] if self.active else []
+                self._insert(Meeting(self.round - 1, self._entering, None))
+            self._entering.append(worker)
         self.active.add(worker)
         self._forest_is_stale = True
 
@@ -117,23 +179,34 @@ class SyncGraph:
         self._signals = min(self._signals, max(0, len(self.active) - 1))
         self._forest_is_stale = True
 
-    def record(self, groups: Iterable[Sequence[int]]) -> None:
+    def record(self, groups: Sequence[Group]) -> None:
         """Groups of active workers went out together."""
-        self._refresh()
-        self._first_joined = None
-        for members in groups:
-            self._history.append((self.round, list(members)))
-            self._add_edges(members, self.round)
-            self._signals += len(members)
-        while self._signals >= len(self.active):
-            self._signals -= len(self.active)
+        self._entering = None
+        for group in groups:
+            members = [worker.pipeline for worker in group.members]
+            self._history.append(Meeting(self.round, members, group))
+            if not self._forest_is_stale:
+                _join(self._forest, members, self.active, self.round)
+            self._signals += len(members) - len(group.passive)
+        if self.unit == "groups":
             self.round += 1
+        else:
+            size = max(1, len(self.active))
+            self.round += self._signals // size
+            self._signals %= size
         expired = self.round - self.rounds
         self._forest.expire(expired)
-        while self._history and self._history[0][0] <= expired:
-            _, forgotten = self._history.popleft()
-            if self._first_joins and forgotten is self._first_joins[0]:
-                del self._first_joins[0]
+        while self._history and self._history[0].round <= expired:
+            self._history.popleft()
+
+    def forget(self, sequence: int) -> bool:
+        """The group of that number broke: its members did not meet. False when the window has no such group."""
+        for place, meeting in enumerate(self._history):
+            if meeting.group is not None and meeting.group.sequence == sequence:
+                del self._history[place]
+                self._forest_is_stale = True
+                return True
+        return False
 
     @property
     def components(self) -> int:
@@ -146,37 +219,10 @@ class SyncGraph:
         self._refresh()
         return self._forest.root(worker)
 
-    def groups(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Round and members of the groups of the last P rounds, oldest first; first joins are no groups."""
+    def meetings(self) -> list[Meeting]:
+        """Of the last P rounds, oldest first: what connects the stage."""
         expired = self.round - self.rounds
-        return [
-            (round_, tuple(sorted(members)))
-            for round_, members in self._history
-            if round_ > expired and not any(members is entry for entry in self._first_joins)
-        ]
-
-    def connected_components(self) -> list[set[int]]:
-        """The active workers by component, largest first."""
-        by_root: dict[int, set[int]] = {}
-        for worker in sorted(self.active):
-            by_root.setdefault(self.component(worker), set()).add(worker)
-        return sorted(by_root.values(), key=lambda component: (-len(component), min(component)))
-
-    def rounds_since_met(self) -> dict[tuple[int, int], int]:
-        """For each pair that was in one group in the last P rounds: how many rounds ago, 0 for this one."""
-        met: dict[tuple[int, int], int] = {}
-        for round_, members in self.groups():
-            for pair in itertools.combinations(members, 2):
-                met[pair] = self.round - round_
-        return met
-
-    def spectral_radius(self) -> float:
-        """ρ of P-Reduce's theorem 1 for the groups of the last P rounds; the spectral gap is 1 - ρ.
-
-        0 when every group is everybody; 1 when nothing mixes (or nothing has happened yet).
-        """
-        workers = sorted(self.active)
-        return mixing_radius(mean_mixing_matrix([group for _, group in self.groups()], workers))
+        return [meeting for meeting in self._history if meeting.round > expired]
 
     def to_networkx(self) -> nx.Graph:
         """Nodes are the active workers; an edge has ``round``, when the two met last, and ``count``, how often."""
@@ -184,24 +230,19 @@ class SyncGraph:
 
         graph = nx.Graph(round=self.round, rounds=self.rounds)
         graph.add_nodes_from(sorted(self.active))
-        for round_, members in self.groups():
-            present = [worker for worker in members if worker in self.active]
+        for made, members, group in self.meetings():
+            present = [worker for worker in members if worker in self.active and group is not None]
             for u, v in itertools.combinations(present, 2):
                 count = graph.edges[u, v]["count"] if graph.has_edge(u, v) else 0
-                graph.add_edge(u, v, round=round_, count=count + 1)
+                graph.add_edge(u, v, round=made, count=count + 1)
         return graph
 
-    def _insert(self, round_: int, members: list[int]) -> None:
+    def _insert(self, meeting: Meeting) -> None:
         """Put an entry into the history, which stays ordered by round."""
         place = len(self._history)
-        while place > 0 and self._history[place - 1][0] > round_:
+        while place > 0 and self._history[place - 1].round > meeting.round:
             place -= 1
-        self._history.insert(place, (round_, members))
-
-    def _add_edges(self, members: Sequence[int], round_: int) -> None:
-        link, first = self._forest.link, members[0]
-        for other in members[1:]:
-            link(first, other, round_)
+        self._history.insert(place, meeting)
 
     def _refresh(self) -> None:
         """Rebuild the forest for the current nodes, newest groups first, until nothing can be added."""
@@ -209,10 +250,8 @@ class SyncGraph:
             return
         expired = self.round - self.rounds
         self._forest = RecencyForest(self._num_workers, expired)
-        for round_, members in reversed(self._history):
-            if round_ <= expired or self._forest.links >= len(self.active) - 1:
+        for made, members, _ in reversed(self._history):
+            if made <= expired or self._forest.links >= len(self.active) - 1:
                 break
-            present = [worker for worker in members if worker in self.active]
-            if len(present) > 1:
-                self._add_edges(present, round_)
+            _join(self._forest, members, self.active, made)
         self._forest_is_stale = False

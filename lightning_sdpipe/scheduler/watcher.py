@@ -13,10 +13,10 @@ from types import TracebackType
 
 import zmq
 
-from lightning_sdpipe.scheduler.authentication import Gatekeeper
+from lightning_sdpipe.scheduler.authentication import KeyCheck
 
 
-class Bell:
+class StopMessage:
     """Where the frame that means "stop" comes from: a name that no client can guess, inside the process."""
 
     def __init__(self) -> None:
@@ -24,24 +24,24 @@ class Bell:
         self.endpoint = "inproc://stop"
 
 
-class Attendant:
+class Watcher:
     """Lives while the server's loop runs."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        bell: Bell,
+        stop_message: StopMessage,
         stop: Sequence[int],
-        gatekeeper: Gatekeeper | None,
+        key_check: KeyCheck | None,
     ) -> None:
         self._context = context
-        self._bell = bell
+        self._stop_message = stop_message
         self._stop = stop
-        self._gatekeeper = gatekeeper
+        self._key_check = key_check
         self._dismissed, self._dismiss = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="scheduler attendant", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="scheduler watcher", daemon=True)
 
-    def __enter__(self) -> Attendant:
+    def __enter__(self) -> Watcher:
         self._thread.start()
         return self
 
@@ -53,28 +53,28 @@ class Attendant:
         os.close(self._dismissed)
 
     def _run(self) -> None:
-        gatekeeper = self._gatekeeper
+        key_check = self._key_check
         poller = zmq.Poller()
         for descriptor in (*self._stop, self._dismissed):
             poller.register(descriptor, zmq.POLLIN)
-        if gatekeeper is not None:
-            poller.register(gatekeeper.questions, zmq.POLLIN)
-            poller.register(gatekeeper.news, zmq.POLLIN)
+        if key_check is not None:
+            poller.register(key_check.questions, zmq.POLLIN)
+            poller.register(key_check.news, zmq.POLLIN)
         while True:
             events = dict(poller.poll())
             if self._dismissed in events:
                 return
             if any(descriptor in events for descriptor in self._stop):
-                self._ring()
+                self._tell()
                 return
-            if gatekeeper is not None and gatekeeper.questions in events:
-                gatekeeper.answer()
-            if gatekeeper is not None and gatekeeper.news in events:
-                gatekeeper.hear()
+            if key_check is not None and key_check.questions in events:
+                key_check.answer()
+            if key_check is not None and key_check.news in events:
+                key_check.hear()
 
-    def _ring(self) -> None:
+    def _tell(self) -> None:
         with self._context.socket(zmq.DEALER) as bell:
-            bell.setsockopt(zmq.ROUTING_ID, self._bell.identity)
+            bell.setsockopt(zmq.ROUTING_ID, self._stop_message.identity)
             bell.setsockopt(zmq.LINGER, 1000)
-            bell.connect(self._bell.endpoint)
+            bell.connect(self._stop_message.endpoint)
             bell.send(b"")

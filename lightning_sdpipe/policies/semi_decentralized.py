@@ -35,12 +35,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
 
-from lightning_sdpipe.scheduler.policy import Group, Reason, RefusedEvent, Worker
-from lightning_sdpipe.scheduler.roster import Roster
-from lightning_sdpipe.scheduler.sync_graph import SyncGraph
-from lightning_sdpipe.scheduler.window import AdaptiveWindow
+import msgspec
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.decisions import Decision, Reason
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.group_policy import GroupPolicy
+from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_integer, refusal
+from lightning_sdpipe.policies.sync_graph import SyncGraph
+from lightning_sdpipe.policies.window import AdaptiveWindow, Length
 
 PIPELINES_IN_ONE_GROUP = 8
 """With more pipelines than this, candidates are split unless ``max_group`` says otherwise."""
@@ -48,13 +52,76 @@ PIPELINES_IN_ONE_GROUP = 8
 SPLIT_SIZE = 4
 """Into groups of at most so many. Pairs connect the stage so slowly that enforcing costs more than they save."""
 
+MIN_GROUP = 2
+"""Smaller groups widen the window of who opened them, unless ``min_group`` says otherwise."""
+
+_WINDOWS = 'seconds from 0 to inf, "auto" or "paper"'
+
+
+class SemiDecentralized(PolicyConfig, frozen=True):
+    """SDPipe: models are averaged after every step, in groups of those that are ready within a window.
+
+    ``window`` is in seconds, inf for one group of everybody; ``"auto"`` waits until those came who are expected soon;
+    ``"paper"`` is §4's rule: up to 1/N of the measured iteration time. Each worker's window is doubled when the group
+    that it opened came out below ``min_group``, else it becomes 0.9 times as long; ``"auto"`` does not adapt like that,
+    and refuses a ``min_group``.
+
+    ``connectivity`` is P, None to enforce nothing; it counts rounds of as many ready signals as the stage has active
+    workers, as the artefact does, or with ``connectivity_unit="groups"`` groups, as the paper's text says. Larger
+    groups than ``max_group`` are split; None is 4 beyond eight pipelines, else no limit.
+    """
+
+    window: float | str = "auto"
+    connectivity: int | None = 10
+    min_group: int = MIN_GROUP
+    max_group: int | None = None
+    connectivity_unit: Unit = "rounds"
+
+    def __post_init__(self) -> None:
+        if self.window == "inf":  # how JSON and YAML users can write it
+            msgspec.structs.force_setattr(self, "window", math.inf)
+        if isinstance(self.window, str):
+            if self.window not in ("auto", "paper"):
+                raise refusal("window", self.window, _WINDOWS)
+        elif isinstance(self.window, bool) or not self.window >= 0:  # NaN is refused too
+            raise refusal("window", self.window, _WINDOWS)
+        check_integer("connectivity", self.connectivity, 1, "rounds, or null to enforce nothing", optional=True)
+        check_integer("min_group", self.min_group, 1, "workers")
+        check_integer("max_group", self.max_group, 2, "workers, or null to choose", optional=True)
+        if self.connectivity_unit not in ("rounds", "groups"):
+            raise refusal("connectivity_unit", self.connectivity_unit, '"rounds" or "groups"')
+        if self.min_group != MIN_GROUP and self.window in ("auto", 0, math.inf):
+            raise ConfigurationError(
+                f"min_group={self.min_group} has no effect with window={self.window}, which is not adapted to the size "
+                'of groups; leave min_group out, or choose window="paper" or a number of seconds'
+            )
+        if self.max_group is not None and self.max_group < self.min_group:
+            raise refusal("max_group", self.max_group, f"at least min_group, which is {self.min_group}")
+        if self.max_group is not None and self.window == math.inf:
+            raise ConfigurationError(
+                f"max_group={self.max_group} contradicts window=inf, which makes one group of all workers; "
+                "leave max_group out or choose a finite window"
+            )
+
+    def make_policy(self, num_stages: int, num_pipelines: int) -> SemiDecentralizedPolicy:
+        return SemiDecentralizedPolicy(self, num_stages, num_pipelines)
+
+    @property
+    def looks_back(self) -> tuple[int, Unit]:
+        return (super().looks_back[0] if self.connectivity is None else self.connectivity), self.connectivity_unit
+
 
 class _Stage:
-    """What one stage remembers besides the roster."""
+    """What one stage remembers besides who waits."""
 
-    def __init__(self, num_pipelines: int, window: float | Literal["auto"], connectivity: int | None) -> None:
+    def __init__(self, config: SemiDecentralized, num_pipelines: int) -> None:
+        window: Length = config.window  # type: ignore[assignment]  # checked when the config was made
         self.window = AdaptiveWindow(window, num_pipelines)
-        self.graph = None if connectivity is None else SyncGraph(num_pipelines, connectivity)
+        self.graph = (
+            None
+            if config.connectivity is None
+            else SyncGraph(num_pipelines, config.connectivity, config.connectivity_unit)
+        )
         self.opener: int | None = None
         self.deadline = math.inf
         self.enforcing = False
@@ -63,81 +130,66 @@ class _Stage:
         self.releases = 0
 
 
-class SemiDecentralizedPolicy:
+class SemiDecentralizedPolicy(GroupPolicy):
     """See the module's text for the rules."""
 
-    def __init__(
-        self,
-        num_stages: int,
-        num_pipelines: int,
-        *,
-        window: float | Literal["auto"] = "auto",
-        connectivity: int | None = 10,
-        min_group: int = 2,
-        max_group: int | None = None,
-    ) -> None:
-        self.roster = Roster(num_stages, num_pipelines)
+    def __init__(self, config: SemiDecentralized, num_stages: int, num_pipelines: int) -> None:
+        super().__init__(num_stages, num_pipelines)
         self.token_holder: int | None = None
-        self._min_group = min_group
-        if max_group is None and num_pipelines > PIPELINES_IN_ONE_GROUP and window != math.inf:
-            max_group = SPLIT_SIZE
-        self._max_group = max_group
-        self._stages = [_Stage(num_pipelines, window, connectivity) for _ in range(num_stages)]
+        self._min_group = config.min_group
+        self._max_group = config.max_group
+        if config.max_group is None and num_pipelines > PIPELINES_IN_ONE_GROUP and config.window != math.inf:
+            self._max_group = SPLIT_SIZE
+        self._stages = [_Stage(config, num_pipelines) for _ in range(num_stages)]
 
-    def ready(self, worker: Worker, iteration: int, now: float) -> list[Group]:
-        """See :class:`~lightning_sdpipe.scheduler.policy.GroupPolicy`, as for all methods here."""
-        self.roster.check_ready(worker, iteration)
-        groups = self.tick(now)
-        stage, pipeline = self._stages[worker.stage], worker.pipeline
-        self.roster.waiting[worker.stage][pipeline] = iteration
+    def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
+        number, pipeline = worker.stage, worker.pipeline
+        stage = self._stages[number]
         stage.window.arrived(pipeline, now)
         if stage.enforcing:
             assert stage.graph is not None
             stage.bridged.add(stage.graph.component(pipeline))
-            if len(stage.bridged) == stage.graph.components:
-                groups += self._release(worker.stage, Reason.ENFORCED, now)
-            return groups
+            return self._release(number, Reason.ENFORCED, now) if self._bridges(stage) else []
         if stage.opener is None:
             stage.opener = pipeline
             stage.deadline = now + stage.window.length(pipeline, now)
-        if self.roster.everybody_waits(worker.stage):
-            groups += self._release(worker.stage, Reason.EVERYBODY_CAME, now)
-        elif stage.deadline <= now:
-            groups += self._close(worker.stage, now)
-        return groups
+        if self.participants.everybody_waits(number):
+            return self._release(number, Reason.EVERYBODY_CAME, now)
+        return self._close(number, now) if stage.deadline <= now else []
 
-    def leave(self, worker: Worker, now: float) -> list[Group]:
-        self.roster.check_leave(worker)
-        groups = self.tick(now)
+    def worker_left(self, worker: Worker, now: float) -> list[Decision]:
         stage = self._stages[worker.stage]
-        self.roster.leave(worker)
         stage.window.paused(worker.pipeline)
         if stage.graph is not None:
             stage.graph.leave(worker.pipeline)
-        waiting = self.roster.waiting[worker.stage]
-        if not waiting:
+        if not self.participants.waiting[worker.stage]:
             self._reset(worker.stage)
         elif self._needs_nobody(worker.stage):
-            groups += self._release(worker.stage, Reason.WORKER_LOST, now)
-        return groups
+            return self._release(worker.stage, Reason.WORKER_LOST, now)
+        return []
 
-    def join(self, worker: Worker, now: float) -> list[Group]:
-        self.roster.check_join(worker)
-        groups = self.tick(now)
+    def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
         stage = self._stages[worker.stage]
-        self.roster.join(worker)
-        if stage.graph is not None:
-            stage.graph.join(worker.pipeline)
-            if stage.enforcing and self._connects(stage, self.roster.waiting[worker.stage]):
-                groups += self._release(worker.stage, Reason.ENFORCED, now)
-        return groups
+        if stage.graph is None:
+            return []
+        stage.graph.join(worker.pipeline)
+        if stage.enforcing and self._connects(stage, self.participants.waiting[worker.stage]):
+            return self._release(worker.stage, Reason.ENFORCED, now)
+        return []
 
-    def tick(self, now: float) -> list[Group]:
-        groups: list[Group] = []
+    def group_broke(self, sequence: int, now: float) -> list[Decision]:
+        """Nothing goes out: without those edges no more workers are connected than before."""
+        for number, stage in enumerate(self._stages):
+            if stage.graph is not None and stage.graph.forget(sequence) and stage.enforcing:
+                self._connects(stage, self.participants.waiting[number])
+        return []
+
+    def time_passed(self, now: float) -> list[Decision]:
+        decisions: list[Decision] = []
         for number, stage in enumerate(self._stages):
             if stage.deadline <= now:
-                groups += self._close(number, now)
-        return groups
+                decisions += self._close(number, now)
+        return decisions
 
     def deadline(self) -> float | None:
         earliest = math.inf
@@ -150,9 +202,9 @@ class SemiDecentralizedPolicy:
         """Who met whom lately in ``stage``; None when connectivity is not tracked."""
         return self._stages[stage].graph
 
-    def _close(self, number: int, now: float) -> list[Group]:
+    def _close(self, number: int, now: float) -> list[Decision]:
         """The window of stage ``number`` ended: let the candidate go or enforce."""
-        stage, waiting = self._stages[number], self.roster.waiting[number]
+        stage, waiting = self._stages[number], self.participants.waiting[number]
         if stage.graph is None or self._connects(stage, waiting):
             return self._release(number, Reason.WINDOW_CLOSED, now)
         if self.token_holder is not None:
@@ -163,9 +215,9 @@ class SemiDecentralizedPolicy:
         self._adapt(stage, len(waiting))
         return []
 
-    def _release(self, number: int, reason: Reason, now: float) -> list[Group]:
+    def _release(self, number: int, reason: Reason, now: float) -> list[Decision]:
         """All waiting workers of stage ``number`` go out."""
-        stage, waiting = self._stages[number], list(self.roster.waiting[number])
+        stage, waiting = self._stages[number], list(self.participants.waiting[number])
         if not stage.enforcing:
             self._adapt(stage, len(waiting))
         parts = [waiting]
@@ -173,9 +225,9 @@ class SemiDecentralizedPolicy:
             split = split_up(waiting, self._max_group, stage.releases)
             if reason is Reason.TOKEN_BUSY or self._split_connects(stage, split):
                 parts = split
-        groups = [self.roster.answer(number, part, reason) for part in parts]
+        groups: list[Decision] = [self.participants.group(number, part, reason) for part in parts]
         if stage.graph is not None:
-            stage.graph.record(parts)
+            stage.graph.record(groups)
         for pipeline in waiting:
             stage.window.answered(pipeline, now)
         stage.releases += 1
@@ -185,9 +237,9 @@ class SemiDecentralizedPolicy:
     def _needs_nobody(self, number: int) -> bool:
         """After a worker left: may those that wait in stage ``number`` go without waiting longer?"""
         stage = self._stages[number]
-        if self.roster.everybody_waits(number):
+        if self.participants.everybody_waits(number):
             return True
-        return stage.enforcing and self._connects(stage, self.roster.waiting[number])
+        return stage.enforcing and self._connects(stage, self.participants.waiting[number])
 
     def _adapt(self, stage: _Stage, size: int) -> None:
         if stage.opener is not None:
@@ -204,11 +256,16 @@ class SemiDecentralizedPolicy:
         if self.token_holder == number:
             self.token_holder = None
 
-    @staticmethod
-    def _connects(stage: _Stage, waiting: dict[int, int]) -> bool:
+    @classmethod
+    def _connects(cls, stage: _Stage, waiting: dict[int, int]) -> bool:
         """Would one group of all that wait connect the stage? Remembers which components they join."""
         assert stage.graph is not None
         stage.bridged = {stage.graph.component(pipeline) for pipeline in waiting}
+        return cls._bridges(stage)
+
+    @staticmethod
+    def _bridges(stage: _Stage) -> bool:
+        assert stage.graph is not None
         return len(stage.bridged) == stage.graph.components
 
     @staticmethod
@@ -248,6 +305,3 @@ def split_up(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
     count = math.ceil(len(seated) / size)
     ends = [math.ceil(len(seated) * number / count) for number in range(count + 1)]
     return [seated[start:end] for start, end in pairwise(ends)]
-
-
-__all__ = ["RefusedEvent", "SemiDecentralizedPolicy", "split_up"]

@@ -2,9 +2,10 @@
 
 **A given window** is adapted per worker. It is doubled, up to the maximum, when the group it opened came out too
 small, and multiplied by 0.9 otherwise. It is kept as a fraction of the maximum, so that T = 0 and T = ∞ stay exactly
-0 and ∞. Fractions start at 1: workers start together, so long windows end early ("everybody came") and cost nothing,
-whereas starting short would cut the first groups to pieces. They end at 1/64: a worker that was in full company for
-long gets its maximum back within six small groups.
+0 and ∞. With ``"paper"`` the maximum is 1/N of the measured iteration time (§5, "Experimental Setting"). Fractions
+start at 1: workers start together, so long windows end early ("everybody came") and cost nothing, whereas starting
+short would cut the first groups to pieces. They end at 1/64: a worker that was in full company for long gets its
+maximum back within six small groups.
 
 **An automatic window** ends when the last of those should have come who are expected within a quarter of an iteration,
 and is empty when nobody is. Looking farther ahead, fast devices would wait most of the time for slow ones, with whom
@@ -35,8 +36,11 @@ SLACK = 1 / 6
 """How late an expected worker may be, as a part of the horizon."""
 
 UNMEASURED = 0.05
-"""Seconds to wait at most with ``"auto"`` while no iteration has been measured; finite, so that no stage can
-wait for workers that depend on it."""
+"""Seconds to wait at most while no iteration has been measured; finite, so that no stage can wait for workers that
+depend on it."""
+
+Length = float | Literal["auto", "paper"]
+"""Seconds, or a rule."""
 
 MEMORY = 31
 """How many iteration times of the stage are remembered; their median is the pattern, which stragglers do not move."""
@@ -46,12 +50,13 @@ class AdaptiveWindow:
     """How long the group that a worker opens may wait for company.
 
     Args:
-        maximum: in seconds, or "auto".
+        maximum: in seconds, or "auto", or "paper".
         num_workers: N, of the stage.
     """
 
-    def __init__(self, maximum: float | Literal["auto"], num_workers: int) -> None:
+    def __init__(self, maximum: Length, num_workers: int) -> None:
         self._maximum = maximum
+        self._num_workers = num_workers
         self._horizon = min(1.0 / math.sqrt(num_workers), HORIZON)
         self._fractions = [1.0] * num_workers
         self._iteration_time: float | None = None
@@ -63,8 +68,12 @@ class AdaptiveWindow:
 
     def length(self, worker: int, now: float) -> float:
         """The window that ``worker`` opens by arriving now, in seconds."""
-        if isinstance(self._maximum, str):
+        if self._maximum == "auto":
             return self._until_the_expected_came(now)
+        if self._maximum == "paper":
+            measured = self._iteration_time
+            longest = UNMEASURED if measured is None else measured / self._num_workers
+            return self._fractions[worker] * longest
         return self._fractions[worker] * self._maximum
 
     def _until_the_expected_came(self, now: float) -> float:
