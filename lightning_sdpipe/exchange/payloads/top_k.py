@@ -60,13 +60,10 @@ class TopK(Payload):
             exact = add_residual(values, missed, scratch)
             place = exact.abs().topk(largest_here.shape[1], dim=1, sorted=False).indices
             chosen = exact.gather(1, place)
-            not_finite = chosen.sub(chosen).sum(
-                1, keepdim=True
-            )  # NaN if any is not: those count as the largest; else 0
             places_here.copy_(place)
-            largest_here.copy_(chosen.add_(not_finite))
+            largest_here.copy_(chosen)
             if missed is not None:
-                keep_error(missed, values, scratch.zero_().scatter_(1, place, chosen).add_(not_finite))
+                keep_error(missed, values, scratch.zero_().scatter_(1, place, chosen).add_(_poison(chosen)))
         into[: 4 * sent].copy_(largest.view(torch.uint8))
         into[4 * sent :].copy_(places.view(torch.uint8))
 
@@ -86,6 +83,7 @@ class TopK(Payload):
             pieces.values(), pieces.of(largest, each), pieces.of(places, each), strict=True
         ):
             values.scatter_add_(1, place.long().bitwise_and_(SEGMENT - 1), largest_here.to(values.dtype))
+            values.add_(_poison(largest_here))
 
     def _of(self, columns: int) -> int:
         return max(1, round(self.density * columns))
@@ -93,3 +91,8 @@ class TopK(Payload):
     def _sent(self, n: int) -> int:
         whole, rest = divmod(n, SEGMENT)
         return whole * self._of(SEGMENT) + (self._of(rest) if rest else 0)
+
+
+def _poison(chosen: Tensor) -> Tensor:
+    """For each row of values that were chosen, 0, or NaN if one is not finite: those count as the largest."""
+    return chosen.sub(chosen).sum(1, keepdim=True)
