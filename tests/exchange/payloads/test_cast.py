@@ -30,7 +30,14 @@ def test_sixteen_bits_err_by_their_last_one(x: float) -> None:
 
 def test_out_of_range_is_infinite_or_zero() -> None:
     x = torch.tensor([65504.0, 65519.0, 65520.0, -1e6, 2e-8, -1e-7])
-    assert through(Half(), x).tolist() == [65504.0, 65504.0, torch.inf, -torch.inf, 0.0, pytest.approx(-1.19e-7, rel=0.01)]
+    assert through(Half(), x).tolist() == [
+        65504.0,
+        65504.0,
+        torch.inf,
+        -torch.inf,
+        0.0,
+        pytest.approx(-1.19e-7, rel=0.01),
+    ]
     assert through(Half("bfloat16"), x).isfinite().all()
 
 

@@ -36,7 +36,9 @@ def test_the_error_is_smaller_than_sending_nothing(x: list[float]) -> None:
     came = through(OneBit(64), values)
     scale = values.abs().double().mean()
     left = values.double().square().sum() - len(x) * scale**2
-    torch.testing.assert_close((values.double() - came).square().sum(), left, rtol=1e-4, atol=1e-6 * float(left) + 1e-30)
+    torch.testing.assert_close(
+        (values.double() - came).square().sum(), left, rtol=1e-4, atol=1e-6 * float(left) + 1e-30
+    )
     assert torch.equal(came < 0, (values < 0) & (came != 0))
 
 
@@ -44,7 +46,9 @@ def test_a_block_with_one_value_among_zeros_is_no_expansion() -> None:
     x = torch.zeros(4096)
     x[7] = 1.0
     assert error(x, through(OneBit(), x)) < 1
-    assert error(x, x.sign() / 64) == pytest.approx(1 - 2 / 64 + 1 / 4096)  # the root mean square, where zero has no sign
+    assert error(x, x.sign() / 64) == pytest.approx(
+        1 - 2 / 64 + 1 / 4096
+    )  # the root mean square, where zero has no sign
     signs = torch.where(x < 0, -1.0, 1.0) / 64
     assert error(x, signs) > 1
 

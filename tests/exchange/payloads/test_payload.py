@@ -126,7 +126,9 @@ def test_what_is_not_finite_reaches_every_receiver_and_no_residual(
 
 
 @given(st.lists(awkward, max_size=3 * BLOCK + 1), st.sampled_from(BLOCKED))
-def test_nothing_finite_becomes_anything_else_and_residuals_are_what_is_missing(x: list[float], payload: Payload) -> None:
+def test_nothing_finite_becomes_anything_else_and_residuals_are_what_is_missing(
+    x: list[float], payload: Payload
+) -> None:
     values = torch.tensor(x, dtype=torch.float32)
     residual = torch.zeros_like(values)
     came = decoded(payload, encoded(payload, values, residual), len(x))
