@@ -19,8 +19,9 @@ class Payload(ABC):
     say what it holds: both ends know the payload and the number of elements. Decoding rounds after every operation, so
     all receivers, on processors and on GPUs, read the same bits from a message.
 
-    Where a value is not finite, nothing of its block is finite for any receiver, and residuals stay as they were. Scratch memory is one piece of float32 (:mod:`~lightning_sdpipe.exchange.payloads.pieces`),
-    unless the class says more.
+    Where a value is not finite, nothing of its block is finite for any receiver, and the residual stays as it was.
+    Scratch memory is one piece of float32 (:mod:`~lightning_sdpipe.exchange.payloads.pieces`), unless the class says
+    more.
     """
 
     feedback: bool = False
