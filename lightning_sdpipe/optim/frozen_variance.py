@@ -27,6 +27,11 @@ class FrozenVariance(OptimizerWrapper):
     second moment as it is, with *its* bias correction frozen too; the first moment and its bias correction, weight
     decay and the learning rate go on. So it does no harm that squares of gradients of a few bits mean nothing.
 
+    A value that had nearly no gradient so far would be thrown away by its next one, or by an error of compression,
+    which is as large for all values of a block: it would be divided by nearly nothing for good. So frozen second
+    moments are raised to `floor` times the mean of their tensor; and a tensor whose gradients were all zero is not
+    updated any more. The published algorithm is `floor=0`.
+
     It shares `param_groups` and `state` with the wrapped optimizer, as
     :class:`~lightning_sdpipe.optim.VarianceCorrection` does. What a checkpoint has frozen stays frozen, also with a
     larger `after`. A checkpoint of the bare optimizer counts with all of its gradients.
@@ -38,15 +43,16 @@ class FrozenVariance(OptimizerWrapper):
             then on; amsgrad, maximize and both kinds of weight decay are respected.
         after: gradients that the second moment is made of, at least 1: as many as the payload's `after`, and enough for
             it to settle, which it has not before the learning rate's warm-up ends.
+        floor: from 0 to 1.
 
     Raises:
         ConfigurationError: another kind of optimizer; `capturable` or `differentiable` set; complex parameters; `after`
-            below 1.
+            below 1; `floor` outside of [0, 1].
     """
 
-    _kept = ("after",)
+    _kept = ("after", "floor")
 
-    def __init__(self, optimizer: Optimizer, after: int) -> None:
+    def __init__(self, optimizer: Optimizer, after: int, floor: float = 0.01) -> None:
         if not isinstance(optimizer, Adam):
             raise ConfigurationError(
                 f"FrozenVariance freezes Adam and AdamW of torch.optim, not {type(optimizer).__name__}: use one of "
@@ -56,7 +62,12 @@ class FrozenVariance(OptimizerWrapper):
             raise ConfigurationError(
                 f"after={after!r} is not allowed; give gradients to measure the variance by, from 1."
             )
+        if not 0 <= floor <= 1:
+            raise ConfigurationError(
+                f"floor={floor!r} is not allowed; give a share of the mean second moment, such as 0.01."
+            )
         self.after = after
+        self.floor = floor
         super().__init__(optimizer)
 
     @torch.no_grad()
@@ -102,6 +113,8 @@ class FrozenVariance(OptimizerWrapper):
         alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for param in params:
             state = self.state[param]
+            if not state[_SINCE] and self.floor:
+                _raise_to(self.floor, state)
             state["step"] += 1
             state[_SINCE] += 1
             alike[param.device, param.dtype, state[_MEASURED], state[_SINCE]].append(param)
@@ -151,6 +164,14 @@ def _trained(group: dict[str, Any]) -> Iterator[Tensor]:
         if param.grad.is_sparse:
             raise RuntimeError("FrozenVariance does not support sparse gradients; use dense ones")
         yield param
+
+
+def _raise_to(floor: float, state: dict[str, Any]) -> None:
+    for key in ("exp_avg_sq", "max_exp_avg_sq"):
+        if key in state:
+            mean = state[key].mean()
+            least = torch.where(mean > 0, floor * mean, torch.inf)  # divided by infinity, values stay
+            torch.maximum(state[key], least.to(mean.dtype), out=state[key])
 
 
 def _buckets(params: list[Tensor]) -> Iterator[list[Tensor]]:

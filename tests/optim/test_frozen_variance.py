@@ -70,10 +70,11 @@ def test_until_it_freezes_it_is_bit_equal_to_the_wrapped_optimizer(make: Make) -
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
-def test_then_it_is_adam_with_the_variance_that_it_had(make: Make) -> None:
+@pytest.mark.parametrize("floor", [0.0, 0.3])
+def test_then_it_is_adam_with_the_variance_that_it_had(make: Make, floor: float) -> None:
     after, lr, beta1, beta2, eps = 6, 0.01, 0.9, 0.999, 1e-8
     params = parameters(dtype=torch.float64)
-    optimizer = FrozenVariance(make(params, lr=lr), after=after)
+    optimizer = FrozenVariance(make(params, lr=lr), after=after, floor=floor)
     group = optimizer.param_groups[0]
     sign, decay = -1.0 if group["maximize"] else 1.0, group["weight_decay"]
     exact = [
@@ -95,6 +96,8 @@ def test_then_it_is_adam_with_the_variance_that_it_had(make: Make) -> None:
             if state["t"] <= after:
                 state["v"].append(beta2 * state["v"][-1] + (1 - beta2) * g**2)
             v = torch.stack(state["v"]).amax(0) if group["amsgrad"] else state["v"][-1]
+            if state["t"] > after:
+                v = v.clamp(min=float(floor * v.mean()))
             divisor = (v / (1 - beta2 ** min(state["t"], after))).sqrt() + eps
             state["x"] = x - lr * state["m"] / (1 - beta1 ** state["t"]) / divisor
         optimizer.step()
@@ -115,6 +118,21 @@ def test_its_bias_correction_is_frozen_too() -> None:
         optimizer.step()
         moves.append(before - param.item())
     assert moves == pytest.approx([1.0] * 50)
+
+
+def test_what_had_no_gradient_is_not_thrown_away_by_its_first_one() -> None:
+    def moves(floor: float) -> list[float]:
+        row, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+        optimizer = FrozenVariance(Adam([row, unused], lr=0.1), after=3, floor=floor)
+        for step in range(4):
+            row.grad = torch.tensor([1.0, 0.0 if step < 3 else 1.0])
+            unused.grad = torch.tensor([0.0 if step < 3 else 1.0])
+            optimizer.step()
+        return [abs(x) for x in [*row.tolist(), *unused.tolist()]]
+
+    # of two second moments the mean is 1/2, so 0.02 makes the divisor 0.1; and 0.1/(1 - 0.9⁴) is what has come of m
+    assert moves(0.02) == pytest.approx([0.4, 0.1 * (0.1 / (1 - 0.9**4)) / 0.1, 0.0], rel=1e-5)
+    assert moves(0.0)[1] > 1e5
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
@@ -239,6 +257,12 @@ def test_refuses_what_it_cannot_freeze(make: Callable[[], Optimizer], message: s
 def test_refuses_impossible_numbers_of_gradients(after: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"after={after!r}"):
         FrozenVariance(Adam(parameters()), after=after)
+
+
+@pytest.mark.parametrize("floor", [-0.1, 1.1, math.nan])
+def test_refuses_impossible_floors(floor: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"floor={floor!r}"):
+        FrozenVariance(Adam(parameters()), after=1, floor=floor)
 
 
 def test_refuses_sparse_gradients() -> None:

@@ -59,7 +59,7 @@ def scatter(
             continue
         values = x[part] if trains else torch.zeros_like(x[part])
         residual = feedback.residual[part] if feedback is not None and trains else None
-        messages[place] = encoded(payload, values, residual, hash((draw, place)))
+        messages[place] = payload.message(values, residual, hash((draw, place)))
     return messages
 
 
@@ -91,7 +91,7 @@ def reduce(
         mean.add_(x[part], alpha=weights[owner])
     for place, message in messages.items():
         payload.decode(message, mean, weights[place])
-    return encoded(payload, mean, feedback.residual[part] if feedback is not None else None, hash((draw, owner)))
+    return payload.message(mean, feedback.residual[part] if feedback is not None else None, hash((draw, owner)))
 
 
 def gather(payload: Payload, messages: Mapping[int, Tensor], into: Tensor, weight: float | None = None) -> None:
@@ -105,10 +105,3 @@ def gather(payload: Payload, messages: Mapping[int, Tensor], into: Tensor, weigh
     """
     for place, part in enumerate(parts(into.numel(), len(messages))):
         payload.decode(messages[place], into[part], weight)
-
-
-def encoded(payload: Payload, x: Tensor, residual: Tensor | None = None, draw: int = 0) -> Tensor:
-    """A new message with ``x``."""
-    message = x.new_empty(payload.nbytes(x.numel()), dtype=torch.uint8)
-    payload.encode(x, message, residual, draw)
-    return message

@@ -36,8 +36,8 @@ FORGET = 0.9
 class Modulo:
     """One byte per value and 8 per block, as many as ``EightBit``'s, for receivers with a similar value of their own.
 
-    Where a value or θ is not finite, the message is NaN throughout its block. Scratch memory is two pieces of float32
-    and one of int32 (:mod:`~lightning_sdpipe.exchange.payloads.pieces`).
+    Where a value or θ is not finite, nothing of its block is finite for any receiver. Scratch memory is three pieces
+    (:mod:`~lightning_sdpipe.exchange.payloads.pieces`) of 32 bits per value.
     """
 
     block: int = 4096
@@ -79,6 +79,12 @@ class Modulo:
             code.copy_(count.sub_(wrap, alpha=256))
             checksum.copy_(self._checksum(wrap))
         write_header(header, into)
+
+    def message(self, x: Tensor, theta: Tensor) -> Tensor:
+        """A new message with ``x``, as by :meth:`encode`."""
+        message = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
+        self.encode(x, theta, message)
+        return message
 
     @torch.no_grad()
     def decode(self, message: Tensor, reference: Tensor, into: Tensor, weight: float | None = None) -> Tensor:

@@ -63,7 +63,8 @@ class TopK(Payload):
             places_here.copy_(place)
             largest_here.copy_(chosen)
             if missed is not None:
-                keep_error(missed, values, scratch.zero_().scatter_(1, place, chosen).add_(_poison(chosen)))
+                scratch.zero_().view(-1).index_add_(0, _index(place, values), chosen.view(-1))
+                keep_error(missed, values, scratch.add_(_poison(chosen)))
         into[: 4 * sent].copy_(largest.view(torch.uint8))
         into[4 * sent :].copy_(places.view(torch.uint8))
 
@@ -82,7 +83,8 @@ class TopK(Payload):
         for values, largest_here, place in zip(
             pieces.values(), pieces.of(largest, each), pieces.of(places, each), strict=True
         ):
-            values.scatter_add_(1, place.long().bitwise_and_(SEGMENT - 1), largest_here.to(values.dtype))
+            place = place.long().bitwise_and_(SEGMENT - 1)
+            values.view(-1).index_add_(0, _index(place, values), largest_here.reshape(-1).to(values.dtype))
             values.add_(_poison(largest_here))
 
     def _of(self, columns: int) -> int:
@@ -91,6 +93,12 @@ class TopK(Payload):
     def _sent(self, n: int) -> int:
         whole, rest = divmod(n, SEGMENT)
         return whole * self._of(SEGMENT) + (self._of(rest) if rest else 0)
+
+
+def _index(place: Tensor, values: Tensor) -> Tensor:
+    """Places within rows as places within all rows, flat: what CUDA can add to in a deterministic order."""
+    rows, columns = values.shape
+    return place.add(torch.arange(0, rows * columns, columns, device=place.device).unsqueeze(1)).view(-1)
 
 
 def _poison(chosen: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def test_eight_bits_err_by_a_step_of_each_phase(payload: Payload) -> None:
 @pytest.mark.parametrize("payload", [EightBit(16, "stochastic"), OneBit(16), TopK(0.2)], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-5)])
 def test_with_feedback_nothing_is_lost_over_time(payload: Payload, dtype: torch.dtype, tolerance: float) -> None:
-    count, n, steps = 4, 64, 50
+    count, n, steps = 4, 64, 20
     feedbacks = [ErrorFeedback(torch.zeros(n, dtype=dtype)) for _ in range(count)]
     means, outs = torch.zeros(2, n, dtype=torch.float64)
     for step in range(steps):
@@ -88,7 +88,7 @@ def test_with_feedback_nothing_is_lost_over_time(payload: Payload, dtype: torch.
     for r, part in enumerate(centralised.parts(n, count)):
         for member, feedback in enumerate(feedbacks):
             left[part] += feedback.residual[part] * (1 if member == r else 1 / count)
-    assert float((outs + left - means).abs().max()) < tolerance * steps
+    assert float((outs + left - means).abs().max()) < tolerance
     assert float(left.abs().max()) > 1e-3  # something has been left out all the same
 
 

@@ -12,15 +12,9 @@ from lightning_sdpipe.exchange.payloads import Modulo, Spread
 MODULO = Modulo(16)
 
 
-def message_of(x: Tensor, theta: Tensor) -> Tensor:
-    message = torch.empty(MODULO.nbytes(len(x)), dtype=torch.uint8)
-    MODULO.encode(x, theta, message)
-    return message
-
-
 def meet(x: Tensor, y: Tensor, theta: Tensor) -> bool:
     """Averages a pair; whether it could in low precision."""
-    mine, theirs = message_of(x, theta), message_of(y, theta)
+    mine, theirs = MODULO.message(x, theta), MODULO.message(y, theta)
     here, there = torch.empty_like(x), torch.empty_like(y)
     wrong = differences.difference(MODULO, x, mine, theirs, here).any()
     wrong |= differences.difference(MODULO, y, theirs, mine, there).any()
@@ -65,10 +59,10 @@ def test_a_mismatch_is_noticed_by_those_who_read_wrongly_and_full_precision_sets
 def group(models: list[Tensor], owner: int, theta: Tensor) -> list[Tensor]:
     """What a group's models become, of one part that ``owner`` owns."""
     count = len(models)
-    messages = {r: message_of(x, theta) for r, x in enumerate(models) if r != owner}
+    messages = {r: MODULO.message(x, theta) for r, x in enumerate(models) if r != owner}
     mean, wrong = differences.mean_of_part(MODULO, models[owner], owner, [1 / count] * count, messages)
     assert not wrong.any()
-    answer = message_of(mean, theta)
+    answer = MODULO.message(mean, theta)
     after = []
     for r, x in enumerate(models):
         if r == owner:

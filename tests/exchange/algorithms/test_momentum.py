@@ -21,7 +21,7 @@ def test_in_full_precision_the_gradient_to_apply_is_the_mean() -> None:
     for step in range(30):
         grads = gradients(step, 4, 16, torch.float64)
         mean = torch.stack([momentum_to_send(momentum, grad, BETA) for grad in grads]).mean(0)
-        assert (gradient_to_apply(momentum, mean, BETA) - grads.mean(0)).abs().max() < 4e-15
+        assert (gradient_to_apply(momentum, mean, BETA) - grads.mean(0)).abs().max() < 1e-15
         momentum = mean
 
 
@@ -30,7 +30,7 @@ def test_adam_holds_the_momentum_that_was_received(after: int) -> None:
     """1-bit Adam in one process: the parameters follow m̄' over the frozen variance."""
     workers, n, payload = 3, 64, OneBit(64, momentum=BETA, after=after)
     param = nn.Parameter(torch.zeros(n))
-    optimizer = FrozenVariance(Adam([param], lr=0.01, betas=(BETA, 0.99)), after=payload.after)
+    optimizer = FrozenVariance(Adam([param], lr=0.01, betas=(BETA, 0.99)), after=payload.after, floor=0)
     momentum, feedbacks = torch.zeros(n), [ErrorFeedback(torch.zeros(n)) for _ in range(workers)]
     for step in range(20):
         grads, now = gradients(step, workers, n, torch.float32), payload.at(step)

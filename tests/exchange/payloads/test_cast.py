@@ -5,13 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.exchange.algorithms.centralised import encoded
 from lightning_sdpipe.exchange.payloads import Full, Half
 
 
 def through(payload: Full | Half, x: torch.Tensor) -> torch.Tensor:
     values = torch.empty_like(x)
-    payload.decode(encoded(payload, x), values)
+    payload.decode(payload.message(x), values)
     return values
 
 
@@ -43,7 +42,7 @@ def test_out_of_range_is_infinite_or_zero() -> None:
 
 def test_what_overflows_leaves_the_residual_alone() -> None:
     x, residual = torch.tensor([1.0, 1e6]), torch.tensor([2.0**-12, 3.0])
-    encoded(Half(), x, residual)
+    Half().message(x, residual)
     assert residual.tolist() == [2.0**-12, 3.0]
 
 

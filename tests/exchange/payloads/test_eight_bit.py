@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sdpipe.exchange.algorithms.centralised import encoded
 from lightning_sdpipe.exchange.payloads import EightBit
 from lightning_sdpipe.exchange.payloads.dither import TABLE, Dither, table
 
@@ -16,7 +15,7 @@ NEAREST, STOCHASTIC = EightBit(BLOCK), EightBit(BLOCK, rounding="stochastic")
 
 def through(payload: EightBit, x: Tensor, draw: int = 0) -> Tensor:
     values = torch.empty_like(x)
-    payload.decode(encoded(payload, x, draw=draw), values)
+    payload.decode(payload.message(x, draw=draw), values)
     return values
 
 
@@ -59,7 +58,7 @@ def test_equal_values_arrive_exactly(value: float, n: int, draw: int) -> None:
 @pytest.mark.parametrize("offset", [0.0, 1.0, -1000.0])
 def test_the_ends_of_a_block_have_the_codes_at_the_ends(offset: float) -> None:
     x = offset + torch.linspace(-1, 1, 4096)
-    message = encoded(EightBit(), x)
+    message = EightBit().message(x)
     codes = message[8:].view(torch.int8)
     assert (codes[0], codes[-1]) == (-128, 127)
     assert (codes.int().diff() >= 0).all()
@@ -100,7 +99,7 @@ def test_stochastic_rounding_is_unbiased_with_the_variance_of_its_steps() -> Non
 
 def test_a_draw_repeats_itself_and_others_differ() -> None:
     x = torch.randn(4096, generator=torch.Generator().manual_seed(2))
-    first, again, other = (encoded(STOCHASTIC, x, draw=draw) for draw in (3, 3, 4))
+    first, again, other = (STOCHASTIC.message(x, draw=draw) for draw in (3, 3, 4))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 

@@ -20,10 +20,7 @@ def short_pieces() -> object:
 
 
 def message_of(x: Tensor, theta: float | Tensor) -> Tensor:
-    message = torch.empty(MODULO.nbytes(len(x)), dtype=torch.uint8)
-    blocks = -(-len(x) // BLOCK)
-    MODULO.encode(x, theta if isinstance(theta, Tensor) else torch.full((blocks,), theta), message)
-    return message
+    return MODULO.message(x, theta if isinstance(theta, Tensor) else torch.full((-(-len(x) // BLOCK),), theta))
 
 
 def read(message: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sdpipe.exchange.algorithms.centralised import encoded
 from lightning_sdpipe.exchange.payloads import OneBit
 
 
 def through(payload: OneBit, x: Tensor) -> Tensor:
     values = torch.empty_like(x)
-    payload.decode(encoded(payload, x), values)
+    payload.decode(payload.message(x), values)
     return values
 
 
@@ -56,7 +55,7 @@ def test_a_block_with_one_value_among_zeros_is_no_expansion() -> None:
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 100, 4096, 5000])
 def test_signs_are_packed_as_by_numpy(n: int) -> None:
     x = torch.randn(n, generator=torch.Generator().manual_seed(n))
-    codes = encoded(OneBit(), x)[4 * -(-n // 4096) :]
+    codes = OneBit().message(x)[4 * -(-n // 4096) :]
     assert np.array_equal(codes.numpy(), np.packbits((x < 0).numpy(), bitorder="little"))
 
 

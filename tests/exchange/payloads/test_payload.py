@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.algorithms.centralised import encoded
-from lightning_sdpipe.exchange.payloads import EightBit, ErrorFeedback, Full, Half, OneBit, Payload, TopK, pieces, top_k
+from lightning_sdpipe.exchange.payloads import (
+    EightBit,
+    ErrorFeedback,
+    Full,
+    Half,
+    Modulo,
+    OneBit,
+    Payload,
+    TopK,
+    pieces,
+    top_k,
+)
+from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 
 BLOCK = 16
 BLOCKED: tuple[Payload, ...] = (
@@ -59,7 +73,7 @@ def decoded(payload: Payload, message: Tensor, n: int, dtype: torch.dtype = torc
 @pytest.mark.parametrize("n", SIZES)
 def test_a_message_can_be_read_from_anywhere_replaced_and_added(payload: Payload, n: int, device: str) -> None:
     x = normal(n).to(device)
-    message = encoded(payload, x, draw=5)
+    message = payload.message(x, draw=5)
     assert message.shape == (payload.nbytes(n),)
     values = decoded(payload, message, n)
     odd = torch.zeros(len(message) + 3, dtype=torch.uint8, device=device)[3:]
@@ -76,12 +90,12 @@ def test_a_message_can_be_read_from_anywhere_replaced_and_added(payload: Payload
 @pytest.mark.parametrize("payload", PAYLOADS, ids=str)
 def test_receivers_with_other_pieces_read_the_same_bits(payload: Payload, monkeypatch: pytest.MonkeyPatch) -> None:
     n = 20 * BLOCK + 5
-    message = encoded(payload, normal(n))
+    message = payload.message(normal(n))
     before = decoded(payload, message, n)
     monkeypatch.setattr(pieces, "CPU_PIECE", 7 * BLOCK)
     assert torch.equal(decoded(payload, message, n), before)
     if payload != EightBit(BLOCK, rounding="stochastic"):  # whose noise is per piece
-        assert torch.equal(encoded(payload, normal(n)), message)
+        assert torch.equal(payload.message(normal(n)), message)
 
 
 @pytest.mark.parametrize("payload", PAYLOADS, ids=str)
@@ -90,13 +104,13 @@ def test_buffers_of_other_types_lose_what_float32_would_lose_at_most(payload: Pa
     n = 3 * BLOCK + 5
     x = normal(n, dtype=dtype)
     bound = payload.on(dtype)
-    message = encoded(bound, x)
+    message = bound.message(x)
     values = decoded(bound, message, n, dtype)
     if isinstance(payload, Full) or (isinstance(payload, Half) and dtype.itemsize == 2):
         assert message.numel() == n * dtype.itemsize
         assert torch.equal(values, x)
     else:
-        as_float32 = decoded(payload, encoded(payload, x.float()), n)
+        as_float32 = decoded(payload, payload.message(x.float()), n)
         torch.testing.assert_close(values, as_float32.to(dtype), rtol=0, atol=0)
     mean = torch.zeros(n)
     bound.decode(message, mean, 0.5)
@@ -113,7 +127,7 @@ def test_what_is_not_finite_reaches_every_receiver_and_no_residual(
     x, residual = normal(n).to(device), normal(n, seed=1).to(device)
     x[2 * BLOCK + 5], x[-1] = poison, poison
     before = residual.clone()
-    message = encoded(payload, x, residual)
+    message = payload.message(x, residual)
     values = decoded(payload, message, n)
     for start in range(0, n, BLOCK):
         block = slice(start, start + BLOCK)
@@ -131,7 +145,7 @@ def test_nothing_finite_becomes_anything_else_and_residuals_are_what_is_missing(
 ) -> None:
     values = torch.tensor(x, dtype=torch.float32)
     residual = torch.zeros_like(values)
-    came = decoded(payload, encoded(payload, values, residual), len(x))
+    came = decoded(payload, payload.message(values, residual), len(x))
     for block, exact, missing in zip(came.split(BLOCK), values.split(BLOCK), residual.split(BLOCK), strict=True):
         if exact.abs().double().sum() < MOST:  # then so is the span of the values
             assert block.isfinite().all()
@@ -145,7 +159,7 @@ def telescopes(payload: Payload, dtype: torch.dtype, steps: int = 30) -> float:
     total, sent = torch.zeros(2, n, dtype=torch.float64)
     for step in range(steps):
         x = normal(n, step, dtype)
-        message = encoded(payload, x, residual, draw=step)
+        message = payload.message(x, residual, draw=step)
         payload.decode(message, sent, 1.0)
         total += x
     return float((sent + residual - total).abs().max())
@@ -167,7 +181,7 @@ def test_an_exchange_that_was_broken_off_leaves_the_residual_as_it_was(payload: 
     feedback.residual.copy_(normal(n, seed=1))
     before = feedback.residual.clone()
     part = slice(2, n - 4)
-    message = encoded(payload, x[part], feedback.residual[part])
+    message = payload.message(x[part], feedback.residual[part])
     feedback.take_back(payload, message, x[part], part)
     torch.testing.assert_close(feedback.residual, before, rtol=1e-6, atol=1e-6)
 
@@ -182,6 +196,40 @@ def test_residuals_follow_the_loss_scale_and_can_be_dropped() -> None:
     assert feedback.residual.tolist() == [4.0] * 3
     feedback.drop()
     assert feedback.residual.tolist() == [0.0] * 3
+
+
+class Allocated(TorchDispatchMode):
+    """The bytes of the longest storage that an operation has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = function(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
+                self.longest = max(self.longest, t.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("payload", [*PAYLOADS, Modulo(BLOCK)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_nothing_longer_than_a_piece_or_a_message_is_made(payload: Payload | Modulo, dtype: torch.dtype) -> None:
+    blocks = 500
+    x, message = normal(blocks * BLOCK, dtype=dtype), torch.empty(payload.nbytes(blocks * BLOCK), dtype=torch.uint8)
+    residual, theta = torch.zeros_like(x, dtype=residual_dtype(dtype)), torch.ones(blocks)
+    with Allocated() as allocated:
+        if isinstance(payload, Modulo):
+            payload.encode(x, theta, message)
+            payload.decode(message, x, x)
+        else:
+            payload.encode(x, message, residual)
+            payload.decode(message, x, 0.5)
+    piece, header = 8 * 2 * BLOCK, 8 * blocks
+    assert 0 < allocated.longest <= (message.numel() if isinstance(payload, TopK) else max(piece, header))
+    assert allocated.longest < x.numel() * dtype.itemsize
 
 
 @pytest.mark.parametrize("payload", PAYLOADS, ids=str)

@@ -6,14 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sdpipe.exchange.algorithms.centralised import encoded
 from lightning_sdpipe.exchange.payloads import TopK
 from lightning_sdpipe.exchange.payloads.top_k import SEGMENT
 
 
 def through(payload: TopK, x: Tensor, residual: Tensor | None = None) -> Tensor:
     values = torch.empty_like(x)
-    payload.decode(encoded(payload, x, residual), values)
+    payload.decode(payload.message(x, residual), values)
     return values
 
 
