@@ -89,8 +89,8 @@ def reduce(
     mean = torch.zeros_like(x[part], dtype=residual_dtype(x.dtype))
     if trains:
         mean.add_(x[part], alpha=weights[owner])
-    for place, message in messages.items():
-        payload.decode(message, mean, weights[place])
+    for place in sorted(messages):  # not in the order of arrival, so that a run can be repeated
+        payload.decode(messages[place], mean, weights[place])
     return payload.message(mean, feedback.residual[part] if feedback is not None else None, hash((draw, owner)))
 
 

@@ -14,8 +14,8 @@ without a reference, whose errors do not fade, and does not converge.
 
 The mean over the ring drifts by the mean of the errors of Q; with a residual for error feedback it does not drift
 beyond that residual. Q must be close: 8 or 16 bits. What is left out of z is lost or, with feedback, comes late: on
-quadratics, the largest quarter of the values with feedback made models grow without bound, and signs without it led them
-past the optimum.
+quadratics, the largest quarter of the values with feedback made models grow without bound, and signs without it stayed
+away from the optimum.
 """
 
 from __future__ import annotations

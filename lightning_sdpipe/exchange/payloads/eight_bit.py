@@ -28,9 +28,9 @@ SMALLEST = torch.finfo(torch.float32).tiny
 class EightBit(Payload):
     """One byte per value and 8 per block, as QSGD (Alistarh et al. 2017) in the form of BAGUA (§3.4).
 
-    With s = (largest − smallest) / 255 of a block, ``rounding="nearest"`` errs by at most s/2 per value.
-    ``"stochastic"`` errs by less than s, is unbiased, and has a variance of at most s²/4, which is s²/6 on average. A
-    block of equal values arrives exactly. Neither is exact for a zero among other values.
+    With s = (largest − smallest) / 255 of a block, ``rounding="nearest"`` errs by at most s/2 per value, beside the
+    last bits of float32. ``"stochastic"`` errs by less than s, is unbiased, and has a variance of at most s²/4, which
+    is s²/6 on average. A block of equal values arrives exactly; a zero among other values does not.
 
     A block is not finite either if its values span more than float32 does.
 

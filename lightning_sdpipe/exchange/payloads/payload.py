@@ -72,7 +72,10 @@ class Payload(ABC):
 
     @abstractmethod
     def decode(self, message: Tensor, into: Tensor, weight: float | None = None) -> None:
-        """Replaces ``into``, 1-D and contiguous, by what ``message`` holds; or adds it, ``weight`` times."""
+        """Replaces ``into``, 1-D and contiguous, by what ``message`` holds; or adds it, ``weight`` times.
+
+        Both are the same to the bit wherever it is done, adding with a weight of 1.
+        """
 
 
 def check_flat(x: Tensor, message: Tensor, nbytes: int, residual: Tensor | None = None) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange.algorithms import differences
-from lightning_sdpipe.exchange.payloads import Modulo, Spread
+from lightning_sdpipe.exchange.payloads import Half, Modulo, Payload, Spread
 
 MODULO = Modulo(16)
 
@@ -56,35 +56,37 @@ def test_a_mismatch_is_noticed_by_those_who_read_wrongly_and_full_precision_sets
     assert float(x[18]) == pytest.approx(0.5, abs=0.02)
 
 
-def group(models: list[Tensor], owner: int, theta: Tensor) -> list[Tensor]:
+def group(payload: Modulo | Payload, models: list[Tensor], owner: int, theta: Tensor) -> list[Tensor]:
     """What a group's models become, of one part that ``owner`` owns."""
+
+    def message(x: Tensor) -> Tensor:
+        return payload.message(x, theta) if isinstance(payload, Modulo) else payload.message(x)
+
     count = len(models)
-    messages = {r: MODULO.message(x, theta) for r, x in enumerate(models) if r != owner}
-    mean, wrong = differences.mean_of_part(MODULO, models[owner], owner, [1 / count] * count, messages)
+    messages = {r: message(x) for r, x in enumerate(models) if r != owner}
+    mean, wrong = differences.mean_of_part(payload, models[owner], owner, [1 / count] * count, messages)
     assert not wrong.any()
-    answer = MODULO.message(mean, theta)
+    answer = message(mean)
     after = []
     for r, x in enumerate(models):
         if r == owner:
-            after.append(differences.owner_takes(MODULO, mean, answer, count).to(x.dtype))
+            after.append(differences.owner_takes(payload, mean, answer, count))
             continue
         change = torch.empty_like(x)
-        assert not differences.difference(MODULO, x, messages[r], answer, change).any()
+        assert not differences.difference(payload, x, messages[r], answer, change).any()
         after.append(x + change)
     return after
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_a_group_keeps_its_mean_though_it_is_encoded(count: int) -> None:
+@pytest.mark.parametrize(("payload", "error"), [(MODULO, 0.3 / 252), (Half(), 2**-11 * 30)], ids=str)
+def test_a_group_keeps_its_mean_though_it_is_encoded(payload: Modulo | Payload, error: float, count: int) -> None:
     start = torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 10
     models = [start + 0.2 * torch.rand(40, generator=torch.Generator().manual_seed(r)) for r in range(count)]
-    theta = torch.full((3,), 0.3)
-    after = group(models, count - 1, theta)
+    after = group(payload, models, count - 1, torch.full((3,), 0.3))
     before = torch.stack(models).mean(0)
-    # float32's rounding of u is all that is lost, not the steps of the messages
-    torch.testing.assert_close(torch.stack(after).mean(0), before, rtol=0, atol=1e-14)
-    steps = 0.3 / 126
-    assert max(float((x - before).abs().max()) for x in after) < (count + 1) * steps
+    torch.testing.assert_close(torch.stack(after).mean(0), before, rtol=0, atol=1e-13)
+    assert max(float((x - before).abs().max()) for x in after) < (count + 2) * error
 
 
 def test_a_late_mean_keeps_the_mean_of_models_that_have_moved_on() -> None:
