@@ -217,7 +217,7 @@ class Allocated(TorchDispatchMode):
 @pytest.mark.parametrize("payload", [*PAYLOADS, Modulo(BLOCK)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_nothing_longer_than_a_piece_or_a_message_is_made(payload: Payload | Modulo, dtype: torch.dtype) -> None:
-    blocks = 500
+    blocks = 60
     x, message = normal(blocks * BLOCK, dtype=dtype), torch.empty(payload.nbytes(blocks * BLOCK), dtype=torch.uint8)
     residual, theta = torch.zeros_like(x, dtype=residual_dtype(dtype)), torch.ones(blocks)
     with Allocated() as allocated:
