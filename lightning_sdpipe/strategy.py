@@ -334,7 +334,13 @@ class SDPipeStrategy(DDPStrategy):
         """A module is cut once: each rank has let go of the other stages when it runs again."""
         if self._plan is None or self._plan[0] is not self.module:
             planning = Planning(
-                trainer, self._total_stages, self.partition, self.blocks, self.num_micro_batches, self.root_device
+                trainer,
+                self._total_stages,
+                self.partition,
+                self.blocks,
+                self.num_micro_batches,
+                self.root_device,
+                self._whereabouts.rehearsal,
             )
             self._plan = self.module, plan_on_rank_zero(planning)
         return self._plan[1]
@@ -635,6 +641,8 @@ class SDPipeStrategy(DDPStrategy):
         group = self.groups.stage if group in (None, dist.group.WORLD) else group
         if sync_grads and dist.get_backend(group) == "gloo":  # torch.distributed.nn scatters by global rank
             raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
+        if self._whereabouts.rehearsing:
+            return torch.stack([tensor] * dist.get_world_size(group))
         self._come_together()
         with self._first_failure(), waiting_for(group, "all_gather"):
             return super().all_gather(tensor, group, sync_grads)

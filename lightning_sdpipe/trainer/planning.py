@@ -3,8 +3,10 @@ everybody."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,6 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -38,6 +39,7 @@ class Planning:
         names: of the blocks, if the user has named them.
         num_micro_batches: parts of a mini-batch.
         device: where rank 0 computes.
+        rehearsal: what a step is rehearsed in, by its name.
     """
 
     trainer: Trainer
@@ -46,6 +48,7 @@ class Planning:
     names: Sequence[str] | None
     num_micro_batches: int
     device: torch.device
+    rehearsal: Callable[[str], AbstractContextManager[None]]
 
 
 def plan_on_rank_zero(planning: Planning) -> plan.Plan:
@@ -92,6 +95,8 @@ def _plan(planning: Planning) -> plan.Plan:
         module.to(planning.device)
         try:
             return rehearsal.rehearse(module, chain, steps, planning.device)
+        except ConfigurationError:
+            raise
         except Exception as error:
             _not_rehearsed("a step could not be run before training", error)
             return None
@@ -116,7 +121,7 @@ def _steps(planning: Planning) -> list[StepCalls]:
     }
     try:
         found = [
-            StepCalls(name, calls, name == "training_step", context)
+            StepCalls(name, calls, name == "training_step", partial(_within, planning, name, context))
             for name, loop, context in loops[trainer.state.fn]
             if (calls := _calls(planning, name, loop))
         ]
@@ -128,13 +133,19 @@ def _steps(planning: Planning) -> list[StepCalls]:
     return found
 
 
+@contextmanager
+def _within(planning: Planning, name: str, precision: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with planning.rehearsal(name), precision():
+        yield
+
+
 def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[int, ...]]]:
     """Two micro-batches of each data loader of the loop; none if there are no data for it."""
     module, trains = planning.trainer.lightning_module, name == "training_step"
     source = loop._data_source
     if not is_overridden(name, module) or source.instance is None or not source.is_defined():
         return []
-    with isolate_rng():  # else what the user's hooks draw here would be missing on rank 0 only
+    with rehearsal.without_a_trace(module):  # else what the user's hooks draw and count would differ on rank 0
         loaders = source.dataloader()
         several = not trains and isinstance(loaders, Sequence)
         batches = [
@@ -152,9 +163,8 @@ def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[in
 
 def _as_the_step_gets_it(planning: Planning, batch: Any) -> Any:
     module, trainer = planning.trainer.lightning_module, planning.trainer
-    with rehearsal.without_a_trace(module):
-        batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
-        return trainer.strategy.batch_to_device(batch, planning.device)
+    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, planning.device)
 
 
 def _parts(planning: Planning, batch: Any, trains: bool) -> Sequence[Any]:
@@ -178,8 +188,9 @@ def _not_rehearsed(what: str, error: Exception) -> None:
 def _measure(planning: Planning, blocks: Sequence[Block]) -> plan.Profile:
     trainer: Any = planning.trainer
     module = trainer.lightning_module
-    loaders = trainer.fit_loop._data_source.dataloader()
-    batch = split(sample_batch(loaders), planning.num_micro_batches, module)[0].batch
+    with rehearsal.without_a_trace(module):
+        batch = sample_batch(trainer.fit_loop._data_source.dataloader())
+    batch = split(batch, planning.num_micro_batches, module)[0].batch
     key = cache.fingerprint(module, blocks, batch, planning.device)
     measured = cache.load(key)
     if measured is None:
