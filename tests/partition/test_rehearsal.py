@@ -86,7 +86,7 @@ def test_other_processes_are_not_called() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         calls = [(torch.ones(4, 2), (0,))]
-        with pytest.raises(RuntimeError, match="communicates with other processes .allreduce_"):
+        with pytest.raises(RuntimeError, match="communicates with other processes"):
             rehearse(Talkative(), ["layers.0"], [StepCalls("training_step", calls, True)], torch.device("cpu"))
     finally:
         dist.destroy_process_group()
