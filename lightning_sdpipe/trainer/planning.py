@@ -15,7 +15,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
@@ -95,9 +98,7 @@ def _plan(planning: Planning) -> plan.Plan:
         module.to(planning.device)
         try:
             return rehearsal.rehearse(module, chain, steps, planning.device)
-        except ConfigurationError:
-            raise
-        except Exception as error:
+        except Exception as error:  # what is not allowed in a step is refused when the real one runs
             _not_rehearsed("a step could not be run before training", error)
             return None
 
@@ -135,8 +136,20 @@ def _steps(planning: Planning) -> list[StepCalls]:
 
 @contextmanager
 def _within(planning: Planning, name: str, precision: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    with planning.rehearsal(name), precision():
+    with planning.rehearsal(name), _stand_in_optimizer(planning.trainer.strategy), precision():
         yield
+
+
+@contextmanager
+def _stand_in_optimizer(strategy: Any) -> Iterator[None]:
+    """For steps that look at the learning rate: optimizers are made when the module has been cut."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
+    strategy.optimizers = [optimizer]
+    strategy.lr_scheduler_configs = [LRSchedulerConfig(LambdaLR(optimizer, lambda _: 1.0))]
+    try:
+        yield
+    finally:
+        strategy.optimizers, strategy.lr_scheduler_configs = [], []
 
 
 def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[int, ...]]]:
