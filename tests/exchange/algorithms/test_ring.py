@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning_sdpipe.scheduler.mixing import mixing_radius
+from lightning_sdpipe.policies.mixing import mixing_radius
 from torch import Tensor
 
 from lightning_sdpipe.exchange import peers
