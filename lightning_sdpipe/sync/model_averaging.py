@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
-from lightning_sdpipe.averaging.group_average import group_average
+from lightning_sdpipe.exchange.buckets import tensors_of
+from lightning_sdpipe.exchange.group_mean import GroupMean
+from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -19,6 +21,7 @@ class ModelAveraging(Synchronizer):
     def __init__(self, replica: Replica, every: int = 1) -> None:
         super().__init__(replica)
         self._every = every
+        self._mover = GroupMean(replica.groups.replicas())
 
     @property
     def models_averaged(self) -> int:
@@ -46,11 +49,6 @@ class ModelAveraging(Synchronizer):
         group = self.replica.client.group()
         self.announced = False
         waited = time.perf_counter() - start
-        members = [self.replica.ranks[worker.pipeline] for worker in group.members]
-        tag = group.sequence % 2**31
-        for number, bucket in enumerate(bucket for bucket in self.replica.parameters if bucket.trains):
-            bucket.check()
-            came = group_average(bucket.buffer, members, group.weights, self.replica.groups.stage, tag)
-            if number == 0:  # after its first piece all members are there
-                waited += came
-        self.statistics.count(len(members), waited, time.perf_counter() - start - waited)
+        trained = [bucket for bucket in self.replica.parameters if bucket.trains]
+        waited += finish(self._mover.start(tensors_of(trained), group))
+        self.statistics.count(len(group.members), waited, time.perf_counter() - start - waited)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdpipe.sync.parameter_server import ParameterServer, RemoteServer
-from lightning_sdpipe.sync.ssp_clocks import SSPClocks
+from lightning_sdpipe.exchange.server import ParameterServer, RemoteServer
+from lightning_sdpipe.policies.ssp_clocks import SSPClocks
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -87,8 +86,7 @@ class StaleSynchronous(Synchronizer):
             for bucket, value in zip(replica.parameters, server.close(), strict=True):
                 bucket.buffer.copy_(value)
         self._server = None
-        for bucket in replica.parameters:
-            dist.broadcast(bucket.buffer, replica.ranks[self._host], group=replica.groups.stage)
+        self._take_over(self._host)
 
     def _changes(self) -> list[Tensor]:
         changes = []

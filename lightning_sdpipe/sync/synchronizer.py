@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe.averaging.buckets import FlatBucket
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
+from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
+from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.gradients import GradientExchange
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.sync.meeting import Meeting, meet
@@ -166,9 +170,8 @@ class Synchronizer:
         self.come_together(position)
         if self._unequal:
             self._unequal = False
-            with waiting_for(self.replica.groups.stage, "averaging"):
-                self._make_parameters_equal()
-                self._average_buffers()
+            self._make_parameters_equal()
+            self._average_buffers()
 
     def abandon(self) -> None:
         """Training has failed: there is nobody to meet any more."""
@@ -211,17 +214,24 @@ class Synchronizer:
         """What all workers, which are together, do before they take part again without a pause in between."""
 
     def _make_parameters_equal(self) -> None:
-        for bucket in self.replica.parameters:
-            bucket.check()
-            if bucket.trains or torch.is_floating_point(bucket.buffer):  # quantised ones have not changed
-                _mean(bucket.buffer, self.replica.groups.stage)
+        self._average([b for b in self.replica.parameters if b.trains or torch.is_floating_point(b.buffer)])
+
+    def _average(self, buckets: Sequence[FlatBucket]) -> None:
+        finish(FullMean(self.replica.groups.replicas()).start(tensors_of(buckets), self._everybody()))
 
     def _average_buffers(self) -> None:
-        for buffer in self.replica.buffers:
-            if torch.is_floating_point(buffer):
-                _mean(buffer, self.replica.groups.stage)
-            else:
-                dist.all_reduce(buffer, dist.ReduceOp.MAX, group=self.replica.groups.stage)
+        finish(FullMean(self.replica.groups.replicas()).start(self.replica.buffers, self._everybody()))
+
+    def _take_over(self, pipeline: int) -> None:
+        """Everybody gets the parameters of that pipeline's replica."""
+        group = self._everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
+        finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
+
+    def _everybody(self, weights: Sequence[float] | None = None) -> Group:
+        """All replicas of the stage as a group, by equal weights if none are given."""
+        size = len(self.replica.ranks)
+        members = tuple(Worker(self.replica.stage, pipeline) for pipeline in range(size))
+        return Group(members, tuple(weights or [1 / size] * size), 0, "pause")
 
 
 @runtime_checkable
@@ -234,8 +244,3 @@ class SyncMethod(Protocol):
 
     def build(self, replica: Replica) -> Synchronizer:
         """This worker's half. Every worker of the run must call it at the same point."""
-
-
-def _mean(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    tensor.div_(dist.get_world_size(group))
-    dist.all_reduce(tensor, group=group)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_sdpipe.averaging.buckets import FlatBucket, flatten
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.buckets import FlatBucket, flatten
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from recipes.suites import bare_torch as bare_torch_
 from recipes.suites import bubble
+from recipes.suites import group_mean as group_mean_
 from recipes.suites import memory as memory_
 from recipes.suites import rehearsal as rehearsal_
 from recipes.suites.ratios import Ratios, Row
 
-LOWER_IS_BETTER = frozenset({"memory", "rehearsal"})
+LOWER_IS_BETTER = frozenset({"exchange", "memory", "rehearsal"})
 
 
 def run(
@@ -20,6 +21,7 @@ def run(
     pipedream: Mapping[str, Any],
     memory: Mapping[str, Any],
     rehearsal: Mapping[str, Any],
+    group_mean: Mapping[str, Any],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
     """Rows and ratios of all parts; the mappings are arguments of their ``measure``."""
@@ -28,6 +30,7 @@ def run(
         bubble.measure(**pipedream, seed=seed),
         memory_.measure(**memory, seed=seed),
         rehearsal_.measure(**rehearsal, seed=seed),
+        group_mean_.measure(**group_mean, seed=seed),
     ]
     rows = [row for part, _ in parts for row in part]
     return rows, {key: value for _, part in parts for key, value in part.items()}

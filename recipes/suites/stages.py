@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_sdpipe.averaging.buckets import flatten
+from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import DelayInjector

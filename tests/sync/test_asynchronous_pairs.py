@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe.averaging.buckets import flatten
+from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.sync import ADPSGD

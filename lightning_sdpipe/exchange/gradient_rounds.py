@@ -17,16 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import waiting_for
 
 
 @dataclass(frozen=True)
 class Averaged:
-    """The outcome of a round: the mean gradients by number, over ``members`` replicas that train."""
+    """The outcome of a round: the mean gradients by number, over ``members`` replicas that train. They are there all
+    together; whoever has waited for them puts them in the place of the model's."""
 
     gradients: list[Tensor | None]
     members: int
-    nonfinite: list[int]  # replicas, by their rank in the group, whose gradients were not finite
+    nonfinite: list[int]  # pipelines whose gradients were not finite
     seconds_waiting: float  # until every replica had computed its gradients
     seconds_averaging: float  # from then on
 
@@ -40,25 +42,23 @@ class _Bucket:
     work: dist.Work | None = None
 
 
-class GradientBuckets:
-    """Gradients of ``parameters``, numbered by their place, averaged over the members of ``group``.
+class GradientRounds:
+    """Gradients of ``parameters``, numbered by their place, averaged over ``replicas``.
 
-    A round is: any number of :meth:`ready`, one :meth:`complete`, one :meth:`finish`. All members run the same rounds.
+    A round is: any number of :meth:`ready`, one :meth:`complete`, one :meth:`wait`. All replicas run the same rounds. A
+    round that is dropped by :meth:`abort` can be tried again, from the gradients of the model, which it left alone.
 
     Args:
         parameters: equal in shape and order on all members; when the sequence has changed, :meth:`arrange` anew.
-        group: the replicas.
+        replicas: of which this worker is one.
         cap: bytes after which a bucket is full.
         watch: look whether gradients are finite.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, cap: int, watch: bool = True
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], replicas: Replicas, cap: int, watch: bool = True) -> None:
         self._parameters = parameters
-        self._group = group
-        self._size = dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
+        self._replicas = replicas
+        self._size = len(replicas.ranks)
         self._watch = watch
         self._cap = cap
         self.arrange()
@@ -68,9 +68,10 @@ class GradientBuckets:
         self._layout = _layout(self._parameters, self._cap)
         self._bucket_of = {number: index for index, numbers in enumerate(self._layout) for number in numbers}
         self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        self._begin()
+        self.abort()
 
-    def _begin(self) -> None:
+    def abort(self) -> None:
+        """Drops what there is of a round, and begins another one."""
         # fresh memory in every round: the optimizer's gradients are views of the last round's
         self._buckets = [_Bucket(numbers) for numbers in self._layout]
         self._launched = 0
@@ -122,16 +123,16 @@ class GradientBuckets:
         flags[[1 + self._size + number for number in self._used]] = 1
         flags = flags.to(self.device)
         if self._totals:
-            flags[1 + self._rank] = ~torch.isfinite(torch.stack(self._totals)).all()
+            flags[1 + self._replicas.pipeline] = ~torch.isfinite(torch.stack(self._totals)).all()
         self._flags = flags, self._reduce(flags)
 
-    def finish(self) -> Averaged:
+    def wait(self) -> Averaged:
         """Waits for the means. They are over the replicas that train; a parameter that none of them used has none.
 
         Raises:
             WorkerFailedError: another replica broke off, or did not come within the group's timeout.
         """
-        assert self._flags is not None, "complete() comes before finish()"
+        assert self._flags is not None, "complete() comes before wait()"
         start = time.perf_counter()
         flags, work = self._flags
         self._wait(work)
@@ -148,8 +149,8 @@ class GradientBuckets:
             for number in bucket.numbers:
                 if used[number]:
                     gradients[number] = bucket.views[number]
-        self._begin()
-        nonfinite = [rank for rank, flag in enumerate(broken) if flag]
+        self.abort()
+        nonfinite = [pipeline for pipeline, flag in enumerate(broken) if flag]
         return Averaged(gradients, int(trains), nonfinite, all_there - start, time.perf_counter() - all_there)
 
     def _views(self, bucket: _Bucket) -> dict[int, Tensor]:
@@ -176,12 +177,12 @@ class GradientBuckets:
             self._launched += 1
 
     def _reduce(self, tensor: Tensor) -> dist.Work:
-        work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(tensor, group=self._replicas.group, async_op=True)
         assert work is not None
         return work
 
     def _wait(self, work: dist.Work) -> None:
-        with waiting_for(self._group, "averaging gradients"):
+        with waiting_for(self._replicas.group, "averaging gradients"):
             work.wait()
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.sync.parameter_server import ParameterServer, RemoteServer
-from lightning_sdpipe.sync.ssp_clocks import SSPClocks
+from lightning_sdpipe.exchange.server import ParameterServer, RemoteServer
+from lightning_sdpipe.policies.ssp_clocks import SSPClocks
 from tests.workers import run_workers
 
 SIZES = (5, 2)

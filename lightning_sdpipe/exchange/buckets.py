@@ -30,6 +30,13 @@ class FlatBucket:
             offset += parameter.numel() * parameter.element_size()
 
 
+def tensors_of(buckets: Sequence[FlatBucket]) -> list[Tensor]:
+    """The buffers, after :meth:`FlatBucket.check` of each: what an exchange moves."""
+    for bucket in buckets:
+        bucket.check()
+    return [bucket.buffer for bucket in buckets]
+
+
 def flatten(parameters: Iterable[nn.Parameter]) -> list[FlatBucket]:
     """Moves parameters into flat buffers and makes each parameter a view of its buffer: one per dtype for those that
     train, and one for those that are frozen.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.sync.ssp_clocks import SSPClocks
+from lightning_sdpipe.policies.ssp_clocks import SSPClocks
 
 _TAG = 2**31 - 2
 _PUSH, _LEAVE = 0, 1

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sdpipe.averaging.buckets import flatten
+from lightning_sdpipe.exchange.buckets import flatten
 
 
 def test_parameters_become_views_of_one_buffer_per_dtype() -> None:

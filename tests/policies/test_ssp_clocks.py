@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.sync.ssp_clocks import SSPClocks
+from lightning_sdpipe.policies.ssp_clocks import SSPClocks
 
 
 def clocks_of(pipelines: int, staleness: int) -> SSPClocks:
