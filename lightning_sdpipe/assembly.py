@@ -22,6 +22,7 @@ from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
+from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import StageRunner
 from lightning_sdpipe.trainer.freezing import Freezing
@@ -48,7 +49,7 @@ class Assembled:
     ownership: Ownership
     cut_model: CutModel
     runners: Sequence[StageRunner]  # of its stages, in order
-    pipeline: FlushPipeline | PipeDreamPipeline
+    pipeline: Pipeline
     freezing: Freezing  # which of its parameters train
     buffers: Sequence[Tensor]
     delays: DelayInjector
@@ -102,7 +103,7 @@ def assemble(
     ]
     settle = None if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
     delays = DelayInjector(options.delays, worker, pipeline_number, groups.rank, settle=settle)
-    pipeline: FlushPipeline | PipeDreamPipeline
+    pipeline: Pipeline
     if options.schedule == "pipedream":
         pipeline = PipeDreamPipeline(runners[0], freezing.trained, delays)
     else:

@@ -40,36 +40,29 @@ from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.launching import hydra_job, job
 from lightning_sdpipe.launching.launcher import CheckingLauncher, WholeModelLauncher
-from lightning_sdpipe.membership import Membership
+from lightning_sdpipe.membership import Membership, standing_scheduler
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
-from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, check_equal_split, shared_seed
-from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
-from lightning_sdpipe.pipeline.micro_batches import split
-from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
-from lightning_sdpipe.pipeline.stage_runner import Step
+from lightning_sdpipe.pipeline.data import PipelineLoader, shared_seed
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
-from lightning_sdpipe.sync.meeting import Meeting
 from lightning_sdpipe.sync.methods import method_of
-from lightning_sdpipe.sync.rendezvous import standing_scheduler
 from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatistics
-from lightning_sdpipe.trainer import finetuning, lockstep
-from lightning_sdpipe.trainer.appointments import Appointments
+from lightning_sdpipe.trainer import finetuning, loop
 from lightning_sdpipe.trainer.clipping import clip_over_stages
-from lightning_sdpipe.trainer.closures import STEPPED_ALONE, once, refuse_repeated_evaluation
+from lightning_sdpipe.trainer.clock import ClockChecks
+from lightning_sdpipe.trainer.closures import refuse_repeated_evaluation
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
-from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale, refuse_own_unscaling
+from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, refuse_own_unscaling
 from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
-from lightning_sdpipe.trainer.readiness import Readiness, last_wait
 from lightning_sdpipe.trainer.refusals import (
     leave_out_example,
     refuse_new_parameters,
@@ -77,6 +70,7 @@ from lightning_sdpipe.trainer.refusals import (
     refuse_unsupported,
 )
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
+from lightning_sdpipe.training import Training
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
 
@@ -209,11 +203,7 @@ class SDPipeStrategy(DDPStrategy):
         self._failed = self._gathers = False
         self._plan: tuple[nn.Module, plan.Plan] | None = None
         self._whereabouts = Whereabouts(num_stages)
-        self._update_follows = False
-        self._readiness = Readiness("backward", self._announce)
-        self._last_loss = torch.zeros(())
-        self._accumulated = False  # gradients of earlier mini-batches wait for the next update
-        self._mini_batches = self._updates = 0
+        self._training: Training | None = None
 
     # ------------------------------------------------------------------ launch
 
@@ -287,19 +277,20 @@ class SDPipeStrategy(DDPStrategy):
         refuse_unsupported(trainer, self.schedule, self.num_stages)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
-        appointments = Appointments(lockstep.clocks(trainer), self.broadcast)
-        lockstep.release(trainer, self._sync, self._sit_out, appointments)
-        self._put_first(
-            trainer, EpochCallback(self.groups, self._pause, self._random_states, appointments, self._first_failure)
-        )
         self._adapt(trainer)
+        checks = ClockChecks(loop.clocks(trainer), self.broadcast)
+        loop.change(trainer, self.training, lambda: self.training.together, checks)
+        self._put_first(
+            trainer,
+            EpochCallback(self.groups, self.training.pause, self._random_states, checks, self._first_failure),
+        )
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def _adapt(self, trainer: Any) -> None:
         """Makes what Lightning, torchmetrics and the precision plugin do per rank right for a stage of a pipeline."""
-        self._draws = Draws(
+        draws = Draws(
             trainer,
             self._parts.cut_model.streams,
             lambda: self._data_seed,
@@ -309,16 +300,29 @@ class SDPipeStrategy(DDPStrategy):
         buckets = self._parts.freezing.buckets
         result_hook = partial(self._whereabouts.result_hook, parameters=lambda: [bucket.buffer for bucket in buckets])
         self._undo = [
-            self._draws.undo,
+            draws.undo,
             leave_results_to_the_last_stage(self.module, trainer.callbacks, self.has_results, result_hook),
             leave_out_example(self.module) if self.num_stages > 1 else lambda: None,
             gather_metrics_over(self.module, self.groups.stage),
             finetuning.adapt(trainer.callbacks, lambda: self._checkpoints.whole_groups(self.optimizers[0])),
         ]
-        self._readiness = Readiness(last_wait(trainer, self.num_stages), self._announce)
-        known, voted = partial(self._readiness.reached, "norm"), partial(self._readiness.reached, "vote")
-        clip_over_stages(self.precision_plugin, self.module, self._parts.ownership, self.groups, known)
-        agree_on_overflow(self.precision_plugin, self.groups, voted)
+        self._training = Training(
+            trainer,
+            self._parts,
+            self._sync,
+            self.membership.client,
+            self.groups,
+            self.num_micro_batches,
+            draws,
+            self._whereabouts,
+            self._watch,
+            self._first_failure,
+        )
+        reached = self._training.readiness.reached
+        clip_over_stages(
+            self.precision_plugin, self.module, self._parts.ownership, self.groups, partial(reached, "norm")
+        )
+        agree_on_overflow(self.precision_plugin, self.groups, partial(reached, "vote"))
 
     def _put_first(self, trainer: Any, callback: EpochCallback) -> None:
         others = (c for c in trainer.callbacks if not isinstance(c, EpochCallback))  # a second fit has the first's
@@ -429,42 +433,15 @@ class SDPipeStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------- steps
 
+    def on_train_start(self) -> None:
+        refuse_new_parameters(self.module, self._parts.ownership)
+        self.training.begin()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._parts.freezing.changed():
-            self._pause()
-            with self._first_failure():
-                self._parts.freezing.take_over()
-            self._sync.resume()
-        if self._absent:
-            return
-        if self._mini_batches == 0:
-            check_equal(batch, self.groups)
-            if hasattr(self.module, "split_batch"):
-                parts = split(batch, self.num_micro_batches, self.module)
-                check_equal_split([part.signature for part in parts], self.groups)
-        self._sync.resume()
+        self.training.begin_batch(batch)
 
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
-        if self._absent:  # what hooks see is the loss of the batch before
-            return self._last_loss.to(self.root_device, copy=True).requires_grad_()
-        with self._step("training_step"), self._parts.freezing.refused():
-            scale = loss_scale(self.precision_plugin, self.root_device)
-            generation = self._parts.freezing.generation
-            context = self.precision_plugin.train_step_context
-            step = Step("training_step", arguments, context, self._draws.stream, scale, generation)
-            exchange = self._sync.gradients if self._update_follows else None
-            ready = partial(self._readiness.reached, "backward")
-            loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated, ready)
-        self._last_loss = loss.detach()
-        if self._watch is not None and self.has_results:
-            self._watch.loss(self._last_loss, self._mini_batches)
-        self._mini_batches += 1
-        self._accumulated = not self._update_follows
-        return loss
-
-    def _announce(self) -> None:
-        self._sync.resume()  # if the user's step has communicated
-        self._sync.announce(self._updates)
+        return self.training.step(batch, arguments)
 
     def backward(self, closure_loss: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
         with self._first_failure():  # gradients may be averaged here
@@ -477,136 +454,27 @@ class SDPipeStrategy(DDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if isinstance(self._parts.pipeline, PipeDreamPipeline) and self._parts.pipeline.filling:
-            return closure()
-        if self._absent and not self._takes_a_step_alone():
-            self._updates += 1
-            return closure()
-        before = self._mini_batches
-        output = self._update(optimizer, closure, model, self._absent, **kwargs)
-        if self._mini_batches == before and not self._absent:
-            raise ConfigurationError(STEPPED_ALONE)
-        return output
-
-    def _update(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, alone: bool = False, **kwargs: Any
-    ) -> Any:
-        """Steps with the gradients that ``closure`` puts in place, and synchronises the outcome unless ``alone``."""
-        self._update_follows = True
-        self._readiness.expect()
-        try:
-            output = super().optimizer_step(optimizer, once(closure, optimizer), model, **kwargs)
-            if not alone:
-                self._readiness.reached("step")
-        finally:
-            self._update_follows = False
-            self._readiness.drop()
-        if self._watch is not None:
-            self._watch.parameters(self._updates)
-        self._updates += 1
-        if not alone:
-            with self._first_failure():
-                if self._sync.shares_next:
-                    self._look()
-                self._sync.synchronise()
-            self.membership.client.step_ended(self._updates - 1, self._sync.statistics.seconds_waiting)
-        return output
-
-    def on_train_start(self) -> None:
-        refuse_new_parameters(self.module, self._parts.ownership)
-        self._mini_batches = self._updates = 0
-        self._accumulated = False
-
-    def _pause(self) -> None:
-        """Finishes what is in the pipeline and makes all replicas equal."""
-        self._empty_pipeline()
-        with self._first_failure():
-            self._settle()
-            self._look()
-            self._sync.pause(lockstep.position(self._trainer))
-
-    def _look(self) -> None:
-        """Before others may get this worker's model."""
-        if self._watch is not None:
-            self._watch.check()
-
-    def _empty_pipeline(self) -> None:
-        if isinstance(self._parts.pipeline, PipeDreamPipeline):
-            with torch.inference_mode(False), torch.enable_grad(), self._first_failure():
-                while self._parts.pipeline.draining:
-                    self._update(self.optimizers[0], self._drain)
-                self._settle()
-
-    def _sit_out(self, position: int) -> Meeting:
-        """There is no batch to train until the others come together somewhere."""
-        self._empty_pipeline()
-        with self._first_failure():
-            self._look()
-            return self._sync.sit_out(position)
-
-    def _takes_a_step_alone(self) -> bool:
-        """Has this pipeline gradients to apply although it has no batch, and may its model be another one?"""
-        accumulated, self._accumulated = self._accumulated, False
-        return accumulated and self._sync.gradients is None
-
-    def _come_together(self) -> None:
-        """Before anything that waits for other pipelines: who waits there must not be waited for in the scheduler."""
-        if self._whereabouts.in_step and isinstance(self._trainer.fit_loop._data_fetcher, MeetingFetcher):
-            raise ConfigurationError(
-                "The training step communicates with other pipelines, and a pipeline that has fewer batches than they "
-                "would not take part. Use a map-style dataset of equal shards (as Lightning's own sampler makes them)."
-            )
-        if self._assembled is not None and not self._sync.together:
-            if not self._whereabouts.in_step:
-                self._empty_pipeline()
-            with self._first_failure():
-                self._look()
-                self._sync.come_together(lockstep.position(self._trainer))
-
-    @property
-    def _absent(self) -> bool:
-        """Has this pipeline nothing to train in this turn of the loop?"""
-        fetcher = self._trainer.fit_loop._data_fetcher
-        return isinstance(fetcher, MeetingFetcher) and fetcher.absent
-
-    def _drain(self) -> Tensor:
-        assert isinstance(self._parts.pipeline, PipeDreamPipeline)
-        loss = self._parts.pipeline.drain(self._sync.gradients, partial(self._readiness.reached, "backward"))
-        self.optimizers[0].zero_grad()
-        return self.backward(loss, self.optimizers[0])
+        return self.training.update(optimizer, closure, model=model, **kwargs)
 
     def validation_step(self, batch: Any, *arguments: Any) -> Any:
-        return self._evaluate("validation_step", batch, arguments, self.precision_plugin.val_step_context)
+        return self.training.evaluate("validation_step", batch, arguments, self.precision_plugin.val_step_context)
 
     def test_step(self, batch: Any, *arguments: Any) -> Any:
-        return self._evaluate("test_step", batch, arguments, self.precision_plugin.test_step_context)
+        return self.training.evaluate("test_step", batch, arguments, self.precision_plugin.test_step_context)
 
     def predict_step(self, batch: Any, *arguments: Any) -> Any:
-        return self._evaluate("predict_step", batch, arguments, self.precision_plugin.predict_step_context)
+        return self.training.evaluate("predict_step", batch, arguments, self.precision_plugin.predict_step_context)
 
     def on_validation_end(self) -> None:
-        self._settle()
+        self._parts.pipeline.settle()
 
     on_test_end = on_validation_end
 
     def on_predict_end(self) -> None:
-        self._settle()
+        self._parts.pipeline.settle()
         loop = self.module.trainer.predict_loop
         if loop.return_predictions and loop._combined_loader is not None:
             collect(loop._predictions, loop._combined_loader.flattened, self.groups)
-
-    def _evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
-        with self._step(name):
-            step = Step(name, arguments, context, self._draws.stream)
-            return [runner.evaluate(batch, step) for runner in self._parts.runners][-1]
-
-    def _settle(self) -> None:
-        self._parts.pipeline.settle()
-
-    @contextmanager
-    def _step(self, name: str) -> Iterator[None]:
-        with self._whereabouts.running(name), self._first_failure():
-            yield
 
     @property
     def has_results(self) -> bool:
@@ -618,7 +486,7 @@ class SDPipeStrategy(DDPStrategy):
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduces over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
         there, and logged values are reduced at the end of the epoch."""
-        if self._whereabouts.in_step or self._update_follows:
+        if self._whereabouts.in_step or (self._training is not None and self._training.updating):
             return tensor
         self._come_together()
         group = group or self.groups.stage
@@ -659,6 +527,10 @@ class SDPipeStrategy(DDPStrategy):
         with self._waiting("a broadcast"):
             return super().broadcast(obj, src)
 
+    def _come_together(self) -> None:
+        if self._training is not None and self._assembled is not None:
+            self._training.come_together()
+
     @contextmanager
     def _waiting(self, purpose: str) -> Iterator[None]:
         """Around what all ranks do together; before others have been started there is nobody to wait for."""
@@ -691,7 +563,7 @@ class SDPipeStrategy(DDPStrategy):
             return self.module.state_dict()
         if self._membership is not None:  # else the run is over, and nothing under way
             self._whereabouts.check("save_checkpoint")
-            self._pause()
+            self.training.pause()
         return self._checkpoints.module_state()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -753,8 +625,8 @@ class SDPipeStrategy(DDPStrategy):
         if isinstance(exception, SIGTERMException):  # else the process would end as if all were well
             exception.code = 128 + signal.SIGTERM
         self._failed = True
-        if self._assembled is not None:
-            self._sync.abandon()
+        if self._training is not None:
+            self._training.rendezvous.abandon()
         if self._membership is not None:
             self._membership.fail(exception)
         if isinstance(self._launcher, CheckingLauncher):
@@ -815,6 +687,12 @@ class SDPipeStrategy(DDPStrategy):
     def membership(self) -> Membership:
         assert self._membership is not None, "setup_environment connects to the scheduler"
         return self._membership
+
+    @property
+    def training(self) -> Training:
+        """What this worker does in each turn of the loop."""
+        assert self._training is not None, "setup makes it"
+        return self._training
 
     @property
     def _parts(self) -> Assembled:

@@ -72,7 +72,7 @@ class Diary(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.batches += 1
-        self.trained = trainer.strategy._mini_batches
+        self.trained = trainer.strategy.training.mini_batches
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:

@@ -67,13 +67,13 @@ class AsynchronousPairs(Synchronizer):
         self._take_published()
         self.statistics.count(len(group.members), told - start, time.perf_counter() - told)
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
         self._published = [bucket.buffer.clone() for bucket in self.replica.parameters]
         self._computed_on = [tensor.clone() for tensor in self._published]
         self._thread = threading.Thread(target=self._serve, name="AD-PSGD averaging", daemon=True)
         self._thread.start()
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         assert self._thread is not None
         self._invitations.put(None)  # the client has heard of all invitations when it has left
         self._thread.join(self.replica.timeout.total_seconds())
@@ -85,13 +85,13 @@ class AsynchronousPairs(Synchronizer):
                 f"{self.replica.pipeline} within {self.replica.timeout.total_seconds():g} s"
             )
 
-    def _catch_up(self) -> None:
-        self._make_parameters_equal()
+    def catch_up(self) -> None:
+        self.make_parameters_equal()
 
-    def _make_parameters_equal(self) -> None:
+    def make_parameters_equal(self) -> None:
         self._publish()
         self._take_published()
-        super()._make_parameters_equal()
+        super().make_parameters_equal()
 
     def _publish(self) -> None:
         with self._lock:

@@ -49,21 +49,21 @@ class GradientAveraging(Synchronizer):
         """Nothing to do: equal parameters took an equal step."""
         self._update += 1
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
         self._buckets.arrange()  # what trains may have changed
         self._rounds = 0
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         nothing: list[Tensor | None] = [None] * len(self.replica.trained)
         while True:  # until all pipelines are here
             self._buckets.complete(nothing, trains=False)
             if self._buckets.wait().members == 0:
                 break
 
-    def _catch_up(self) -> None:
-        self._make_parameters_equal()
+    def catch_up(self) -> None:
+        self.make_parameters_equal()
 
-    def _make_parameters_equal(self) -> None:
+    def make_parameters_equal(self) -> None:
         self._take_over(self._furthest())
 
     def _furthest(self) -> int:

@@ -30,7 +30,7 @@ class ModelAveraging(Synchronizer):
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that this worker is ready; see the base class."""
-        if self._active and iteration % self._every == 0:
+        if iteration % self._every == 0:
             self.replica.client.ready(iteration)
             self.announced = True
 

@@ -57,7 +57,7 @@ class StaleSynchronous(Synchronizer):
         spent = time.perf_counter() - start
         self.statistics.count(pulled.members, pulled.seconds_waiting, spent - pulled.seconds_waiting)
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
         replica = self.replica
         self._updates = 0
         self._pulled = [bucket.buffer.clone() for bucket in replica.parameters]
@@ -73,14 +73,14 @@ class StaleSynchronous(Synchronizer):
         seconds = 0.9 * replica.timeout.total_seconds()  # so that its message comes before the transfers give up
         self._server = ParameterServer(self._pulled, clocks, remote, self._channel, seconds)
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         assert self._server is not None
         self._server.leave(self.replica.pipeline, self._changes())
 
-    def _catch_up(self) -> None:
-        self._make_parameters_equal()
+    def catch_up(self) -> None:
+        self.make_parameters_equal()
 
-    def _make_parameters_equal(self) -> None:
+    def make_parameters_equal(self) -> None:
         server, replica = self._server, self.replica
         if isinstance(server, ParameterServer):
             for bucket, value in zip(replica.parameters, server.close(), strict=True):

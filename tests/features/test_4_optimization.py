@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.training import Training
 from tests.features.running import (
     Regression,
     assert_same,
@@ -350,12 +351,14 @@ def _announced(directory: Path, options: dict[str, Any]) -> tuple[list[float], l
     trainer = pipelines(directory, strategy, max_epochs=1, **options)
     announced: list[float] = []
 
-    def note() -> None:
+    def note(training: Training) -> None:
         announced.append(time.monotonic())
-        SDPipeStrategy._announce(strategy)
+        announce(training)
 
-    strategy.__dict__["_announce"] = note
-    trainer.fit(model, train_loader(16))
+    announce = Training.announce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "announce", note)
+        trainer.fit(model, train_loader(16))
     return model.computed, announced
 
 

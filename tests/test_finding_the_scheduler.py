@@ -3,13 +3,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lightning_sdpipe.membership import connect, standing_scheduler, start_scheduler
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import process
 from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, write_keys
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
-from lightning_sdpipe.sync.rendezvous import connect, standing_scheduler, start_scheduler
 from tests.workers import run_workers
 
 MESH = (4, 2)

@@ -1,4 +1,4 @@
-"""When to look at the clock, so that a limit of time does not hold the pipelines in step.
+"""At which batches all look at the clock, so that a limit of time does not hold the pipelines in step.
 
 Lightning asks after every batch whether ``max_time`` is over or a checkpoint is due by the clock, and takes rank 0's
 answer, which makes everybody wait for rank 0 each time. Here the workers agree on the number of the batch after which
@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 _SOONEST, _LATEST = 1, 2**40
 
 
-class Appointments:
-    """Counts batches from the start of training, which all workers do alike.
+class ClockChecks:
+    """Agreed on among all workers. Counts batches from the start of training, which all workers do alike.
 
     Args:
         waits: each returns the seconds until something is due, and infinity if nothing is; asked on rank 0.

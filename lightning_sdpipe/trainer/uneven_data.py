@@ -8,45 +8,49 @@ has one batch left, all train it, and the epoch ends for all of them at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.sync.meeting import Meeting
 
 _Item = tuple[Any, int, int]  # batch, batch_idx, dataloader_idx
 
 
-class MeetingFetcher(_PrefetchDataFetcher):
+class Turns(Protocol):
+    """What a worker does in turns of the loop for which it has no batch."""
+
+    def begin_uneven(self) -> None:
+        """An epoch begins, in which pipelines may have different numbers of batches."""
+
+    def without_batch(self) -> bool:
+        """This turn has none but the last batch. Returns whether it is to be trained now, like everybody's last."""
+
+
+class UnevenFetcher(_PrefetchDataFetcher):
     """Takes over from Lightning's fetcher, with what that has fetched already.
 
     Args:
         fetcher: Lightning's.
-        sit_out: waits for where the others meet; see :meth:`ModelAveraging.sit_out`.
-        position: the batches that were begun in this epoch.
+        turns: this worker's.
     """
 
-    def __init__(self, fetcher: _DataFetcher, sit_out: Callable[[int], Meeting], position: Callable[[], int]) -> None:
+    def __init__(self, fetcher: _DataFetcher, turns: Turns) -> None:
         self.batches: list[_Item] = []
         self.__dict__.update(fetcher.__dict__)
-        self._sit_out = sit_out
-        self._position = position
+        self._turns = turns
         self._start()
 
-    def __iter__(self) -> MeetingFetcher:
+    def __iter__(self) -> UnevenFetcher:
         _DataFetcher.__iter__(self)
         self._start()
         return self
 
     def _start(self) -> None:
         self.done = False  # it is when everybody is
-        self.absent = False
-        """Is there nothing to train in this turn? The batch that the hooks see is the one that is kept."""
+        self._turns.begin_uneven()
         self._last: _Item | None = None
-        self._agreed: Meeting | None = None
         if not self.batches:
             self._look_ahead()
         if not self.batches:
@@ -62,12 +66,7 @@ class MeetingFetcher(_PrefetchDataFetcher):
             if self.batches:
                 return item
             self._last = item
-        self.absent = True
-        position = self._position()
-        if self._agreed is None or (position == self._agreed.position and not self._agreed.closing):
-            self._agreed = self._sit_out(position)
-        if self._agreed.closing and position == self._agreed.position - 1:
-            self.absent, self.done = False, True
+        self.done = self._turns.without_batch()
         return self._last
 
     def _look_ahead(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeping Lightning's loop from holding all ranks in step, and from letting them decide differently.
+"""Lightning's loop, kept from holding all ranks in step, and from letting them decide differently.
 
 Within an epoch, pipelines run at their own speeds. Lightning's loop is written for ranks that do the same batch at the
 same time. What it does between batches is changed here, in the loop of one Trainer:
@@ -6,7 +6,7 @@ same time. What it does between batches is changed here, in the loop of one Trai
 - Before every batch, it broadcasts from rank 0 whether that has received SIGTERM. Every worker would wait there for
   rank 0's worker. Here a worker that receives SIGTERM fails like any other, and the scheduler tells the rest.
 - After every batch, it broadcasts whether rank 0's clock says that training ends or a checkpoint is due, and asks each
-  rank's own clock whether to validate. Here the clock is looked at by appointment.
+  rank's own clock whether to validate. Here all look at the clock after batches that they have agreed on.
 - A rank whose user sets ``trainer.should_stop`` would stop by itself. Here all stop at the next point where all meet.
 - A rank whose data end sooner would end the epoch by itself. Here it counts on, until all are at the end.
 """
@@ -24,23 +24,19 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
-from lightning_sdpipe.sync.meeting import Meeting
-from lightning_sdpipe.sync.synchronizer import Synchronizer
-from lightning_sdpipe.trainer.appointments import Appointments
+from lightning_sdpipe.trainer.clock import ClockChecks
+from lightning_sdpipe.trainer.uneven_data import Turns, UnevenFetcher
 
 
-def release(
-    trainer: Trainer, sync: Synchronizer, sit_out: Callable[[int], Meeting], appointments: Appointments
-) -> None:
-    """Changes ``trainer``'s loop and callbacks so.
+def change(trainer: Trainer, turns: Turns, together: Callable[[], bool], checks: ClockChecks) -> None:
+    """Changes ``trainer``'s loop and callbacks so; ``together`` says whether all workers are at this batch.
 
     Must run before the Trainer registers its signal handlers, as ``Strategy.setup`` does; and again before each run.
     """
     _fail_on_sigterm(trainer)
-    _end_together(trainer, sit_out)
-    _stop_together(trainer, sync, appointments)
-    _by_appointment(trainer, appointments)
+    _end_together(trainer, turns)
+    _stop_together(trainer, together, checks)
+    _look_together(trainer, checks)
 
 
 def clocks(trainer: Any) -> list[Callable[[], float]]:
@@ -60,6 +56,11 @@ def position(trainer: Trainer) -> int:
 def batches(trainer: Trainer) -> int:
     """How many batches were begun since training started: equal on all ranks that meet."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def is_uneven(trainer: Trainer) -> bool:
+    """May pipelines have different numbers of batches in this epoch?"""
+    return isinstance(trainer.fit_loop._data_fetcher, UnevenFetcher)
 
 
 def _fail_on_sigterm(trainer: Trainer) -> None:
@@ -86,27 +87,27 @@ def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
     )
 
 
-def _end_together(trainer: Trainer, sit_out: Callable[[int], Meeting]) -> None:
+def _end_together(trainer: Trainer, turns: Turns) -> None:
     loop: Any = trainer.fit_loop
 
     def advance() -> None:
         loaders = loop._combined_loader.flattened
         fetcher = loop._data_fetcher
-        if not isinstance(fetcher, MeetingFetcher) and not all(loader.even for loader in loaders):
-            loop._data_fetcher = MeetingFetcher(fetcher, sit_out, lambda: position(trainer))
+        if not isinstance(fetcher, UnevenFetcher) and not all(loader.even for loader in loaders):
+            loop._data_fetcher = UnevenFetcher(fetcher, turns)
         type(loop).advance(loop)
 
     loop.advance = advance
 
 
-def _stop_together(trainer: Trainer, sync: Synchronizer, appointments: Appointments) -> None:
+def _stop_together(trainer: Trainer, together: Callable[[], bool], checks: ClockChecks) -> None:
     fit_loop: Any = trainer.fit_loop
     epoch_loop: Any = fit_loop.epoch_loop
     asked = False
 
     def agree() -> None:
         nonlocal asked
-        if sync.together:
+        if together():
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop or asked, all=False)
             asked = False
         else:
@@ -116,8 +117,8 @@ def _stop_together(trainer: Trainer, sync: Synchronizer, appointments: Appointme
         agree()
         type(epoch_loop).on_advance_end(epoch_loop, fetcher)
         agree()  # validation may have changed it
-        if appointments.now:
-            appointments.renew(batches(trainer))
+        if checks.now:
+            checks.renew(batches(trainer))
 
     def after_epoch() -> None:
         type(fit_loop).on_advance_end(fit_loop)
@@ -138,10 +139,10 @@ def _seconds_left(callback: Timer | ModelCheckpoint) -> Callable[[], float]:
     return seconds_left
 
 
-def _by_appointment(trainer: Any, appointments: Appointments) -> None:
+def _look_together(trainer: Any, checks: ClockChecks) -> None:
     def changed(callback: Any) -> Callable[..., None]:
         def on_train_batch_end(*arguments: Any, **kwargs: Any) -> None:
-            if appointments.now:
+            if checks.now:
                 type(callback).on_train_batch_end(callback, *arguments, **kwargs)
 
         return on_train_batch_end
@@ -153,13 +154,13 @@ def _by_appointment(trainer: Any, appointments: Appointments) -> None:
 
     def should_validate(fetcher: Any) -> bool:
         last = trainer._last_val_time
-        if not appointments.now:
+        if not checks.now:
             trainer._last_val_time = math.inf
         try:
             decision: bool = type(epoch_loop)._should_check_val_fx(epoch_loop, fetcher)
         finally:
             trainer._last_val_time = last
-        return trainer.strategy.broadcast(decision) if appointments.now else decision
+        return trainer.strategy.broadcast(decision) if checks.now else decision
 
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         epoch_loop._should_check_val_fx = should_validate
