@@ -120,15 +120,16 @@ def exchange(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], group: 
         for peer, tensor in tensors.items()
         if tensor.numel()
     ]
-    with waiting_for(group, "exchanging"):
+    peers = sorted({operation.peer for operation in operations})
+    failing: object = peers[0] if len(peers) == 1 else f"one of {peers}"
+    try:
         works = dist.batch_isend_irecv(operations) if operations else []
-    for index, work in enumerate(works):
-        try:
+        for index, work in enumerate(works):
+            if len(works) == len(operations):
+                failing = operations[index].peer
             work.wait()
-        except RuntimeError as error:
-            peer = operations[index].peer if len(works) == len(operations) else f"one of {sorted(into)}"
-            reason = str(error).splitlines()[0]
-            raise WorkerFailedError(f"exchanging with rank {peer} failed: {reason}") from error
+    except RuntimeError as error:
+        raise WorkerFailedError(f"exchanging with rank {failing} failed: {str(error).splitlines()[0]}") from error
     for peer, tensor in into.items():
         if arriving[peer] is not tensor:
             tensor.copy_(arriving[peer])

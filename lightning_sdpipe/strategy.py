@@ -51,9 +51,11 @@ from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
 from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.stage_runner import Step
-from lightning_sdpipe.scheduler.policy import Worker
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.meeting import Meeting
+from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import standing_scheduler
 from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatistics
 from lightning_sdpipe.trainer import finetuning, lockstep
@@ -91,7 +93,8 @@ class SDPipeStrategy(DDPStrategy):
 
     Args:
         num_stages: M, the stages of a pipeline; must divide the number of workers.
-        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default.
+        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default. Or the values of a
+            policy of your own, or its import path, as in ``"my_package.policies:RoundRobin"``.
         schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
             optimizer steps, and so do ``"interleaved_1f1b"`` and ``"zero_bubble"``, which cut the model into
             ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
@@ -108,6 +111,8 @@ class SDPipeStrategy(DDPStrategy):
         scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
             that of ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
         scheduler_key_file: the workers' keys for it, as ``sdpipe keygen`` made them; ``SDPIPE_KEY_FILE`` by default.
+        log_dir: directory on rank 0's machine that gets ``scheduler.jsonl``, with every event and decision of the
+            scheduler that rank 0 starts; ``sdpipe replay`` reads it.
         variance_correction: correct the second moments of an optimizer of the Adam family for the averaging of models
             (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the number of pipelines.
         dynamic_shapes: a block's output shape may differ between batches of equal shapes.
@@ -135,7 +140,7 @@ class SDPipeStrategy(DDPStrategy):
     def __init__(
         self,
         num_stages: int = 1,
-        sync: SyncMethod | None = None,
+        sync: SyncMethod | PolicyConfig | str | None = None,
         schedule: Schedule = "1f1b",
         stages_per_worker: int = 2,
         num_micro_batches: int | None = None,
@@ -144,6 +149,7 @@ class SDPipeStrategy(DDPStrategy):
         delays: Heterogeneity | None = None,
         scheduler: str | None = None,
         scheduler_key_file: str | Path | None = None,
+        log_dir: str | Path | None = None,
         variance_correction: bool = False,
         dynamic_shapes: bool = False,
         save_distributed_checkpoint: bool | Literal["async"] = False,
@@ -172,7 +178,8 @@ class SDPipeStrategy(DDPStrategy):
             start_method=start_method,
         )
         self.num_stages = num_stages
-        self.sync: SyncMethod = sync if sync is not None else SemiDecentralized()
+        self.sync = sync if sync is not None else SemiDecentralized()
+        self._method = method_of(self.sync)
         self.schedule = schedule
         self.stages_per_worker = stages_per_worker if schedule in options.LOOPED else 1
         self.num_micro_batches = 1 if schedule == "pipedream" else num_micro_batches or num_stages
@@ -180,6 +187,12 @@ class SDPipeStrategy(DDPStrategy):
         self.blocks = blocks
         self.delays: Heterogeneity = delays if delays is not None else Delays()
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
+        if self._standing_scheduler is not None and log_dir is not None:
+            raise ConfigurationError(
+                f"log_dir={str(log_dir)!r} does not reach the scheduler at {self._standing_scheduler.address}, which "
+                "runs already; leave it out, and start that one with --log."
+            )
+        self._scheduler_log = None if log_dir is None else Path(log_dir, "scheduler.jsonl")
         self.variance_correction = variance_correction
         self.dynamic_shapes = dynamic_shapes
         self.save_distributed_checkpoint = save_distributed_checkpoint
@@ -190,7 +203,7 @@ class SDPipeStrategy(DDPStrategy):
         self._membership: Membership | None = None
         self._assembled: Assembled | None = None
         self._undo: Sequence[Callable[[], None]] = ()
-        self._unmark: Callable[[], None] = lambda: None
+        self._unmark: Callable[[], None] | None = None
         self._watch: Watch | None = None
         self._initialisation = Initialisation()
         self._failed = self._gathers = False
@@ -243,11 +256,12 @@ class SDPipeStrategy(DDPStrategy):
         self._data_seed = shared_seed()
         self._membership = Membership(
             self.mesh,
-            self.sync.policy,
+            self._method.policy,
             self._standing_scheduler,
             self._bind,
             self._run_timeout.total_seconds(),
             self._give_up,
+            self._scheduler_log,
         )
 
     def _get_process_group_backend(self) -> str:
@@ -340,14 +354,15 @@ class SDPipeStrategy(DDPStrategy):
         self._gathers = is_whole(self.module) if self.gather_module is None else self.gather_module
         self._assembled = assemble(self.module, stages, self.groups, runs, self._initialisation, self.root_device)
         parts = self._assembled
-        self._unmark()
+        if self._unmark is not None:
+            self._unmark()
         self._unmark = mark_parts(self.module)
         self._checkpoints = Checkpoints(self.module, parts.ownership, self.groups, self.save_distributed_checkpoint)
         changing, client = parts.freezing, self.membership.client
         stops, scaled = self.on_nonfinite == "stop", getattr(self.precision_plugin, "scaler", None) is not None
         where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
         self._watch = Watch(where, changing.buckets, self.root_device, losses=not scaled) if stops else None
-        self._sync = self.sync.build(
+        self._sync = self._method.build(
             Replica(
                 client,
                 self.groups,
@@ -488,6 +503,7 @@ class SDPipeStrategy(DDPStrategy):
                 if self._sync.shares_next:
                     self._look()
                 self._sync.synchronise()
+            self.membership.client.step_ended(self._updates - 1, self._sync.statistics.seconds_waiting)
         return output
 
     def on_train_start(self) -> None:
@@ -768,7 +784,7 @@ class SDPipeStrategy(DDPStrategy):
         if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
             with self._first_failure():
                 make_whole(self.module, parts.ownership, self.groups, self.global_rank in keepers)
-        if self.global_rank in keepers:
+        if self.global_rank in keepers and self._unmark is not None:
             self._unmark()
 
     # ----------------------------------------------------------------- narrowing

@@ -98,13 +98,10 @@ def _agreed(parts: Sequence[Any]) -> int | None:
     with_readings = [(part, _readings(part)) for part in parts]
     votes = [vote for vote in with_readings if vote[1] != {1}] or with_readings
     common = set.intersection(*(counts for _, counts in votes)) if votes else set()
-    if len(common) > 1:  # all are lists with two readings: whoever makes dicts for samples makes one for each
-        first = votes[0][0]
-        return (
-            len(first)
-            if any(isinstance(element, Mapping) for part, _ in votes for element in part)
-            else min(_inside(first))
-        )
+    if len(common) > 1:  # all are lists with two readings: whoever makes dicts or lists of numbers makes one for each
+        elements = [element for part, _ in votes for element in part]
+        per_sample = any(isinstance(element, Mapping) or _is_list_of_constants(element) for element in elements)
+        return len(votes[0][0]) if per_sample else min(_inside(votes[0][0]))
     if any(counts == common or _inside(part) == common for part, counts in votes):
         return min(common, default=None)
     return None  # lists of equal length that hold tensors of different ones: batches of several loaders, it seems

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.scheduler.policy import Group
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 

@@ -16,8 +16,8 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.gradients import GradientExchange
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import SchedulerClient
-from lightning_sdpipe.scheduler.specification import PolicySpec
 from lightning_sdpipe.sync.meeting import Meeting, meet
 
 
@@ -229,7 +229,7 @@ class SyncMethod(Protocol):
     """What ``SDPipeStrategy(sync=...)`` takes: the values of a method, which build each worker's half of it."""
 
     @property
-    def policy(self) -> PolicySpec:
+    def policy(self) -> PolicyConfig:
         """What the scheduler decides for it."""
 
     def build(self, replica: Replica) -> Synchronizer:

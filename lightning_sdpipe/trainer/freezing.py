@@ -58,19 +58,19 @@ class Freezing:
         way.
 
         Raises:
-            ConfigurationError: it was changed on some stages only, or does not go with the schedule.
-            WorkerFailedError: another stage is gone, or has not changed anything within the timeout.
+            ConfigurationError: it was changed on some ranks only, or does not go with the schedule.
+            WorkerFailedError: another rank is gone, or has not changed anything within the timeout.
         """
         mine = torch.tensor(self._flags(), dtype=torch.uint8)
-        stages = [torch.empty_like(mine) for _ in range(self._groups.mesh.num_stages)]
-        with waiting_for(self._groups.pipeline, "agreeing on which layers train (requires_grad has changed)"):
-            dist.all_gather(stages, mine, group=self._groups.pipeline)
-        different = (torch.stack(stages) != mine).any(0).nonzero()
+        everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        with waiting_for(self._groups.everybody, "agreeing on which layers train (requires_grad has changed)"):
+            dist.all_gather(everybody, mine)
+        different = (torch.stack(everybody) != mine).any(0).nonzero()
         if len(different):
             raise ConfigurationError(
-                f"requires_grad of {self._named[int(different[0])][0]!r} was set on some stages only. Every stage has "
+                f"requires_grad of {self._named[int(different[0])][0]!r} was set on some ranks only. Every rank has "
                 "every parameter, most of them on the meta device: set requires_grad of those too, through the module "
-                "(not through parameters kept from before training)."
+                "(not through parameters kept from before training), and in all pipelines at the same batch."
             )
         self.generation += 1
         self._agree()

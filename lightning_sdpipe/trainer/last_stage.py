@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 
 # These work on what the evaluation steps returned or collected. The end of a *training* epoch is also where modules
 # change their own parameters, so that hook runs on every stage.
@@ -43,7 +44,7 @@ def leave_results_to_the_last_stage(
         put(owner, name, _held(getattr(owner, name), within, name) if is_last else _nothing)
     if not is_last:
         put(module, _EPOCH_END, _ending(getattr(module, _EPOCH_END), module, _EPOCH_END))
-        for callback in callbacks:
+        for callback in (c for c in callbacks if not isinstance(c, EpochCallback)):
             for name in (_EPOCH_END, *(_RESULT_HOOKS if callback not in writers else ())):
                 if getattr(type(callback), name) is not getattr(Callback, name) or name in callback.__dict__:
                     put(callback, name, _ending(getattr(callback, name), callback, name))
@@ -80,7 +81,7 @@ def _ending(hook: Callable[..., Any], owner: Callback | LightningModule, name: s
             hook(*arguments, **kwargs)
         except _NoResultError:
             return
-        except (ConfigurationError, WorkerFailedError, SchedulerError):
+        except (ConfigurationError, NonFiniteError, WorkerFailedError, SchedulerError):
             raise
         except Exception as error:
             raise ConfigurationError(

@@ -201,12 +201,12 @@ def _refuse(directory: Path, module: L.LightningModule, error: str) -> None:
     assert on_pipelines()
 
 
-_SOME_STAGES = "was set on some stages only"
+_SOME_RANKS = "was set on some ranks only"
 
 
-@refused("Optimizers", "`requires_grad` set on some stages only", _SOME_STAGES)
+@refused("Optimizers", "`requires_grad` set on some ranks only", _SOME_RANKS)
 def test_stages_that_disagree(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, OnItsStageOnly(), _SOME_STAGES, count=2)
+    on_four_ranks(_refuse, tmp_path, OnItsStageOnly(), _SOME_RANKS, count=2)
 
 
 _IN_THE_STEP = "requires_grad was changed within training_step"
