@@ -86,7 +86,7 @@ def test_the_figures_have_a_line_per_seed(tmp_path: Path) -> None:
     rows = [row(method, repeat, 1.0, 10, 0.9) for method in ("sdpipe", "all_reduce") for repeat in range(2)]
     files = figures.convergence_figures(rows, tmp_path / "out.json")
     assert [file.name for file in files] == [f"out.convergence.digits.b.{kind}" for kind in ("png", "svg")]
-    assert files[1].read_text().count("stroke: #1f77b4") >= 4  # two panels of two seeds
+    assert files[1].read_text().count(f"stroke: {figures.COLOURS['sdpipe']}") >= 4  # two panels of two seeds
 
 
 @pytest.mark.distributed

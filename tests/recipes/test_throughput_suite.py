@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_rgba
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Delays, Trace
@@ -197,6 +198,25 @@ def test_figures_show_every_method(tmp_path: Path) -> None:
     faster = figures.speedups(throughput.summarise(rows))
     assert {r["speedup"] for r in faster if r["what"] == "sdpipe, median"} == {2.0}
     assert {r["heterogeneity"] for r in faster} == {"none, over hetpipe", "b, over hetpipe"}
+
+
+def test_a_method_has_one_colour_and_the_legend_covers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "_save", lambda figure, *_: drawn.append(figure) or [])
+    panels = {"flush": ("bare_torch", "mine", "sdpipe"), "data_parallel": ("sdpipe", "lightning_ddp", "mine")}
+    rows = [row(m, "b", 0, 1.0, panel=panel, shape=panel) for panel, methods in panels.items() for m in methods]
+    figures.throughput_figures(throughput.summarise(rows), tmp_path / "out.json")
+    (figure,) = drawn
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    handles = zip(legend.get_texts(), legend.get_patches(), strict=True)
+    colours = {text.get_text(): patch.get_facecolor() for text, patch in handles}
+    assert colours["sdpipe"] == pytest.approx(to_rgba(figures.COLOURS["sdpipe"]))
+    assert len(set(colours.values())) == len({"sdpipe", "lightning_ddp", "bare_torch", "mine"})
+    for axis, methods in zip(figure.axes, panels.values(), strict=True):
+        assert [bar.get_facecolor() for bar in axis.patches] == [colours[method] for method in methods]
+        assert axis.get_legend() is None
+        assert not legend.get_window_extent().overlaps(axis.get_window_extent())
 
 
 def test_the_headline_is_not_drawn_over_the_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
