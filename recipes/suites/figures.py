@@ -52,7 +52,7 @@ def throughput_figures(summaries: Sequence[Row], output: Path) -> list[Path]:
     compared = [row for row in summaries if row["panel"] != "headline"]  # whose mini-batches are shorter
     emulated = [row for row in compared if row["workload"] == "emulated"]
     panels = _by(compared, "workload", "shape", "schedule")
-    files = _save(_grouped_bars(panels, "samples_per_s", "samples/s"), output, "throughput")
+    files = _save(_grouped_bars(panels, "samples_per_s", "samples/s"), output, "throughput") if panels else []
     flush = [row for row in emulated if row["schedule"] == "1f1b" and row["shape"].startswith("4x")]
     panels = _by(speedups(flush), "heterogeneity")
     scales = {title: rows for title, rows in panels.items() if len({row["shape"] for row in rows}) > 1}

@@ -126,7 +126,7 @@ def strategy(case: AnyCase) -> DDPStrategy:
         num_stages=case.num_stages,
         sync=case.seeded(case.method),
         schedule=case.schedule,  # type: ignore[arg-type]
-        num_micro_batches=case.num_micro_batches,
+        num_micro_batches=None if case.schedule == "pipedream" else case.num_micro_batches,  # it does not split
         variance_correction=isinstance(case, RealCase) and case.variance_correction,
         delays=case.slowness,
         timeout=TRANSFER_TIMEOUT,

@@ -15,7 +15,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Delays, Trace
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
-from recipes.suites import cases, figures, headroom, machine, throughput
+from recipes.suites import cases, figures, headroom, machine, throughput, trainings
 from recipes.suites.worker_reports import SHARES, Counters, WorkerReport, summary
 from tests.recipes.composed import parameters_of
 
@@ -50,6 +50,8 @@ def test_every_part_of_the_grid_can_be_built(panel: str) -> None:
     assert len(found) == measured * len(part["methods"])
     for case, repeat in found:
         assert case.seed == 7 + repeat
+        if case.method.name != "bare_torch":
+            trainings.strategy(case)
         if isinstance(case.slowness, Delays):
             assert case.slowness.seed == 7 + repeat
         if isinstance(case, cases.EmulatedCase):
@@ -226,6 +228,7 @@ def test_the_headline_is_not_drawn_over_the_comparison(monkeypatch: pytest.Monke
     figures.throughput_figures(throughput.summarise(rows), tmp_path / "out.json")
     (axis,) = drawn[0].axes
     assert [bar.get_height() for bar in axis.patches] == [PIPEDREAM["pipedream"]]
+    assert figures.throughput_figures(throughput.summarise(rows[1:]), tmp_path / "alone.json") == []
 
 
 @pytest.mark.distributed
