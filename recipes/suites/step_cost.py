@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe.errors import ConfigurationError
 from recipes.suites import trainings
 from recipes.suites.emulated import EmulatedChain
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
@@ -69,7 +70,12 @@ def measure(
         warm_up: steps before them, at least 1.
         repeats: trainings of each strategy.
         seed: of the batches.
+
+    Raises:
+        ConfigurationError: nothing to warm up with, or nothing to count.
     """
+    if min(steps, warm_up) < 1:
+        raise ConfigurationError(f"suite.step_cost has {steps=} and {warm_up=}; both must be at least 1.")
     trainings.quiet()
     rows: list[Row] = []
     ratios: Ratios = {}

@@ -69,9 +69,9 @@ def _emulated(case: EmulatedCase) -> tuple[list[WorkerReport], int]:
     return _fit(case, module, loader), case.num_micro_batches
 
 
-def random_features(batches: int, size: int) -> DataLoader[Any]:
+def random_features(batches: int, size: int, features: int = FEATURES) -> DataLoader[Any]:
     """For an :class:`EmulatedChain`, from torch's global stream of random numbers."""
-    return DataLoader(TensorDataset(torch.rand(batches * size, FEATURES)), size, collate_fn=_features)
+    return DataLoader(TensorDataset(torch.rand(batches * size, features)), size, collate_fn=_features)
 
 
 def _features(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
