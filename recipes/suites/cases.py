@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast, get_args
 
@@ -24,6 +24,22 @@ class Named:
 
     name: str
     specification: Mapping[str, Any] | None
+
+
+def named(specifications: Mapping[str, Mapping[str, Any]], kind: str, name: str) -> Named:
+    """One of a suite's ``methods``, ``heterogeneity`` or ``workloads``.
+
+    Raises:
+        ConfigurationError: it is not among them.
+    """
+    refuse_unknown(kind, [name], specifications[kind])
+    return Named(name, specifications[kind][name])
+
+
+def refuse_unknown(kind: str, asked: Iterable[str], known: Collection[str]) -> None:
+    """Refuses what is not in this part of a suite's configuration."""
+    if unknown := [name for name in asked if name not in known]:
+        raise ConfigurationError(f"{unknown[0]!r} is not among suite.{kind}; there are {', '.join(known)}.")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from recipes.suites import cases, machine, trainings
 from recipes.suites.calibration import calibrated_scale
-from recipes.suites.cases import Named, RealCase
+from recipes.suites.cases import RealCase, named, refuse_unknown
 from recipes.suites.figures import convergence_figures, require_matplotlib
 from recipes.suites.journal import Journal
 from recipes.suites.processes import run_processes
@@ -73,6 +73,13 @@ def run(
         require_matplotlib()
     trainings.quiet()
     journal = Journal(None if output is None else Path(output).with_suffix(".rows.jsonl"), machine.setting())
+    specifications = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
+    for kind, asked, known in (
+        ("experiments", only, experiments),
+        ("methods", compared, methods),
+        ("heterogeneity", conditions, heterogeneity),
+    ):
+        refuse_unknown(kind, asked, known)  # before anything is measured
     rows: list[Row] = []
     for name in only:
         experiment = experiments[name]
@@ -83,9 +90,9 @@ def run(
                 for method in rotated(compared, repeat):
                     case = RealCase(
                         panel="convergence",
-                        method=Named(method, methods[method]),
-                        condition=Named(condition, heterogeneity[condition]),
-                        workload=Named(name, workloads[name]),
+                        method=named(specifications, "methods", method),
+                        condition=named(specifications, "heterogeneity", condition),
+                        workload=named(specifications, "workloads", name),
                         warm_up=0,
                         scale=1.0,
                         seed=seed + repeat,

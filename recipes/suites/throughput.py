@@ -16,7 +16,17 @@ from typing import Any
 from lightning_sdpipe.errors import ConfigurationError
 from recipes.suites import cases, machine, trainings
 from recipes.suites.calibration import calibrated_scale
-from recipes.suites.cases import EMULATED, REFERENCES, AnyCase, EmulatedCase, Named, RealCase, only_delays
+from recipes.suites.cases import (
+    EMULATED,
+    REFERENCES,
+    AnyCase,
+    EmulatedCase,
+    Named,
+    RealCase,
+    named,
+    only_delays,
+    refuse_unknown,
+)
 from recipes.suites.figures import require_matplotlib, throughput_figures
 from recipes.suites.headroom import table
 from recipes.suites.journal import Journal
@@ -82,8 +92,7 @@ def run(
     trainings.quiet()
     journal = Journal(None if output is None else Path(output).with_suffix(".rows.jsonl"), machine.setting())
     specifications = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
-    if unknown := [panel for panel in only if panel not in grid]:
-        raise ConfigurationError(f"{unknown[0]!r} is not a part of suite.grid; there are {', '.join(grid)}.")
+    refuse_unknown("grid", only, grid)
     planned = [list(plan(panel, grid[panel], specifications, seed)) for panel in only]  # all, before any is measured
     rows: list[Row] = []
     for cases_of_panel in planned:
@@ -113,8 +122,8 @@ def plan(
                 continue
             for method in rotated(part["methods"], repeat):
                 case = build(
-                    method=Named(method, None) if method in REFERENCES else _named(specifications, "methods", method),
-                    condition=_named(specifications, "heterogeneity", condition),
+                    method=Named(method, None) if method in REFERENCES else named(specifications, "methods", method),
+                    condition=named(specifications, "heterogeneity", condition),
                     scale=1.0,
                     seed=seed + repeat,
                 )
@@ -139,13 +148,7 @@ def _builder(
         )
     if workload == EMULATED:
         return partial(EmulatedCase, panel, **settings)
-    return partial(RealCase, panel, **settings, workload=_named(specifications, "workloads", workload))
-
-
-def _named(specifications: Mapping[str, Mapping[str, Any]], kind: str, name: str) -> Named:
-    if name not in specifications[kind]:
-        raise ConfigurationError(f"{name!r} is not among suite.{kind}; there are {', '.join(specifications[kind])}.")
-    return Named(name, specifications[kind][name])
+    return partial(RealCase, panel, **settings, workload=named(specifications, "workloads", workload))
 
 
 def _measured(case: AnyCase, repeat: int, journal: Journal) -> Row:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sdpipe.errors import ConfigurationError
 from recipes.suites import convergence, figures, snapshots
 from recipes.suites.snapshots import Snapshot
 from tests.recipes.composed import parameters_of
@@ -60,6 +61,19 @@ def test_who_never_reaches_the_target_is_infinitely_late() -> None:
     found = convergence.ratios(rows)
     assert (found["samples/digits/b"]["value"], found["time/digits/b"]["value"]) == (math.inf, 0.0)
     assert "1 seeds" in found["time/digits/b"]["meaning"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ("only=[digits,mine]", "experiments"),
+        ("compared=[sdpipe,mine]", "methods"),
+        ("conditions=[mine]", "heterogeneity"),
+    ],
+)
+def test_unknown_names_are_refused_before_anything_is_measured(asked: str, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"'mine' is not among suite\.{kind}; there are "):
+        convergence.run(**suite(f"suite.{asked}"))
 
 
 def test_every_moment_has_the_last_snapshot_of_each_pipeline() -> None:

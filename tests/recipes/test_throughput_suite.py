@@ -88,7 +88,7 @@ def test_settings_of_another_workload_are_named() -> None:
 
 
 def test_unknown_parts_are_refused_before_anything_is_measured() -> None:
-    with pytest.raises(ConfigurationError, match=r"'all' is not a part of suite\.grid; there are flush, "):
+    with pytest.raises(ConfigurationError, match=r"'all' is not among suite\.grid; there are flush, "):
         throughput.run(**suite("suite.only=[flush,all]"))
 
 
