@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sdpipe.errors import ConfigurationError
 from recipes.suites import convergence, figures, snapshots
 from recipes.suites.snapshots import Snapshot
 from tests.recipes.composed import parameters_of
@@ -62,6 +63,19 @@ def test_who_never_reaches_the_target_is_infinitely_late() -> None:
     assert "1 seeds" in found["time/digits/b"]["meaning"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ("only=[digits,mine]", "experiments"),
+        ("compared=[sdpipe,mine]", "methods"),
+        ("conditions=[mine]", "heterogeneity"),
+    ],
+)
+def test_unknown_names_are_refused_before_anything_is_measured(asked: str, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"'mine' is not among suite\.{kind}; there are "):
+        convergence.run(**suite(f"suite.{asked}"))
+
+
 def test_every_moment_has_the_last_snapshot_of_each_pipeline() -> None:
     written = [
         *(Snapshot(0, k, 10.0 + k, []) for k in range(5)),
@@ -86,7 +100,7 @@ def test_the_figures_have_a_line_per_seed(tmp_path: Path) -> None:
     rows = [row(method, repeat, 1.0, 10, 0.9) for method in ("sdpipe", "all_reduce") for repeat in range(2)]
     files = figures.convergence_figures(rows, tmp_path / "out.json")
     assert [file.name for file in files] == [f"out.convergence.digits.b.{kind}" for kind in ("png", "svg")]
-    assert files[1].read_text().count("stroke: #1f77b4") >= 4  # two panels of two seeds
+    assert files[1].read_text().count(f"stroke: {figures.COLOURS['sdpipe']}") >= 4  # two panels of two seeds
 
 
 @pytest.mark.distributed
