@@ -16,9 +16,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_sdpipe import p2p
-from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.launching import job
-from lightning_sdpipe.launching.last_resort import LastResort
+from lightning_sdpipe.launching.watchdog import Watchdog
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -51,6 +51,20 @@ def standing_scheduler(address: str | None, key_file: str | Path | None) -> Sche
         return None
     key_file = key_file or os.environ.get("SDPIPE_KEY_FILE")
     return SchedulerAddress(address, read_worker_keys(Path(key_file)) if key_file else None)
+
+
+def scheduler_log(directory: str | Path | None, standing: SchedulerAddress | None) -> Path | None:
+    """The file in ``directory`` for a scheduler that rank 0 starts.
+
+    Raises:
+        ConfigurationError: there is a ``standing`` one, which writes its own.
+    """
+    if directory is not None and standing is not None:
+        raise ConfigurationError(
+            f"log_dir={str(directory)!r} does not reach the scheduler at {standing.address}, which runs already; leave "
+            "it out, and start that one with --log."
+        )
+    return None if directory is None else Path(directory, "scheduler.jsonl")
 
 
 def start_scheduler(
@@ -125,8 +139,8 @@ class Membership:
         self._mesh = mesh
         self._worker = Worker(*mesh.locate(dist.get_rank()))
         self._scheduler, where = (None, standing) if standing else start_scheduler(policy, mesh, bind(), log)
-        self._last_resort = LastResort(self._describe, give_up)
-        self.client = connect(where, mesh, timeout, self._last_resort.arm, embedded=standing is None)
+        self._watchdog = Watchdog(self._describe, give_up)
+        self.client = connect(where, mesh, timeout, self._watchdog.arm, embedded=standing is None)
 
     @contextmanager
     def first_failure(self, told_to_end: Callable[[], bool]) -> Iterator[None]:
@@ -148,7 +162,7 @@ class Membership:
 
     def fail(self, exception: BaseException) -> None:
         """Tells the others of ``exception``, unless it came from one of them."""
-        self._last_resort.disarm()
+        self._watchdog.disarm()
         if not isinstance(exception, WorkerFailedError):
             by_signal = _BY_SIGNAL.get(type(exception))
             self.client.failed(by_signal or f"{type(exception).__name__}: {exception}")

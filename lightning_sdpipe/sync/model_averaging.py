@@ -6,7 +6,7 @@ import time
 
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -16,12 +16,13 @@ class ModelAveraging(Synchronizer):
     Args:
         replica: this worker.
         every: the scheduler is asked in the updates that this number divides; the others are local.
+        mover: moves the parameters; :class:`~lightning_sdpipe.exchange.group_mean.GroupMean` by default.
     """
 
-    def __init__(self, replica: Replica, every: int = 1) -> None:
+    def __init__(self, replica: Replica, every: int = 1, mover: Mover | None = None) -> None:
         super().__init__(replica)
         self._every = every
-        self._mover = GroupMean(replica.groups.replicas())
+        self._mover = mover or GroupMean(replica.groups.replicas())
 
     @property
     def models_averaged(self) -> int:

@@ -37,6 +37,10 @@ class EpochCallback(Callback):
         self._first_failure = first_failure
         self._to_load: Mapping[str, Any] | None = None
 
+    def put_first(self, trainer: Any) -> None:
+        """Before the callbacks of ``trainer``, in the place of one that an earlier run has left there."""
+        trainer.callbacks = [self, *(c for c in trainer.callbacks if not isinstance(c, EpochCallback))]
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._checks.start(loop.batches(trainer))
 

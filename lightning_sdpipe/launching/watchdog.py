@@ -15,7 +15,7 @@ from lightning_sdpipe.scheduler.client import Failure
 _PATIENCE = 2.0  # seconds in which a worker that computes, or waits for the scheduler, ends by itself
 
 
-class LastResort:
+class Watchdog:
     """Armed when another worker has failed; disarmed when this one has noticed."""
 
     def __init__(self, describe: Callable[[Failure], str], give_up: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ from lightning_sdpipe.heterogeneity import Delays
         ({"num_micro_batches": 0}, "num_micro_batches=0 is not allowed; use 1 or more."),
         ({"num_micro_batches": 2.0}, "num_micro_batches=2.0 is not allowed: give int or None."),
         ({"sync": AllReduce}, "sync=AllReduce is a class; give an object of it: sync=AllReduce()."),
-        ({"sync": "all_reduce"}, "sync='all_reduce' is not allowed: give SyncMethod or None, such as AllReduce()."),
+        ({"sync": "all_reduce"}, "sync='all_reduce' is no synchronisation method; use one of"),
         ({"schedule": "1f1bb"}, "schedule='1f1bb' is not known; use one of ['1f1b', .*; did you mean '1f1b'?"),
         ({"partition": 3}, 'partition=3 is not allowed: give .* such as "parameters", or [3, 2]'),
         ({"partition": "parameter"}, "partition='parameter' is not known; .*; did you mean 'parameters'?"),
