@@ -60,16 +60,21 @@ from lightning_sdpipe.sync.rendezvous import standing_scheduler
 from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatistics
 from lightning_sdpipe.trainer import finetuning, lockstep
 from lightning_sdpipe.trainer.appointments import Appointments
-from lightning_sdpipe.trainer.clipping import clip_over_stages
+from lightning_sdpipe.trainer.clipping import clip_over_stages, clip_without_flush
 from lightning_sdpipe.trainer.closures import STEPPED_ALONE, once, refuse_repeated_evaluation
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
-from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale, refuse_own_unscaling
+from lightning_sdpipe.trainer.loss_scale import (
+    agree_on_overflow,
+    loss_scale,
+    refuse_own_unscaling,
+    scale_without_flush,
+)
 from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
-from lightning_sdpipe.trainer.readiness import Readiness, last_wait
+from lightning_sdpipe.trainer.readiness import Readiness, clips_by_norm, last_wait
 from lightning_sdpipe.trainer.refusals import (
     leave_out_example,
     refuse_new_parameters,
@@ -209,7 +214,7 @@ class SDPipeStrategy(DDPStrategy):
         self._failed = self._gathers = False
         self._plan: tuple[nn.Module, plan.Plan] | None = None
         self._whereabouts = Whereabouts(num_stages)
-        self._update_follows = False
+        self._update_follows = self._closes = False
         self._readiness = Readiness("backward", self._announce)
         self._last_loss = torch.zeros(())
         self._accumulated = False  # gradients of earlier mini-batches wait for the next update
@@ -284,7 +289,7 @@ class SDPipeStrategy(DDPStrategy):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
-        refuse_unsupported(trainer, self.schedule, self.num_stages)
+        refuse_unsupported(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
         appointments = Appointments(lockstep.clocks(trainer), self.broadcast)
@@ -315,10 +320,17 @@ class SDPipeStrategy(DDPStrategy):
             gather_metrics_over(self.module, self.groups.stage),
             finetuning.adapt(trainer.callbacks, lambda: self._checkpoints.whole_groups(self.optimizers[0])),
         ]
-        self._readiness = Readiness(last_wait(trainer, self.num_stages), self._announce)
+        pipeline, flush = self._parts.pipeline, self.schedule != "pipedream"
+        self._readiness = Readiness(last_wait(trainer, self.num_stages, flush), self._announce)
         known, voted = partial(self._readiness.reached, "norm"), partial(self._readiness.reached, "vote")
-        clip_over_stages(self.precision_plugin, self.module, self._parts.ownership, self.groups, known)
-        agree_on_overflow(self.precision_plugin, self.groups, voted)
+        place = self.precision_plugin, self.module, self._parts.ownership, self.groups
+        if isinstance(pipeline, PipeDreamPipeline):
+            pipeline.notes.norms = clips_by_norm(trainer)
+            clip_without_flush(*place, pipeline, known)
+            scale_without_flush(self.precision_plugin, pipeline)
+        else:
+            clip_over_stages(*place, known)
+            agree_on_overflow(self.precision_plugin, self.groups, voted)
 
     def _put_first(self, trainer: Any, callback: EpochCallback) -> None:
         others = (c for c in trainer.callbacks if not isinstance(c, EpochCallback))  # a second fit has the first's
@@ -440,20 +452,23 @@ class SDPipeStrategy(DDPStrategy):
 
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
         if self._absent:  # what hooks see is the loss of the batch before
-            return self._last_loss.to(self.root_device, copy=True).requires_grad_()
+            loss = self._last_loss.to(self.root_device, copy=True).requires_grad_()
+            pipeline, alone = self._parts.pipeline, self._update_follows
+            return pipeline.rest(loss) if alone and isinstance(pipeline, PipeDreamPipeline) else loss
         with self._step("training_step"), self._parts.freezing.refused():
             scale = loss_scale(self.precision_plugin, self.root_device)
             generation = self._parts.freezing.generation
             context = self.precision_plugin.train_step_context
-            step = Step("training_step", arguments, context, self._draws.stream, scale, generation)
+            step = Step("training_step", arguments, context, self._draws.stream, scale, self._closes, generation)
             exchange = self._sync.gradients if self._update_follows else None
+            accumulated = self._accumulated and not lockstep.zeroes_gradients(self._trainer)
             ready = partial(self._readiness.reached, "backward")
-            loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated, ready)
+            loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, accumulated, ready)
         self._last_loss = loss.detach()
         if self._watch is not None and self.has_results:
             self._watch.loss(self._last_loss, self._mini_batches)
         self._mini_batches += 1
-        self._accumulated = not self._update_follows
+        self._accumulated = not self._closes
         return loss
 
     def _announce(self) -> None:
@@ -471,13 +486,18 @@ class SDPipeStrategy(DDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if isinstance(self._parts.pipeline, PipeDreamPipeline) and self._parts.pipeline.filling:
-            return closure()
         if self._absent and not self._takes_a_step_alone():
             self._updates += 1
             return closure()
-        before = self._mini_batches
-        output = self._update(optimizer, closure, model, self._absent, **kwargs)
+        before, pipeline = self._mini_batches, self._parts.pipeline
+        self._closes = True
+        try:
+            if isinstance(pipeline, PipeDreamPipeline) and pipeline.filling and not self._absent:
+                output = closure()
+            else:
+                output = self._update(optimizer, closure, model, self._absent, **kwargs)
+        finally:
+            self._closes = False
         if self._mini_batches == before and not self._absent:
             raise ConfigurationError(STEPPED_ALONE)
         return output
@@ -529,6 +549,10 @@ class SDPipeStrategy(DDPStrategy):
             with torch.inference_mode(False), torch.enable_grad(), self._first_failure():
                 while self._parts.pipeline.draining:
                     self._update(self.optimizers[0], self._drain)
+                    self.optimizers[
+                        0
+                    ].zero_grad()  # Lightning may be amidst an accumulation, and not do so before the next
+                self._parts.pipeline.finish()
                 self._settle()
 
     def _sit_out(self, position: int) -> Meeting:
@@ -567,7 +591,7 @@ class SDPipeStrategy(DDPStrategy):
         assert isinstance(self._parts.pipeline, PipeDreamPipeline)
         loss = self._parts.pipeline.drain(self._sync.gradients, partial(self._readiness.reached, "backward"))
         self.optimizers[0].zero_grad()
-        return self.backward(loss, self.optimizers[0])
+        return self.backward(loss / self._trainer.accumulate_grad_batches, self.optimizers[0])
 
     def validation_step(self, batch: Any, *arguments: Any) -> Any:
         return self._evaluate("validation_step", batch, arguments, self.precision_plugin.val_step_context)

@@ -62,6 +62,11 @@ def batches(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
+def zeroes_gradients(trainer: Trainer) -> bool:
+    """Does Lightning zero the gradients before it adds those of the batch that is being trained?"""
+    return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
 def _fail_on_sigterm(trainer: Trainer) -> None:
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):  # Lightning 2.6 and later

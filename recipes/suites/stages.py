@@ -44,7 +44,7 @@ class OpenStage:
         )
 
     def pipedream(self) -> PipeDreamPipeline:
-        return PipeDreamPipeline(self.runner, self.parameters, _no_delays())
+        return PipeDreamPipeline(self.runner, self.parameters, self.shared, _no_delays())
 
 
 def open_stage(module: L.LightningModule, blocks: Sequence[str], groups: ProcessGroups) -> OpenStage:
