@@ -549,9 +549,7 @@ class SDPipeStrategy(DDPStrategy):
             with torch.inference_mode(False), torch.enable_grad(), self._first_failure():
                 while self._parts.pipeline.draining:
                     self._update(self.optimizers[0], self._drain)
-                    self.optimizers[
-                        0
-                    ].zero_grad()  # Lightning may be amidst an accumulation, and not do so before the next
+                    self.optimizers[0].zero_grad()  # Lightning does not, if this is amidst an accumulation
                 self._parts.pipeline.finish()
                 self._settle()
 

@@ -256,7 +256,7 @@ def strategy(case: Case) -> DDPStrategy:
         num_stages=case.num_stages,
         sync=hydra.utils.instantiate(_seeded(case.sync or {}, case.seed)),
         schedule=case.schedule,  # type: ignore[arg-type]
-        num_micro_batches=case.num_micro_batches,
+        num_micro_batches=None if case.schedule == "pipedream" else case.num_micro_batches,
         variance_correction=case.variance_correction,
         delays=case.slowness,
         timeout=TRANSFER_TIMEOUT,

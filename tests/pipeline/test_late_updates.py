@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ EPOCHS = 2
 class Chain(Regression):
     """Two blocks on each of three stages."""
 
-    owners = {"net.0": [0], "net.2": [1], "net.4": [2], "net.5": [2]}
+    owners: ClassVar[dict[str, list[int]]] = {"net.0": [0], "net.2": [1], "net.4": [2], "net.5": [2]}
     adam = False
 
     def __init__(self) -> None:
@@ -46,7 +46,12 @@ class Shared(Chain):
     """The weight of the first block is that of a block on the last stage, and its bias that of one on the second; and
     there is a parameter outside of all blocks."""
 
-    owners = {**Chain.owners, "net.0.weight": [0, 2], "net.0.bias": [0, 1], "scale": [0, 1, 2]}
+    owners: ClassVar[dict[str, list[int]]] = {
+        **Chain.owners,
+        "net.0.weight": [0, 2],
+        "net.0.bias": [0, 1],
+        "scale": [0, 1, 2],
+    }
 
     def __init__(self) -> None:
         super().__init__()

@@ -158,7 +158,7 @@ class WithoutFlush:
         sets: dict[tuple[int, ...], list[str]] = {}
         for name in self.named:
             sets.setdefault(tuple(self.owners[name]), []).append(name)
-        overflows = {stage: NEVER for stage in range(self.num_stages)}
+        overflows = dict.fromkeys(range(self.num_stages), NEVER)
         updating = {stage for owners in sets if due[owners[0]] for stage in owners}
         updating |= {stage for stage in range(self.num_stages) if due[stage]}
         for owners, names in sets.items():
