@@ -47,22 +47,24 @@ from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.pipeline.data import PipelineLoader, shared_seed
+from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatistics
 from lightning_sdpipe.trainer import finetuning, loop
-from lightning_sdpipe.trainer.clipping import clip_over_stages
+from lightning_sdpipe.trainer.clipping import clip_over_stages, clip_without_flush
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.closures import refuse_repeated_evaluation
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
-from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, refuse_own_unscaling
+from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, refuse_own_unscaling, scale_without_flush
 from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
+from lightning_sdpipe.trainer.readiness import clips_by_norm
 from lightning_sdpipe.trainer.refusals import (
     leave_out_example,
     refuse_new_parameters,
@@ -274,7 +276,7 @@ class SDPipeStrategy(DDPStrategy):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
-        refuse_unsupported(trainer, self.schedule, self.num_stages)
+        refuse_unsupported(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
         self._adapt(trainer)
@@ -318,11 +320,15 @@ class SDPipeStrategy(DDPStrategy):
             self._watch,
             self._first_failure,
         )
-        reached = self._training.readiness.reached
-        clip_over_stages(
-            self.precision_plugin, self.module, self._parts.ownership, self.groups, partial(reached, "norm")
-        )
-        agree_on_overflow(self.precision_plugin, self.groups, partial(reached, "vote"))
+        pipeline, reached = self._parts.pipeline, self._training.readiness.reached
+        place = self.precision_plugin, self.module, self._parts.ownership, self.groups
+        if isinstance(pipeline, PipeDreamPipeline):
+            pipeline.notes.norms = clips_by_norm(trainer)
+            clip_without_flush(*place, pipeline, partial(reached, "norm"))
+            scale_without_flush(self.precision_plugin, pipeline)
+        else:
+            clip_over_stages(*place, partial(reached, "norm"))
+            agree_on_overflow(self.precision_plugin, self.groups, partial(reached, "vote"))
 
     def _put_first(self, trainer: Any, callback: EpochCallback) -> None:
         others = (c for c in trainer.callbacks if not isinstance(c, EpochCallback))  # a second fit has the first's
