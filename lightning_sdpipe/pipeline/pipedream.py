@@ -102,6 +102,7 @@ class PipeDreamPipeline:
         self._own = Lane(self._depth)
         self._sums = [(Lane(last - total.first_stage), total) for total in shared.late_sums(parameters)]
         self._clipped: list[LateSum] = []  # those of the newest update
+        self._norms_known = False  # in the newest update
         self._turn = 0
         self._open: Window | None = None
         self._in_flight: deque[_InFlight] = deque()
@@ -203,8 +204,15 @@ class PipeDreamPipeline:
             own_square: the squared norm of this stage's gradients, without those that an earlier stage holds too.
 
         Raises:
+            ConfigurationError: it is asked for again: stages tell each other one norm for an update.
             WorkerFailedError: another stage is gone.
         """
+        if self._norms_known:
+            raise ConfigurationError(
+                "Gradients were clipped by norm twice in one update, and with schedule='pipedream' stages tell each "
+                "other one norm for each. Clip once, in configure_gradient_clipping."
+            )
+        self._norms_known = True
         square = self.notes.squared_norm(own_square)
         for total in self._clipped:
             if total.is_first:
@@ -328,7 +336,7 @@ class PipeDreamPipeline:
         self, loss: Tensor, due: Sequence[Lane], exchange: GradientExchange | None, ready: Callable[[], None]
     ) -> Tensor:
         found: dict[nn.Parameter, Tensor] = {}
-        self.applied = []
+        self.applied, self._norms_known = [], False
         if self._own in due:
             window = self._own.waiting.popleft()
             found |= window.gradients

@@ -142,6 +142,12 @@ class ClippingElsewhere(Regression):
         self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
 
 
+class ClippingTwice(Regression):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        for _ in range(2):
+            self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+
+
 class UnfreezingAmidst(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -153,6 +159,7 @@ class UnfreezingAmidst(Regression):
 
 
 _CLIP = "no stage was told the norms of the others"
+_TWICE = "Gradients were clipped by norm twice in one update"
 _AMIDST = "Layers were frozen or unfrozen between two mini-batches of one update"
 
 
@@ -164,6 +171,7 @@ def _refuse(directory: Path, strategy: SDPipeStrategy, module: Regression, error
 def _refuse_without_flush(directory: Path) -> None:
     cases: list[tuple[Regression, str, dict[str, Any]]] = [
         (ClippingElsewhere(), _CLIP, {}),
+        (ClippingTwice(), _TWICE, {}),
         (UnfreezingAmidst(), _AMIDST, {"accumulate_grad_batches": 2}),
     ]
     for module, error, options in cases:
@@ -172,6 +180,7 @@ def _refuse_without_flush(directory: Path) -> None:
 
 @refused("Gradients", '`clip_gradients` by norm outside of `configure_gradient_clipping`, with `schedule="pipedream"`',
          _CLIP)  # fmt: skip
+@refused("Gradients", 'clipping by norm twice in an update, with `schedule="pipedream"`', _TWICE)
 @refused("Gradients", 'layers frozen or unfrozen amidst an accumulation, with `schedule="pipedream"`', _AMIDST)
 def test_what_does_not_go_without_a_flush(tmp_path: Path) -> None:
     on_four_ranks(_refuse_without_flush, tmp_path, count=2)

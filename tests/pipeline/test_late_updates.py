@@ -83,7 +83,6 @@ def accumulated(over: int) -> dict[str, Any]:
 
 
 RUNS = {
-    "shared": Run(Shared),
     "shared, pauses": Run(SharedAdam, {"val_check_interval": 3}, pauses=(3, 6, 9)),
     "clipped, pauses": Run(Chain, {**clipped(0.3), "val_check_interval": 4}, pauses=(4, 8)),
     "clipped, shared": Run(Shared, clipped(0.3)),
@@ -93,7 +92,6 @@ RUNS = {
     "accumulated 2, clipped, shared, pauses": Run(
         SharedAdam, {**accumulated(2), **clipped(0.2), "val_check_interval": 3}, pauses=(3, 6, 9)
     ),
-    "half": Run(Chain, initial_scale=64.0),
     "half, overflowing": Run(Chain, initial_scale=2.0**19),
     "half, shared, accumulated, clipped, overflowing": Run(
         SharedAdam, {**accumulated(2), **clipped(0.2)}, initial_scale=2.0**19, count=80
