@@ -131,7 +131,7 @@ class SDPipeStrategy(SDPipeOptions):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
-        refuse_unsupported(trainer, self.schedule, self.num_stages)
+        refuse_unsupported(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
         self._prepare_training(trainer)
@@ -201,6 +201,7 @@ class SDPipeStrategy(SDPipeOptions):
                 trainer,
                 self.groups,
                 parts.ownership,
+                parts.pipeline,
                 buckets,
                 self._whereabouts,
                 self._training.readiness,

@@ -89,6 +89,7 @@ class Training:
     updating: bool = False
     """Is an optimizer step under way, which the next backward is for?"""
     _now: Phase | None = None  # DRAINING or LEAVING
+    _closes: bool = False  # Lightning asks for an optimizer step after this mini-batch
     _absent: bool = False
     _accumulated: bool = False  # gradients of earlier mini-batches wait for the next update
     _meeting: Meeting | None = None  # where this worker, which is out of data, will find the others
@@ -96,7 +97,8 @@ class Training:
 
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.sync)
-        self.readiness = Readiness(last_wait(self.trainer, self.groups.mesh.num_stages), self.announce)
+        last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
+        self.readiness = Readiness(last, self.announce)
 
     @property
     def phase(self) -> Phase:
@@ -137,20 +139,23 @@ class Training:
     def step(self, batch: Any, arguments: tuple[Any, ...]) -> Tensor:
         """The user's training step on a mini-batch: a loss whose ``backward`` puts the gradients in place."""
         if self._absent:  # what hooks see is the loss of the batch before
-            return self._last_loss.to(self._device, copy=True).requires_grad_()
+            loss = self._last_loss.to(self._device, copy=True).requires_grad_()
+            return self.parts.pipeline.rest(loss) if self.updating else loss
         precision, freezing = self.trainer.precision_plugin, self.parts.freezing
         with self._running("training_step"), freezing.refused():
             context, scale = precision.train_step_context, loss_scale(precision, self._device)
-            step = Step("training_step", arguments, context, self.draws.stream, scale, freezing.generation)
+            stream, closes = self.draws.stream, self._closes
+            step = Step("training_step", arguments, context, stream, scale, closes, freezing.generation)
             exchange = self.sync.gradients if self.updating else None
+            accumulated = self._accumulated and not loop.zeroes_gradients(self.trainer)
             loss = self.parts.pipeline.train(
-                batch, step, self.mini_batches, exchange, self._accumulated, self._before_last_backward
+                batch, step, self.mini_batches, exchange, accumulated, self._before_last_backward
             )
         self._last_loss = loss.detach()
         if self.watch is not None and self.parts.runners[-1].is_last:
             self.watch.loss(self._last_loss, self.mini_batches)
         self.mini_batches += 1
-        self._accumulated = not self.updating
+        self._accumulated = not self._closes
         return loss
 
     def update(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -159,12 +164,14 @@ class Training:
         Raises:
             ConfigurationError: the optimizer stepped without the closure.
         """
-        if self.phase is Phase.FILLING:
-            return closure()
         if self.phase is Phase.ABSENT:
             return self._update_absent(optimizer, closure, **kwargs)
         before = self.mini_batches
-        output = self._update(optimizer, closure, **kwargs)
+        self._closes = True
+        try:
+            output = closure() if self.phase is Phase.FILLING else self._update(optimizer, closure, **kwargs)
+        finally:
+            self._closes = False
         if self.mini_batches == before:
             raise ConfigurationError(STEPPED_ALONE)
         return output
@@ -263,14 +270,13 @@ class Training:
 
     def _drain(self) -> None:
         pipeline, strategy = self.parts.pipeline, self.trainer.strategy
-        left = pipeline.draining
-        if not left:
+        if pipeline.flushes or (self.updating and not pipeline.draining):
             return
 
         def backward() -> Tensor:
             loss = pipeline.drain(self.sync.gradients, self._before_last_backward)
             strategy.optimizers[0].zero_grad()
-            return strategy.backward(loss, strategy.optimizers[0])
+            return strategy.backward(loss / self.trainer.accumulate_grad_batches, strategy.optimizers[0])
 
         with (
             self._doing(Phase.DRAINING),
@@ -278,9 +284,10 @@ class Training:
             torch.enable_grad(),
             self.first_failure(),
         ):
-            while left:
+            while pipeline.draining:
                 self._update(strategy.optimizers[0], backward)
-                left = pipeline.draining
+                strategy.optimizers[0].zero_grad()  # Lightning does not, if this is amidst an accumulation
+            pipeline.finish()
             pipeline.settle()
 
     @property

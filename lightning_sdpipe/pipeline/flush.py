@@ -75,6 +75,7 @@ class FlushPipeline:
         self._num_micro_batches = num_micro_batches
         self._loss = SharedLoss(runners[-1].link, num_workers)
 
+    flushes = True
     filling = draining = False  # nothing is under way between two mini-batches
 
     def train(
@@ -134,6 +135,13 @@ class FlushPipeline:
     def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
         """Never called, since the pipeline is never ``draining``."""
         raise RuntimeError("a pipeline with a flush has no backwards left to run")
+
+    def finish(self) -> None:
+        """Nothing: every mini-batch is finished."""
+
+    def rest(self, loss: Tensor) -> Tensor:
+        """``loss`` as it is: the gradients of an accumulation are in place already."""
+        return loss
 
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""

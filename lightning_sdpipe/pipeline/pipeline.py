@@ -14,6 +14,9 @@ from lightning_sdpipe.pipeline.stage_runner import Step
 class Pipeline(Protocol):
     """This worker's part of one."""
 
+    flushes: bool
+    """Does it end a mini-batch with all of its gradients, on all stages at once?"""
+
     @property
     def filling(self) -> bool:
         """The next :meth:`train` runs forwards only, so no optimizer step may follow it."""
@@ -47,6 +50,13 @@ class Pipeline(Protocol):
 
     def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
         """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
+
+    def finish(self) -> None:
+        """After the last :meth:`drain`: runs the backwards of mini-batches whose update has not come yet."""
+
+    def rest(self, loss: Tensor) -> Tensor:
+        """``loss``, as a tensor whose ``backward`` puts the gradients of an update in place that has no mini-batch of
+        its own any more; after :meth:`finish`."""
 
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""

@@ -58,6 +58,11 @@ def batches(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
+def zeroes_gradients(trainer: Trainer) -> bool:
+    """Does Lightning zero the gradients before it adds those of the batch that is being trained?"""
+    return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
 def is_uneven(trainer: Trainer) -> bool:
     """May pipelines have different numbers of batches in this epoch?"""
     return isinstance(trainer.fit_loop._data_fetcher, UnevenFetcher)

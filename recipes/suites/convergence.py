@@ -27,6 +27,7 @@ from recipes.suites.snapshots import Snapshots, evaluate
 LOWER_IS_BETTER = frozenset({"samples"})
 
 OURS, BASELINE = "sdpipe", "all_reduce"
+WITHOUT_FLUSH = "sdpipe_without_flush"
 SAMPLES_GOAL = 1.05
 TIME_GOAL = 1.4
 FINAL_GOAL = -1.0
@@ -44,6 +45,7 @@ def run(
     experiments: Mapping[str, Mapping[str, Any]],
     only: Sequence[str],
     compared: Sequence[str],
+    schedules: Mapping[str, str],
     conditions: Sequence[str],
     repeats: int,
     points: int,
@@ -62,6 +64,7 @@ def run(
             iterations each snapshot is taken.
         only: names of experiments.
         compared: names of methods.
+        schedules: of those that do not have the experiment's.
         conditions: names of heterogeneity.
         repeats: runs of each, with seeds that count up.
         points: of each learning curve.
@@ -100,6 +103,7 @@ def run(
                     )
                     if factor is None:
                         factor = calibrated_scale(case, methods["all_reduce"], heterogeneity["none"], journal)
+                    case = replace(case, schedule=schedules.get(method, case.schedule))
                     rows.append(_measured(replace(case, scale=factor), repeat, experiment, points, journal))
     if output is not None:
         convergence_figures(rows, Path(output))
@@ -179,36 +183,42 @@ def to_target(curve: Curve, target: float, rising: bool) -> tuple[float, float] 
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Ours against all-reduce, seed by seed. Who never reaches the target needs infinitely long; seeds in which
-    all-reduce does not are left out."""
+    """Ours against all-reduce, seed by seed, with a flush and without. Who never reaches the target needs infinitely
+    long; seeds in which all-reduce does not are left out."""
     found: Ratios = {}
     for workload, condition in dict.fromkeys((row["workload"], row["heterogeneity"]) for row in rows):
         own = [row for row in rows if (row["workload"], row["heterogeneity"]) == (workload, condition)]
-        by_method = {
-            method: {row["repeat"]: row for row in own if row["what"] == method} for method in (OURS, BASELINE)
-        }
-        pairs = [
-            (ours, by_method[BASELINE][repeat])
-            for repeat, ours in by_method[OURS].items()
-            if repeat in by_method[BASELINE] and by_method[BASELINE][repeat]["samples_to_target"] is not None
-        ]
-        if pairs:
-            target = f"to {pairs[0][0]['target']}, {workload} under {condition}, {len(pairs)} seeds"
-            samples = [_or_never(ours["samples_to_target"]) / base["samples_to_target"] for ours, base in pairs]
-            seconds = [base["seconds_to_target"] / _or_never(ours["seconds_to_target"]) for ours, base in pairs]
-            found[f"samples/{workload}/{condition}"] = ratio(
-                samples, SAMPLES_GOAL, f"samples {target}: {OURS} over {BASELINE}"
-            )
-            found[f"time/{workload}/{condition}"] = ratio(
-                seconds, TIME_GOAL, f"speed-up {target}: time of {BASELINE} over that of {OURS}"
-            )
-        gap = _final_gap([*by_method[OURS].values()], [*by_method[BASELINE].values()])
-        if gap is not None:
-            found[f"final/{workload}/{condition}"] = ratio(
-                [gap],
-                FINAL_GOAL,
-                f"final value, {workload} under {condition}: {OURS} above {BASELINE}, in its deviations",
-            )
+        for ours, key in ((OURS, ""), (WITHOUT_FLUSH, "/without_flush")):
+            found |= _compared(own, ours, workload, condition, key)
+    return found
+
+
+def _compared(own: Sequence[Row], method: str, workload: str, condition: str, key: str) -> Ratios:
+    """``method`` against all-reduce; ``key`` is what the names of the ratios end with."""
+    found: Ratios = {}
+    by_method = {name: {row["repeat"]: row for row in own if row["what"] == name} for name in (method, BASELINE)}
+    pairs = [
+        (ours, by_method[BASELINE][repeat])
+        for repeat, ours in by_method[method].items()
+        if repeat in by_method[BASELINE] and by_method[BASELINE][repeat]["samples_to_target"] is not None
+    ]
+    if pairs:
+        target = f"to {pairs[0][0]['target']}, {workload} under {condition}, {len(pairs)} seeds"
+        samples = [_or_never(ours["samples_to_target"]) / base["samples_to_target"] for ours, base in pairs]
+        seconds = [base["seconds_to_target"] / _or_never(ours["seconds_to_target"]) for ours, base in pairs]
+        found[f"samples/{workload}/{condition}{key}"] = ratio(
+            samples, SAMPLES_GOAL, f"samples {target}: {method} over {BASELINE}"
+        )
+        found[f"time/{workload}/{condition}{key}"] = ratio(
+            seconds, TIME_GOAL, f"speed-up {target}: time of {BASELINE} over that of {method}"
+        )
+    gap = _final_gap([*by_method[method].values()], [*by_method[BASELINE].values()])
+    if gap is not None:
+        found[f"final/{workload}/{condition}{key}"] = ratio(
+            [gap],
+            FINAL_GOAL,
+            f"final value, {workload} under {condition}: {method} above {BASELINE}, in its deviations",
+        )
     return found
 
 

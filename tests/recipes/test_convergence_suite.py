@@ -52,6 +52,11 @@ def test_ratios_compare_the_same_seeds() -> None:
         "time/digits/b": 2.0,
         "final/digits/b": -0.01 / 0.02,
     }
+    without_flush = [{**row, "what": "sdpipe_without_flush"} for row in rows[:3]]
+    both = convergence.ratios(rows + without_flush)
+    assert {key.removesuffix("/without_flush"): value["value"] for key, value in both.items() if key not in found} == {
+        key: value["value"] for key, value in found.items()
+    }
     assert (found["time/digits/b"]["low"], found["time/digits/b"]["high"]) == (2.0, 3.0)
 
 
@@ -107,7 +112,8 @@ def test_the_figures_have_a_line_per_seed(tmp_path: Path) -> None:
 def test_a_small_run_learns_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # fmt: off
     overrides = [
-        f"json={tmp_path}/out.json", "suite.only=[digits]", "suite.compared=[all_reduce]", "suite.conditions=[b]",
+        f"json={tmp_path}/out.json", "suite.only=[digits]", "suite.conditions=[b]",
+        "suite.compared=[sdpipe_without_flush]",
         "suite.repeats=1", "suite.points=3", "suite.scale=0.01", "suite.workloads.digits.model.channels=8",
         "suite.workloads.digits.model.depth=1", "suite.experiments.digits.num_pipelines=2",
         "suite.experiments.digits.iterations=24", "suite.experiments.digits.snapshot_every=6",
@@ -133,4 +139,5 @@ def test_a_small_run_learns_and_resumes(tmp_path: Path, capsys: pytest.CaptureFi
     settings = suite(*again)
     for kind in ("experiments", "workloads"):
         assert settings[kind]["digits"] == parameters[kind]["digits"]
-    assert (settings["scale"], settings["compared"], settings["points"]) == (0.01, ["all_reduce"], 3)
+    assert (settings["scale"], settings["compared"], settings["points"]) == (0.01, ["sdpipe_without_flush"], 3)
+    assert found["schedule"] == settings["schedules"]["sdpipe_without_flush"] == "pipedream"
