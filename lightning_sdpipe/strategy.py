@@ -141,6 +141,9 @@ class SDPipeStrategy(DDPStrategy):
         self.stages_per_worker = stages_per_worker if schedule in _LOOPED else 1
         self.num_micro_batches = num_micro_batches or num_stages
         self.partition = partition
+        self._in_flight: plan.InFlight | None = None
+        if isinstance(partition, plan.Balanced) and partition.memory is not None:
+            self._in_flight = plan.in_flight(schedule, num_stages, self.num_micro_batches)
         self.blocks = blocks
         self.delays: Heterogeneity = delays if delays is not None else Delays()
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
@@ -267,7 +270,8 @@ class SDPipeStrategy(DDPStrategy):
                 context = self.precision_plugin.train_step_context
                 return measure_on_rank_zero(trainer, blocks, self.num_micro_batches, self.root_device, context)
 
-            self._plan = self.module, plan.plan(self.module, self._total_stages, partition, self.blocks, measure)
+            stages = plan.plan(self.module, self._total_stages, partition, self.blocks, measure, self._in_flight)
+            self._plan = self.module, stages
         return self._plan[1]
 
     def _cut(self, trainer: Trainer) -> None:

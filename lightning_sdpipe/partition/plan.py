@@ -14,7 +14,9 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
 from lightning_sdpipe.partition.chain import Block, find_blocks
 from lightning_sdpipe.partition.cut import cut
+from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.profile import BlockProfile
+from lightning_sdpipe.partition.saved import parameter_bytes
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,32 @@ class Balanced:
         speeds: relative speed of the device of each stage; all equal by default. 0.5 gets about half the
             work.
         bandwidth: bytes per second between neighbouring stages, in either direction.
+        memory: bytes that training may use of the device of each stage; None if that need not be looked at.
+            Counted are parameters, gradients, the optimizer's state, and what the micro-batches in flight keep.
+        optimizer_state: its bytes for each byte of trained parameters: 2 for Adam, 1 with momentum, 0 for plain SGD.
     """
 
     speeds: Sequence[float] | None = None
     bandwidth: float = 1e9
+    memory: Sequence[float] | None = None
+    optimizer_state: float = 2.0
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ConfigurationError(f"bandwidth={self.bandwidth} must be positive, in bytes per second.")
+        if not self.optimizer_state >= 0:
+            raise ConfigurationError(
+                f"optimizer_state={self.optimizer_state} must be at least 0, in bytes for each byte of parameters."
+            )
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What each stage keeps of a schedule at most: measured micro-batches whose backward is still to come, and
+    copies of its weights."""
+
+    micro_batches: Sequence[int]
+    copies: Sequence[int]
 
 
 Partition = Literal["uniform", "parameters", "balanced"] | Balanced | Sequence[int]
@@ -64,6 +84,7 @@ def plan(
     partition: Partition = "uniform",
     names: Sequence[str] | None = None,
     measure: Callable[[Sequence[Block]], Profile] | None = None,
+    in_flight: InFlight | None = None,
 ) -> Plan:
     """Finds the chain of ``module`` and cuts it into ``num_stages`` stages.
 
@@ -75,6 +96,7 @@ def plan(
             possible. A list: the number of blocks of each stage.
         names: of the blocks, as for :func:`~lightning_sdpipe.partition.chain.find_blocks`.
         measure: gives the profile of the blocks; called for ``"balanced"`` only.
+        in_flight: of the schedule; needed for :class:`Balanced` with ``memory``.
 
     Raises:
         ConfigurationError: the chain cannot be cut so.
@@ -88,10 +110,15 @@ def plan(
         if measure is None:
             raise ConfigurationError('partition="balanced" needs a batch to measure the blocks with.')
         options = partition if isinstance(partition, Balanced) else Balanced()
+        if options.memory is not None:  # what does not even fit without activations is not loaded to be measured
+            weights = [BlockProfile(0, 0, 0, 0, *parameter_bytes(module, block)) for block in blocks]
+            nothing = [0.0] * len(blocks)
+            balance(nothing, nothing[1:], [1.0] * num_stages, _memory(options, weights, in_flight))
         measured = measure(blocks)
         seconds = [block.forward_seconds + block.backward_seconds for block in measured]
         crossing = [transfer_seconds(block, options.bandwidth) for block in measured[:-1]]
-        spans, _ = balance(seconds, crossing, options.speeds or [1.0] * num_stages)
+        memory = None if options.memory is None else _memory(options, measured, in_flight)
+        spans, _ = balance(seconds, crossing, options.speeds or [1.0] * num_stages, memory)
     else:
         spans = cut(len(blocks), num_stages, partition)  # type: ignore[arg-type]  # names are dealt with above
     return Plan(blocks, spans)
@@ -116,6 +143,11 @@ def check(num_blocks: int, num_stages: int, partition: Partition) -> None:
             f"Balanced(speeds={list(partition.speeds)}) names {len(partition.speeds)} devices for num_stages="
             f"{num_stages}. Give one speed for each stage."
         )
+    if isinstance(partition, Balanced) and partition.memory and len(partition.memory) != num_stages:
+        raise ConfigurationError(
+            f"Balanced(memory={list(partition.memory)}) names {len(partition.memory)} devices for num_stages="
+            f"{num_stages}. Give the bytes of one device for each stage."
+        )
     cut(num_blocks, num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition)
 
 
@@ -130,3 +162,41 @@ def transfer_seconds(block: BlockProfile, bandwidth: float) -> float:
     if block.activation_bytes is None:
         return math.inf
     return (block.activation_bytes + block.gradient_bytes) / bandwidth
+
+
+def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> InFlight:
+    """What each of M stages keeps at most, when a mini-batch is m micro-batches.
+
+    Stage j has begun up to M − j micro-batches whose backward is to come with ``"1f1b"``, all m with ``"gpipe"``, and
+    M − j whole mini-batches with ``"pipedream"``, which keeps the weights of each, except on the last stage.
+
+    Raises:
+        ConfigurationError: another schedule, of which it is not known.
+    """
+    ahead = range(num_stages, 0, -1)
+    match schedule:
+        case "1f1b":
+            return InFlight([min(num_micro_batches, depth) for depth in ahead], [0] * num_stages)
+        case "gpipe":
+            return InFlight([num_micro_batches] * num_stages, [0] * num_stages)
+        case "pipedream":
+            copies = [depth if depth > 1 else 0 for depth in ahead]
+            return InFlight([num_micro_batches * depth for depth in ahead], copies)
+    raise ConfigurationError(
+        f"Balanced(memory=...) does not know what schedule={schedule!r} keeps in memory. Use 1f1b, gpipe or pipedream, "
+        "or leave memory out."
+    )
+
+
+def _memory(options: Balanced, profile: Profile, in_flight: InFlight | None) -> Memory:
+    assert options.memory is not None
+    if in_flight is None:
+        raise ConfigurationError("Balanced(memory=...) needs to know what the schedule keeps in flight.")
+    return Memory(
+        options.memory,
+        [block.parameter_bytes + (1 + options.optimizer_state) * block.trained_bytes for block in profile],
+        [block.saved_bytes for block in profile],
+        in_flight.micro_batches,
+        [block.trained_bytes for block in profile],
+        in_flight.copies,
+    )

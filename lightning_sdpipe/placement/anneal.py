@@ -34,7 +34,7 @@ SLOWEST_LINKS = 0.85
 """Of all moves: they take an end of the slowest link of a cut."""
 
 NEAR = 0.65
-"""Of these: they put a device there that is near the other end."""
+"""Of these: they put a device there that is near the other end: among n others the one of rank n u³, u being uniform."""
 
 CHUNK = 128
 """Moves between two pauses."""
@@ -129,7 +129,7 @@ class _Walk:
                 one, partner = self._slowest_link()
                 if random() < NEAR:
                     rank, near = random(), self._near[partner]
-                    other = near[int(rank * rank * len(near))]
+                    other = near[int(rank**3 * len(near))]
             else:
                 one = int(random() * count)
             if other < 0:

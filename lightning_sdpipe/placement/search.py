@@ -28,8 +28,8 @@ from lightning_sdpipe.placement.cost import Cost, Stages, Weights, default_order
 from lightning_sdpipe.placement.exact import prove
 from lightning_sdpipe.placement.runs import ClassCosts, Outline, anneal_runs, structures
 
-ROUNDS = 16
-MOVES_PER_DEVICE = 1000
+ROUNDS = 24
+MOVES_PER_DEVICE = 700
 """Of one annealing."""
 
 HOT, COLD = 0.01, 0.0005
@@ -42,12 +42,12 @@ MOST_CLASSES = 16
 """With more classes of identical devices than this, devices that are nearly alike are put together."""
 
 FEW_RUNS = 2
-STRUCTURES_PER_ROUND = 4
+STRUCTURES_PER_ROUND = 8
 
 FIRST_PROOF, LATER_PROOFS = 5000, 500
 """Steps of the proof before the first round and after each."""
 
-STARTS = ("pipelines", "stages", "random", "best")
+STARTS = ("pipelines", "stages", "random", "best", "best", "best")
 
 
 @dataclass
