@@ -34,7 +34,7 @@ SLOWEST_LINKS = 0.85
 """Of all moves: they take an end of the slowest link of a cut."""
 
 NEAR = 0.65
-"""Of these: they put a device there that is near the other end: among n others the one of rank n u³, u being uniform."""
+"""Of these: they put a device there that is near the other end, of n others the one of rank n u³, u being uniform."""
 
 CHUNK = 128
 """Moves between two pauses."""

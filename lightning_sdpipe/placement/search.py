@@ -32,11 +32,9 @@ ROUNDS = 24
 MOVES_PER_DEVICE = 700
 """Of one annealing."""
 
-HOT, COLD = 0.01, 0.0005
-"""First and last temperature of annealing, as a share of the start's cost."""
-
-WARM = 0.004
-"""First temperature when the best placement is annealed once more."""
+HOT, WARM, COLD = 0.8, 0.25, 0.03
+"""First temperature of annealing, and when the best placement is annealed once more, and the last one: as shares of what
+the start costs per device."""
 
 MOST_CLASSES = 16
 """With more classes of identical devices than this, devices that are nearly alike are put together."""
@@ -139,12 +137,13 @@ def _work(
         yield from coarse.prove(FIRST_PROOF)
         if coarse.optimal:
             return True
-    moves = MOVES_PER_DEVICE * len(weights.exchange[0])
+    count = len(weights.exchange[0])
     for number in range(rounds):
         kind = STARTS[number % len(STARTS)]
         start = best.stages if kind == "best" else _start(kind, finite, num_pipelines, rng)
         yield start
-        stages = yield from anneal(start, finite, near, rng, moves, WARM if kind == "best" else HOT, COLD)
+        hot = WARM if kind == "best" else HOT
+        stages = yield from anneal(start, finite, near, rng, MOVES_PER_DEVICE * count, hot / count, COLD / count)
         yield stages
         yield from arrange(stages, finite)
         if coarse is not None:

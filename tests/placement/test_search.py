@@ -96,7 +96,7 @@ def test_uneven_stages_are_placed_too(seed: int) -> None:
     rng = random.Random(seed)
     traffic = Traffic(tuple(rng.uniform(1e6, 1e8) for _ in range(3)), tuple(rng.uniform(1e5, 1e7) for _ in range(2)))
     costs = weights(random_network(6, seed), 2, traffic, "pipelined", 4)
-    found = search(costs, 2, rounds=4, clock=Ticks(0))
+    found = search(costs, 2, rounds=12, clock=Ticks(0))
     assert found.complete
     assert found.cost.total == pytest.approx(brute_force(costs, 2))
 
