@@ -15,7 +15,9 @@ PACES = 8
 """How often the largest period is lowered."""
 
 
-def arrange(groups: Sequence[Sequence[int]], weights: Weights, limit: float = math.inf) -> Iterator[Stages | None]:
+def arrange(
+    groups: Sequence[Sequence[int]], weights: Weights, limit: float = math.inf, last: int | None = None
+) -> Iterator[Stages | None]:
     """Arranges the groups of a placement anew. They keep their members; where stages are not all alike, they keep their
     places too.
 
@@ -27,6 +29,7 @@ def arrange(groups: Sequence[Sequence[int]], weights: Weights, limit: float = ma
         groups: of M stages.
         weights: likewise.
         limit: of the periods of links that may be used at first.
+        last: a device whose group has to be the last stage; any group may be by default.
 
     Yields:
         arrangements; None in between, so that whoever is short of time can stop.
@@ -34,7 +37,7 @@ def arrange(groups: Sequence[Sequence[int]], weights: Weights, limit: float = ma
     costs: Sequence[Matrix] = weights.step
     if limit == math.inf:  # the slowest of all cuts counts for both, but which is it? Lower all periods then
         costs = [_sum(step, period) for step, period in zip(weights.step, weights.period, strict=True)]
-    found = yield from _linked(groups, costs, weights, limit * (1 + ROUNDING))
+    found = yield from _linked(groups, costs, weights, limit * (1 + ROUNDING), last)
     least = math.inf
     for _ in range(PACES):
         if found is None:
@@ -47,11 +50,11 @@ def arrange(groups: Sequence[Sequence[int]], weights: Weights, limit: float = ma
         if least < math.inf:
             pace = math.nextafter(pace, 0.0)
         least = total
-        found = yield from _linked(found, weights.step, weights, pace)
+        found = yield from _linked(found, weights.step, weights, pace, last)
 
 
 def _linked(
-    groups: Sequence[Sequence[int]], costs: Sequence[Matrix], weights: Weights, limit: float
+    groups: Sequence[Sequence[int]], costs: Sequence[Matrix], weights: Weights, limit: float, last: int | None
 ) -> Generator[None, None, Stages | None]:
     """The arrangement with the least sum over cuts of the largest cost, among links of a period up to ``limit``; None
     if there is none."""
@@ -73,7 +76,8 @@ def _linked(
             lengths[a][b], _ = bottleneck(_between(groups[a], groups[b], costs[0], weights.period[0], limit))
             lengths[b][a] = lengths[a][b]
         yield None
-    length, order = shortest_path(lengths)
+    end = next((number for number, group in enumerate(groups) if last in group), None)
+    length, order = shortest_path(lengths, end)
     if length == math.inf:
         return None
     yield None

@@ -79,7 +79,7 @@ def _augment(start: int, admitted: Sequence[int], row_of: list[int]) -> bool:
     return False
 
 
-def shortest_path(costs: Matrix) -> tuple[float, list[int]]:
+def shortest_path(costs: Matrix, last: int | None = None) -> tuple[float, list[int]]:
     """The order of all nodes with the smallest sum of costs between neighbours, and that sum.
 
     Exact up to :data:`EXACT_PATH` nodes; beyond that the nearest neighbours, improved by moving and reversing parts
@@ -87,16 +87,20 @@ def shortest_path(costs: Matrix) -> tuple[float, list[int]]:
 
     Args:
         costs: n × n, symmetric.
+        last: the node that has to be the last one; any by default. Beyond :data:`EXACT_PATH` nodes it is put there
+            in the end.
     """
     size = len(costs)
     if size <= EXACT_PATH:
-        return _held_karp(costs)
+        return _held_karp(costs, last)
     starts = range(0, size, max(1, size * size // 64))  # fewer, as each takes longer
     orders = [_improved(_nearest_neighbours(costs, start), costs) for start in starts]
+    if last is not None:
+        orders = [[*(node for node in order if node != last), last] for order in orders]
     return min((_length(order, costs), order) for order in orders)
 
 
-def _held_karp(costs: Matrix) -> tuple[float, list[int]]:
+def _held_karp(costs: Matrix, end: int | None) -> tuple[float, list[int]]:
     size = len(costs)
     everything = (1 << size) - 1
     lengths = [[math.inf] * size for _ in range(1 << size)]  # of the shortest path over a set that ends with a node
@@ -115,12 +119,12 @@ def _held_karp(costs: Matrix) -> tuple[float, list[int]]:
                 if length + row[following] < lengths[longer][following]:
                     lengths[longer][following] = length + row[following]
                     before[longer][following] = last
-    last = min(range(size), key=lengths[everything].__getitem__)
+    last = min(range(size), key=lengths[everything].__getitem__) if end is None else end
     shortest, order, nodes = lengths[everything][last], [], everything
     while last >= 0:
         order.append(last)
         nodes, last = nodes ^ 1 << last, before[nodes][last]
-    return shortest, order
+    return shortest, order[::-1]
 
 
 def _length(order: Sequence[int], costs: Matrix) -> float:

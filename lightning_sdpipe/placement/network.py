@@ -206,11 +206,11 @@ def write_network(path: Path, network: Network) -> None:
 
 
 def one_row_per_line(plain: dict[str, object]) -> str:
-    """JSON with each element of a list on a line of its own, which people can read and compare."""
+    """JSON with each row of a table on a line of its own, which people can read and compare."""
     parts = []
     for name, value in plain.items():
         text = msgspec.json.encode(value).decode()
-        if isinstance(value, list) and value:
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, dict)):
             rows = ",\n".join(f"  {msgspec.json.encode(row).decode()}" for row in value)
             text = f"[\n{rows}\n ]"
         parts.append(f' "{name}": {text}')

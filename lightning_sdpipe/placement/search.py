@@ -33,8 +33,8 @@ MOVES_PER_DEVICE = 700
 """Of one annealing."""
 
 HOT, WARM, COLD = 0.8, 0.25, 0.03
-"""First temperature of annealing, and when the best placement is annealed once more, and the last one: as shares of what
-the start costs per device."""
+"""First temperature of annealing, and when the best placement is annealed once more, and the last one: as shares of
+what the start costs per device."""
 
 MOST_CLASSES = 16
 """With more classes of identical devices than this, devices that are nearly alike are put together."""
