@@ -44,6 +44,8 @@ from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_s
 from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.stage_runner import Step
+from lightning_sdpipe.placement.placed import check_shape, mesh_of, placed_blocks, read_placement
+from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.meeting import Meeting
@@ -84,9 +86,12 @@ class SDPipeStrategy(DDPStrategy):
         num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; ``num_stages`` by default.
             ``"pipedream"`` does not split mini-batches.
         partition: ``"uniform"`` (equally many blocks), ``"parameters"``, ``"balanced"`` (by measured times) or
-            :class:`~lightning_sdpipe.partition.plan.Balanced` with options, or the number of blocks of each stage.
+            :class:`~lightning_sdpipe.partition.plan.Balanced` with options, or the number of blocks of each stage;
+            ``"placed"`` for those that ``placement`` names.
         blocks: paths of the modules that form the chain, in the order in which they run, if the automatic choice does
             not fit; ``*`` stands for one part of a path.
+        placement: file that says which device runs which stage of which pipeline, as ``sdpipe place`` writes it; by
+            default consecutive ranks form a pipeline.
         delays: what slows workers down while they train, to study stragglers; from
             :mod:`lightning_sdpipe.heterogeneity`.
         scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
@@ -112,8 +117,9 @@ class SDPipeStrategy(DDPStrategy):
         schedule: Schedule = "1f1b",
         stages_per_worker: int = 2,
         num_micro_batches: int | None = None,
-        partition: plan.Partition = "uniform",
+        partition: plan.Partition | Literal["placed"] = "uniform",
         blocks: Sequence[str] | None = None,
+        placement: str | Path | None = None,
         delays: Heterogeneity | None = None,
         scheduler: str | None = None,
         scheduler_key_file: str | Path | None = None,
@@ -140,7 +146,9 @@ class SDPipeStrategy(DDPStrategy):
         self.schedule = schedule
         self.stages_per_worker = stages_per_worker if schedule in _LOOPED else 1
         self.num_micro_batches = num_micro_batches or num_stages
-        self.partition = partition
+        self.placement = None if placement is None else read_placement(placement)
+        self._placed: Mesh | None = None
+        self.partition = placed_blocks(self.placement) if partition == "placed" else partition
         self._in_flight: plan.InFlight | None = None
         if isinstance(partition, plan.Balanced) and partition.memory is not None:
             self._in_flight = plan.in_flight(schedule, num_stages, self.num_micro_batches)
@@ -166,6 +174,11 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def mesh(self) -> Mesh:
+        """Who is which worker. Where devices are placed, that is known once the ranks have met."""
+        if self._placed is not None:
+            return self._placed
+        if self.placement is not None:
+            check_shape(self.placement, self.num_stages, self.num_nodes * self.num_processes)
         return Mesh.build(self.num_nodes * self.num_processes, self.num_stages)
 
     def _configure_launcher(self) -> None:
@@ -199,6 +212,8 @@ class SDPipeStrategy(DDPStrategy):
                 ) from error
             raise
         if self._groups is None:
+            if self.placement is not None:
+                self._placed = mesh_of(self.placement, roll_call(self.local_rank, self.root_device))
             self._groups = ProcessGroups.open(self.mesh, self._run_timeout)
         self._data_seed = shared_seed()
         self._membership = Membership(

@@ -103,6 +103,20 @@ def check_shape(placement: Placement, num_stages: int, num_workers: int) -> None
         )
 
 
+def placed_blocks(placement: Placement | None) -> Sequence[int]:
+    """The number of blocks of each stage, as the placement has it.
+
+    Raises:
+        ConfigurationError: there is no placement, or it did not look at that.
+    """
+    if placement is None or placement.blocks is None:
+        raise ConfigurationError(
+            "partition='placed' needs a placement that names the blocks of each stage. Give placement=…, made by "
+            "`sdpipe place` from a network that was measured with `--model`, or another partition."
+        )
+    return placement.blocks
+
+
 def mesh_of(placement: Placement, devices: Sequence[str]) -> Mesh:
     """The mesh of a run on the placement's devices.
 

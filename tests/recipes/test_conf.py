@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
 
 CONF = Path(__file__).parents[2] / "conf"
 OPTIONS = sorted(
@@ -28,8 +29,8 @@ def composed(*overrides: str) -> DictConfig:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_instantiates(option: str) -> None:
-    config = composed(option)
+def test_every_option_instantiates(option: str, tmp_path: Path) -> None:
+    config = composed(option, *_with_a_placement(option, tmp_path))
     with torch.device("meta"):  # without memory for large models
         assert isinstance(hydra.utils.instantiate(config.model), L.LightningModule)
     assert isinstance(hydra.utils.instantiate(config.data), L.LightningDataModule)
@@ -37,6 +38,16 @@ def test_every_option_instantiates(option: str) -> None:
     assert isinstance(strategy, SDPipeStrategy)
     trainer = hydra.utils.instantiate(config.trainer, strategy=strategy)
     assert trainer.strategy is strategy
+
+
+def _with_a_placement(option: str, directory: Path) -> list[str]:
+    """What options that ask for a placement need besides."""
+    if option not in ("placement=file", "partition=placed"):
+        return []
+    rows = (("a:1", "a:0"), ("a:3", "a:2"))
+    path = directory / "placement.json"
+    write_placement(path, Placement(FORMAT, "a test", {}, True, (3, 3), rows))
+    return ["placement=file", f"placement.path={path}"]
 
 
 def test_every_value_can_be_overridden() -> None:
