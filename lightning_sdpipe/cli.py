@@ -2,7 +2,8 @@
 
 ``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, and
 ``sdpipe status ADDRESS`` shows how it goes. ``sdpipe partition`` shows how a model would be cut, and
-``sdpipe record FILE`` writes down how fast a device is over time.
+``sdpipe record FILE`` writes down how fast a device is over time. ``sdpipe measure FILE`` measures links and devices,
+and ``sdpipe place FILE`` decides which device runs what.
 """
 
 from __future__ import annotations
@@ -34,12 +35,18 @@ from lightning_sdpipe.scheduler.server import Server
 from lightning_sdpipe.scheduler.status import Status, WorkerStatus
 from lightning_sdpipe.scheduler.stop_signals import stop_signals
 
+_ELSEWHERE = {  # commands with options of their own; all but place need torch, which those here do without
+    "partition": "lightning_sdpipe.partition.__main__",
+    "measure": "lightning_sdpipe.placement.measure",
+    "place": "lightning_sdpipe.placement.command",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 2 when it cannot be carried out."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["partition"]:  # needs torch, which the others do without
-        return int(import_module("lightning_sdpipe.partition.__main__").main(given[1:]))
+    if given[:1] and given[0] in _ELSEWHERE:
+        return int(import_module(_ELSEWHERE[given[0]]).main(given[1:]))
     options = _parser().parse_args(given)
     try:
         status: int = options.run(options)
@@ -58,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     commands.add_parser("partition", help="show the chain of a model and where it would be cut", add_help=False)
+    commands.add_parser(
+        "measure", help="measure the links between the workers of a job, and their speed", add_help=False
+    )
+    commands.add_parser("place", help="decide which device runs which stage of which pipeline", add_help=False)
 
     record = commands.add_parser("record", help="record a device's relative speed over time, to replay it elsewhere")
     record.add_argument("file", type=Path, help="the trace to write")

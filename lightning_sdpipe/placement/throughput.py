@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Literal
 
 from lightning_sdpipe.partition.memory import Memory
-from lightning_sdpipe.placement.cost import Stages
+from lightning_sdpipe.placement.cost import CostModel, Stages, Weights, weights
 from lightning_sdpipe.placement.model import Block, traffic_of
 from lightning_sdpipe.placement.network import Matrix, Network
 
@@ -43,6 +43,7 @@ class Job:
         in_flight: micro-batches of which each stage keeps what its backward needs, at most.
         copies: of the weights of each stage, for PipeDream.
         optimizer_state: its bytes for each byte of trained parameters.
+        last: a device that has to run the last stage; None if any may.
     """
 
     network: Network
@@ -54,6 +55,7 @@ class Job:
     in_flight: Sequence[int]
     copies: Sequence[int]
     optimizer_state: float
+    last: int | None = None
 
     @property
     def num_pipelines(self) -> int:
@@ -104,7 +106,15 @@ class CutJob:
         self._needed = [needs.needed(stage, span.start, span.stop) for stage, span in enumerate(spans)]
         self._members = job.num_pipelines if job.sync == "all_reduce" else min(GROUP, job.num_pipelines)
 
+    def weights(self, model: CostModel) -> Weights:
+        """What links cost, computing apart."""
+        job = self.job
+        return weights(job.network, job.num_pipelines, self.traffic, model, job.num_micro_batches)
+
     def fits(self, device: int, stage: int) -> bool:
+        """Whether this device may run this stage."""
+        if device == self.job.last and stage < self.job.num_stages - 1:
+            return False
         return self._needed[stage] <= self.job.memories[device]
 
     def pipeline_seconds(self, devices: Sequence[int]) -> float:
@@ -129,15 +139,22 @@ class CutJob:
 
     def group_seconds(self, stage: int, group: Sequence[int]) -> float:
         """What averaging takes in one stage: of all replicas, or of a group of them, on average."""
-        latency, slowness = self.job.latency, self.job.slowness
-        share = self.traffic.stage_bytes[stage] / self._members
-        spent = [sum(2 * (latency[a][b] + share * slowness[a][b]) for b in group if b != a) for a in group]
+        spent = self._spent(stage, group, self._members)
         if self._members == len(group):
             return max(spent)
         return sum(spent) / len(group) * (self._members - 1) / (len(group) - 1)
 
+    def averaging_seconds(self, stage: int, group: Sequence[int]) -> float:
+        """What averaging takes the slowest member of this group."""
+        return max(self._spent(stage, group, len(group)))
+
+    def _spent(self, stage: int, group: Sequence[int], shares: int) -> list[float]:
+        """What each member spends on exchanging a share of the stage's parameters with each other member."""
+        latency, slowness, amount = self.job.latency, self.job.slowness, self.traffic.stage_bytes[stage] / shares
+        return [sum(2 * (latency[a][b] + amount * slowness[a][b]) for b in group if b != a) for a in group]
+
     def seconds(self, stages: Stages) -> float:
-        """For one mini-batch of every pipeline, on average; infinite if a stage does not fit into its device."""
+        """For one mini-batch of every pipeline, on average; infinite if a device may not run its stage."""
         if not all(self.fits(device, stage) for stage, group in enumerate(stages) for device in group):
             return math.inf
         times = [self.pipeline_seconds(devices) for devices in zip(*stages, strict=True)]

@@ -35,8 +35,8 @@ SHARE = 0.03
 """Of every group's data cost besides the largest, and of all stages' time besides that of the busiest."""
 
 MISFIT = 0.1
-"""What a stage that does not fit into a device adds while annealing, as a share of the start's seconds: what fits may
-lie behind what does not."""
+"""What a device that may not run its stage adds while annealing, as a share of the start's seconds: what fits may lie
+behind what does not."""
 
 CUTS, FARTHEST = 0.2, 3
 """Of all moves: they move a cut by up to so many blocks, since it may have to pass some that cannot travel."""
