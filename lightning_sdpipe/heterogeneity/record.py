@@ -44,7 +44,7 @@ def record(path: Path, device: str, seconds: float, interval: float, share: floa
     if not 0.0 < share <= 1.0:
         raise ConfigurationError(f"share={share} must lie above 0 and up to 1.")
     try:
-        kernel = _kernel(torch.device(device))
+        kernel = matrix_product(torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(f"The device {device!r} cannot be used: {error}") from error
     rates = sample(kernel, round(seconds / interval), interval, share)
@@ -75,7 +75,7 @@ def sample(
     return rates
 
 
-def _kernel(device: torch.device) -> Callable[[], None]:
+def matrix_product(device: torch.device) -> Callable[[], None]:
     """A matrix product that takes about :data:`_KERNEL_SECONDS` here, and returns when it is done."""
     size = _SIZES[0]
     while True:

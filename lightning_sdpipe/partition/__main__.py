@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(options: argparse.Namespace) -> str:
-    module, batch = _build(options.factory)
+    module, batch = build(options.factory)
     measured: list[Profile] = []
 
     def measure(blocks: Sequence[tuple[str, ...]]) -> Profile:
@@ -79,7 +79,12 @@ def _report(options: argparse.Namespace) -> str:
     return table(module, chosen, measured[0] if measured else None, options.each_block)
 
 
-def _build(path: str) -> tuple[nn.Module, Any]:
+def build(path: str) -> tuple[nn.Module, Any]:
+    """What the function at ``IMPORT.PATH:NAME`` makes: a module, and a batch or None.
+
+    Raises:
+        ConfigurationError: it cannot be imported, or makes something else.
+    """
     module_path, _, name = path.partition(":")
     try:
         factory: Any = getattr(import_module(module_path), name)

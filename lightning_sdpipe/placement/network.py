@@ -40,6 +40,14 @@ class Device(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
         return f"{self.host}:{self.index}"
 
 
+class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Two hosts between which links get in each other's way: with all of them busy, each has ``share`` of what it has
+    alone."""
+
+    hosts: tuple[str, str]
+    share: float
+
+
 @dataclass(frozen=True)
 class Network:
     """Devices, and the link from each to each.
@@ -50,6 +58,7 @@ class Network:
         bandwidth_bytes_per_second: likewise.
         source: where the figures come from, in words.
         model: what it was measured with; None if only the links were.
+        shared: pairs of hosts that share network cards.
 
     Raises:
         ConfigurationError: matrices that are not n × n, entries that cannot be, or devices that cannot be told apart.
@@ -60,6 +69,7 @@ class Network:
     bandwidth_bytes_per_second: Sequence[Sequence[float | None]]
     source: str = ""
     model: Model | None = None
+    shared: tuple[Shared, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -85,6 +95,11 @@ class Network:
                         f"The link from {names[a]} to {names[b]} has latency {latency} and bandwidth {rate}. Give "
                         "both, or null for both if no connection can be made."
                     )
+        for shared in self.shared:
+            if not 0 < shared.share <= 1:
+                raise ConfigurationError(
+                    f"The share of {' and '.join(shared.hosts)} is {shared.share}; it lies in (0, 1]."
+                )
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -94,8 +109,14 @@ class Network:
         return _symmetric(self.latency_seconds, math.inf)
 
     def bandwidth(self) -> Matrix:
-        """Bytes per second, the mean of both directions; 0 where a direction is missing."""
-        return _symmetric(self.bandwidth_bytes_per_second, 0.0)
+        """Bytes per second, the mean of both directions; 0 where a direction is missing. Of shared network cards each
+        link gets its share, since in training all links between two hosts are busy at the same time."""
+        matrix = _symmetric(self.bandwidth_bytes_per_second, 0.0)
+        shares = {frozenset(shared.hosts): shared.share for shared in self.shared}
+        for a, row in enumerate(matrix):
+            for b in range(len(row)) if shares else ():
+                row[b] *= shares.get(frozenset((self.devices[a].host, self.devices[b].host)), 1.0)
+        return matrix
 
     def unconnected(self) -> list[tuple[Device, Device]]:
         """Pairs of devices between which a direction is missing."""
@@ -155,6 +176,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     devices: list[Device]
     latency_seconds: list[list[float | None]]
     bandwidth_bytes_per_second: list[list[float | None]]
+    shared: tuple[Shared, ...] = ()
     model: Model | None = None
 
 
@@ -176,7 +198,12 @@ def read_network(path: Path) -> Network:
         if found == FORMAT:
             file = msgspec.json.decode(data, type=_File)
             return Network(
-                tuple(file.devices), file.latency_seconds, file.bandwidth_bytes_per_second, file.source, file.model
+                tuple(file.devices),
+                file.latency_seconds,
+                file.bandwidth_bytes_per_second,
+                file.source,
+                file.model,
+                file.shared,
             )
     except OSError as error:
         raise ConfigurationError(f"The network {path} cannot be read: {error.strerror}.") from error
@@ -199,6 +226,7 @@ def write_network(path: Path, network: Network) -> None:
             list(network.devices),
             [list(row) for row in network.latency_seconds],
             [list(row) for row in network.bandwidth_bytes_per_second],
+            network.shared,
             network.model,
         )
     )
