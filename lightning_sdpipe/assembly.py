@@ -10,9 +10,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_sdpipe.averaging.buckets import FlatBucket, flatten
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
@@ -25,6 +24,7 @@ from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import StageRunner
+from lightning_sdpipe.trainer.freezing import Freezing
 from lightning_sdpipe.trainer.refusals import refuse_shared
 
 
@@ -49,8 +49,7 @@ class Assembled:
     cut_model: CutModel
     runners: Sequence[StageRunner]  # of its stages, in order
     pipeline: FlushPipeline | PipeDreamPipeline
-    buckets: Sequence[FlatBucket]  # its parameters
-    trained: Sequence[nn.Parameter]  # those that get gradients, about in the order in which a backward completes them
+    freezing: Freezing  # which of its parameters train
     buffers: Sequence[Tensor]
     delays: DelayInjector
 
@@ -72,17 +71,19 @@ def assemble(
     """
     worker, pipeline_number = groups.mesh.locate(groups.rank)
     chain, spans = plan.chain, plan.module_spans
-    ownership = assign_owners(module, chain, spans, options.num_stages)
-    if options.schedule == "pipedream":
-        refuse_shared(module, ownership.shared_parameters(module))
+    ownership = assign_owners(module, chain, spans, options.num_stages, plan.readers)
     shared = SharedParameters(module, ownership, groups, options.timeout)
     materialise(module, ownership, worker, initialisation)
     keep_only(module, ownership, worker, device)
-    parameters = [p for p in module.parameters() if p.device.type != "meta"]
-    buffers = [b for b in module.buffers() if b.device.type != "meta"]
-    buckets = flatten(parameters)
+    parameters = [p for p in module.parameters() if not p.is_meta]
+    buffers = [b for b in module.buffers() if not b.is_meta]
+    late = {id(p) for p in shared.parameters}  # complete when all owners are
+    backwards = parameters[::-1]
+    in_order = sorted(backwards, key=lambda p: id(p) in late)
+    check = partial(refuse_shared, module, ownership.shared_parameters(module), options.schedule)
+    freezing = Freezing(module, in_order, groups, check)
     shared.make_equal()
-    for tensor in (*(bucket.buffer for bucket in buckets), *buffers):
+    for tensor in (*(bucket.buffer for bucket in freezing.buckets), *buffers):
         dist.broadcast(tensor, min(groups.mesh.stage_ranks(worker)), group=groups.stage)
 
     numbers = range(worker, len(spans), options.num_stages)
@@ -95,18 +96,17 @@ def assemble(
             cut_model,
             spans[number],
             StageLink(groups.pipeline, ranks, number, device, options.dynamic_shapes, bound),
+            plan.travel,
         )
         for number in numbers
     ]
-    late = {id(p) for p in shared.parameters}  # complete when all owners are
-    trained = sorted((p for p in reversed(parameters) if p.requires_grad), key=lambda p: id(p) in late)
     settle = None if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
     delays = DelayInjector(options.delays, worker, pipeline_number, groups.rank, settle=settle)
     pipeline: FlushPipeline | PipeDreamPipeline
     if options.schedule == "pipedream":
-        pipeline = PipeDreamPipeline(runners[0], trained, delays)
+        pipeline = PipeDreamPipeline(runners[0], freezing.trained, delays)
     else:
         pipeline = FlushPipeline(
-            runners, options.num_stages, trained, shared, delays, options.schedule, options.num_micro_batches
+            runners, options.num_stages, freezing.trained, shared, delays, options.schedule, options.num_micro_batches
         )
-    return Assembled(ownership, cut_model, runners, pipeline, buckets, trained, buffers, delays)
+    return Assembled(ownership, cut_model, runners, pipeline, freezing, buffers, delays)

@@ -1,9 +1,10 @@
 """``sdpipe``: the operator's commands. Starts without torch.
 
-``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, and
-``sdpipe status ADDRESS`` shows how it goes. ``sdpipe partition`` shows how a model would be cut, and
-``sdpipe record FILE`` writes down how fast a device is over time. ``sdpipe measure FILE`` measures links and devices,
-and ``sdpipe place FILE`` decides which device runs what.
+``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, ``sdpipe status ADDRESS`` shows
+how it goes, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe
+partition`` shows how a model would be cut, ``sdpipe check`` whether it then computes the same, and ``sdpipe record
+FILE`` writes down how fast a device is over time. ``sdpipe measure FILE`` measures links and devices, and ``sdpipe
+place FILE`` decides which device runs what.
 """
 
 from __future__ import annotations
@@ -19,34 +20,35 @@ from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 
-import msgspec
-
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
-from lightning_sdpipe.scheduler import specification
-from lightning_sdpipe.scheduler.client import ask_status
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.scheduler.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     WorkerKeys,
     read_scheduler_keys,
     read_worker_keys,
     write_keys,
 )
-from lightning_sdpipe.scheduler.policy import Worker
+from lightning_sdpipe.scheduler.event_log import differences, read_log
 from lightning_sdpipe.scheduler.server import Server
-from lightning_sdpipe.scheduler.status import Status, WorkerStatus
+from lightning_sdpipe.scheduler.status import Status
+from lightning_sdpipe.scheduler.status_page import render, to_plain
 from lightning_sdpipe.scheduler.stop_signals import stop_signals
 
-_ELSEWHERE = {  # commands with options of their own; all but place need torch, which those here do without
-    "partition": "lightning_sdpipe.partition.__main__",
-    "measure": "lightning_sdpipe.placement.measure",
-    "place": "lightning_sdpipe.placement.command",
+_OWN_OPTIONS = {  # commands that parse their own
+    "partition": "partition.__main__",
+    "check": "check",
+    "simulate": "simulate.__main__",
+    "measure": "placement.measure",
+    "place": "placement.command",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 2 when it cannot be carried out."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] and given[0] in _ELSEWHERE:
-        return int(import_module(_ELSEWHERE[given[0]]).main(given[1:]))
+    if given and given[0] in _OWN_OPTIONS:
+        return int(import_module(f"lightning_sdpipe.{_OWN_OPTIONS[given[0]]}").main(given[1:]))
     options = _parser().parse_args(given)
     try:
         status: int = options.run(options)
@@ -65,9 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     commands.add_parser("partition", help="show the chain of a model and where it would be cut", add_help=False)
-    commands.add_parser(
-        "measure", help="measure the links between the workers of a job, and their speed", add_help=False
-    )
+    commands.add_parser("check", help="compare what a cut model computes with the whole one", add_help=False)
+    commands.add_parser("simulate", help="run a policy under stragglers, in virtual time", add_help=False)
+    commands.add_parser("measure", help="measure the links between a job's workers, and their speed", add_help=False)
     commands.add_parser("place", help="decide which device runs which stage of which pipeline", add_help=False)
 
     record = commands.add_parser("record", help="record a device's relative speed over time, to replay it elsewhere")
@@ -90,7 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     scheduler.add_argument(
         "--policy",
         default="semi_decentralized",
-        help="semi_decentralized, all_reduce, local_sgd, ad_psgd or no_sync (default: %(default)s)",
+        help=f"{', '.join(registry.BUILT_IN)}, or one of your own, as in my_package.policies:RoundRobin "
+        "(default: %(default)s)",
     )
     scheduler.add_argument(
         "--set",
@@ -102,8 +105,15 @@ def _parser() -> argparse.ArgumentParser:
     scheduler.add_argument(
         "--worker-timeout", type=float, default=30.0, help="seconds of silence until a worker counts as left"
     )
+    scheduler.add_argument("--log", type=Path, help="file that gets every event and decision, as lines of JSON")
     scheduler.add_argument("--verbose", action="store_true", help="log every group and its reason")
     scheduler.set_defaults(run=_scheduler)
+
+    replay = commands.add_parser(
+        "replay", help="play a scheduler's log back to its policy, and compare what it decides"
+    )
+    replay.add_argument("file", type=Path, help="as sdpipe scheduler --log wrote it")
+    replay.set_defaults(run=_replay)
 
     status = commands.add_parser("status", help="show stages × pipelines and what they do")
     status.add_argument("address", help="as in tcp://127.0.0.1:5555")
@@ -137,31 +147,18 @@ def _scheduler(options: argparse.Namespace) -> int:
         stream=sys.stderr,
     )
     server = Server(
-        _policy(options.policy, options.set),
+        registry.from_text(options.policy, options.set),
         options.num_stages,
         options.num_pipelines,
         options.bind,
         keys=None if options.key_file is None else read_scheduler_keys(options.key_file),
         worker_timeout=options.worker_timeout,
+        log=options.log,
     )
     with stop_signals(signal.SIGINT, signal.SIGTERM) as stop, server:
         print(f"scheduler listens at {server.address}", flush=True)
         server.run([stop])
     return 0
-
-
-def _policy(name: str, settings: Sequence[str]) -> specification.PolicySpec:
-    """``--policy`` and ``--set`` as a policy; values are JSON, or else text."""
-    plain: dict[str, object] = {"type": name}
-    for setting in settings:
-        key, separator, value = setting.partition("=")
-        if not separator:
-            raise ConfigurationError(f"--set {setting} is not NAME=VALUE, as in --set window=0.05")
-        try:
-            plain[key] = json.loads(value)
-        except ValueError:
-            plain[key] = value
-    return specification.from_builtins(plain)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -191,70 +188,24 @@ def _watch(ask: Callable[[], Status], seconds: float) -> None:
             live.update(Text(render(ask())), refresh=True)
 
 
-def to_plain(status: Status) -> dict[str, object]:
-    """The status as plain values, for JSON; reasons by their text, workers as objects."""
-    plain: dict[str, object] = msgspec.to_builtins(status, str_keys=True)
-    plain["policy"] = json.loads(status.policy) if status.policy else None
-    plain["workers"] = [
-        {
-            "stage": worker.worker.stage,
-            "pipeline": worker.worker.pipeline,
-            "state": worker.state,
-            "iteration": worker.iteration,
-            "staleness": worker.staleness,
-            "last_group": None
-            if (group := worker.last_group) is None
-            else {
-                "sequence": group.sequence,
-                "pipelines": [member.pipeline for member in group.members],
-                "reason": group.reason.value,
-            },
-            "silent": worker.silent,
-        }
-        for worker in status.workers
-    ]
-    return plain
-
-
-def render(status: Status) -> str:
-    """The status as a page of text: one row per pipeline, one column per stage."""
-    stages = sorted({worker.worker.stage for worker in status.workers})
-    pipelines = sorted({worker.worker.pipeline for worker in status.workers})
-    cells = {worker.worker: _cell(worker) for worker in status.workers}
-    table = [["pipeline", *(f"stage {stage}" for stage in stages)]] + [
-        [str(pipeline), *(cells.get(Worker(stage, pipeline), "") for stage in stages)] for pipeline in pipelines
-    ]
-    widths = [max(len(row[column]) for row in table) for column in range(len(stages) + 1)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    if not status.workers:
-        lines = ["no worker has joined yet"]
-    lines += [
-        "",
-        f"policy          {status.policy}",
-        f"signals         {status.signals} ({status.signals_per_second:.1f}/s), up for {status.uptime:.0f} s",
-        f"groups by size  {_counts(status.groups_by_size)}",
-        f"by reason       {_counts(status.groups_by_reason)}",
-        f"ignored frames  {_counts(status.refused)}",
-    ]
-    if status.failure is not None:
-        lines.append(f"FAILED          {status.failure}")
-    return "\n".join(lines)
-
-
-def _cell(worker: WorkerStatus) -> str:
-    text = worker.state
-    if worker.iteration is not None:
-        text += f" {worker.iteration}"
-    if worker.staleness:
-        text += f" (-{worker.staleness})"
-    if worker.last_group is not None:
-        text += f" {{{','.join(str(member.pipeline) for member in worker.last_group.members[:8])}"
-        text += ",…}" if len(worker.last_group.members) > 8 else "}"
-    return text
-
-
-def _counts(counts: dict[int, int] | dict[str, int]) -> str:
-    return ", ".join(f"{name}: {count}" for name, count in counts.items()) or "none"
+def _replay(options: argparse.Namespace) -> int:
+    differs = False
+    for record in read_log(options.file):
+        beginning, entries = record.beginning, record.entries
+        decided = sum(len(entry.decisions) for entry in entries)
+        print(
+            f"scheduler of {beginning.time}: {beginning.policy['type']} for {beginning.num_stages} × "
+            f"{beginning.num_pipelines}, {len(entries)} events, {decided} decisions"
+        )
+        first = next(differences(record.policy(), entries), None)
+        if first is None:
+            print("the policy decides the same again")
+            continue
+        differs = True
+        print(f"event {first.number} at {first.entry.at:.6f}: {first.entry.event}")
+        print(f"  recorded  {first.entry.decisions}")
+        print(f"  now       {first.decisions}")
+    return int(differs)
 
 
 if __name__ == "__main__":

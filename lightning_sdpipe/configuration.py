@@ -7,7 +7,6 @@ of options that could differ.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import types
 import typing
@@ -20,6 +19,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.options import nearest
 
 
 def check(config: DictConfig, typed: Sequence[str] = ("lightning_sdpipe",)) -> None:
@@ -44,7 +44,7 @@ def explain(error: HydraException | OmegaConfBaseException, groups: Iterable[str
     """
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}={name} does not exist{_nearest(name, error.options)}"
+        return f"{group}={name} does not exist{nearest(name, error.options)}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         parent, name = cause.parent_node, str(cause.key)
@@ -53,7 +53,7 @@ def explain(error: HydraException | OmegaConfBaseException, groups: Iterable[str
         if name in taken:
             return f"{path} is an option of {parent._target_} that the configuration leaves out: write +{path}=…"
         names = [*map(str, parent), *taken, *(groups if parent._get_parent() is None else ())]
-        return f"{path} does not exist{_nearest(name, names)}"
+        return f"{path} does not exist{nearest(name, names)}"
     return f"{error}" if cause is error else f"{error}\n{cause}"
 
 
@@ -76,7 +76,7 @@ def _check_target(path: str, node: DictConfig, typed: Sequence[str]) -> None:
     ours = str(target.__module__).partition(".")[0] in typed
     for key, value in _resolved(node):
         if key not in known and (ours or not _takes_more(_signature(target))):
-            raise ConfigurationError(f"{path}.{key} is not an option of {target.__name__}{_nearest(key, known)}")
+            raise ConfigurationError(f"{path}.{key} is not an option of {target.__name__}{nearest(key, known)}")
         if ours and key in known and not OmegaConf.is_config(value):
             _check_type(f"{path}.{key}", value, known[key])
 
@@ -87,7 +87,7 @@ def _check_type(path: str, value: Any, hint: Any) -> None:
     if typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
         allowed = ", ".join(map(str, choices))
-        raise ConfigurationError(f"{path}={value} is not one of {allowed}{_nearest(str(value), choices)}")
+        raise ConfigurationError(f"{path}={value} is not one of {allowed}{nearest(str(value), choices)}")
     raise ConfigurationError(f"{path}={value!r} must be {_name(hint)}.")
 
 
@@ -146,12 +146,6 @@ def _signature(target: Any) -> inspect.Signature:
 
 def _takes_more(signature: inspect.Signature) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    names = sorted({*names})
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names) or 'none'}."
 
 
 def _name(hint: Any) -> str:

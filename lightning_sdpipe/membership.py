@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -13,9 +14,9 @@ from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
 from lightning_sdpipe.launching import job
 from lightning_sdpipe.launching.last_resort import LastResort
 from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import Failure
-from lightning_sdpipe.scheduler.policy import Worker
-from lightning_sdpipe.scheduler.specification import PolicySpec
 from lightning_sdpipe.sync.rendezvous import SchedulerAddress, connect, start_scheduler
 
 _BY_SIGNAL: Mapping[type[BaseException], str] = {
@@ -31,20 +32,22 @@ class Membership:
         bind: where a scheduler that is started listens.
         timeout: seconds that any answer of it may take.
         give_up: ends this process's wait for a tensor that will never come; called in another thread.
+        log: file for the events and decisions of a scheduler that is started.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        policy: PolicySpec,
+        policy: PolicyConfig,
         standing: SchedulerAddress | None,
         bind: Callable[[], str],
         timeout: float,
         give_up: Callable[[], None],
+        log: Path | None = None,
     ) -> None:
         self._mesh = mesh
         self._worker = Worker(*mesh.locate(dist.get_rank()))
-        self._scheduler, where = (None, standing) if standing else start_scheduler(policy, mesh, bind())
+        self._scheduler, where = (None, standing) if standing else start_scheduler(policy, mesh, bind(), log)
         self._last_resort = LastResort(self._describe, give_up)
         self.client = connect(where, mesh, timeout, self._last_resort.arm, embedded=standing is None)
 
@@ -84,7 +87,8 @@ class Membership:
             self._scheduler.close()
 
     def _describe(self, failure: Failure) -> str:
-        return f"{self._place(failure.worker)} failed first and ended the run: {failure.reason}"
+        who = "The scheduler" if failure.worker is None else self._place(failure.worker)
+        return f"{who} failed first and ended the run: {failure.reason}"
 
     def _place(self, worker: Worker) -> str:
         rank = self._mesh.rank(worker.stage, worker.pipeline)

@@ -29,19 +29,25 @@ class Transfer:
         Raises:
             WorkerFailedError: the peer closed the connection or the group's timeout passed; names the peer.
         """
-        try:
+        with self.naming_the_peer():
             for work in self.works:
                 work.wait()
-        except RuntimeError as error:
-            verb = "receiving from" if self.receiving else "sending to"
-            reason = str(error).splitlines()[0]
-            raise WorkerFailedError(f"{verb} {self.peer} failed: {reason}") from error
         self.works.clear()
         if self.receiving:
             for tensor, copy in zip(self.tensors, self.staged, strict=True):
                 if copy is not tensor:
                     tensor.copy_(copy)
         return self.tensors
+
+    @contextmanager
+    def naming_the_peer(self) -> Iterator[None]:
+        """Around what fails when the peer is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            verb = "receiving from" if self.receiving else "sending to"
+            reason = str(error).splitlines()[0]
+            raise WorkerFailedError(f"{verb} {self.peer} failed: {reason}") from error
 
 
 @contextmanager
@@ -74,7 +80,8 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int,
             payload = payload.cpu()
         transfer.tensors.append(payload)
         if payload.numel():
-            transfer.works.append(_started(dist.isend(payload, to, group=group, tag=tag)))
+            with transfer.naming_the_peer():
+                transfer.works.append(_started(dist.isend(payload, to, group=group, tag=tag)))
     return transfer
 
 
@@ -86,7 +93,8 @@ def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: 
         transfer.tensors.append(tensor)
         transfer.staged.append(staged)
         if staged.numel():
-            transfer.works.append(_started(dist.irecv(staged, source, group=group, tag=tag)))
+            with transfer.naming_the_peer():
+                transfer.works.append(_started(dist.irecv(staged, source, group=group, tag=tag)))
     return transfer
 
 
@@ -112,14 +120,16 @@ def exchange(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], group: 
         for peer, tensor in tensors.items()
         if tensor.numel()
     ]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    for index, work in enumerate(works):
-        try:
+    peers = sorted({operation.peer for operation in operations})
+    failing: object = peers[0] if len(peers) == 1 else f"one of {peers}"
+    try:
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for index, work in enumerate(works):
+            if len(works) == len(operations):
+                failing = operations[index].peer
             work.wait()
-        except RuntimeError as error:
-            peer = operations[index].peer if len(works) == len(operations) else f"one of {sorted(into)}"
-            reason = str(error).splitlines()[0]
-            raise WorkerFailedError(f"exchanging with rank {peer} failed: {reason}") from error
+    except RuntimeError as error:
+        raise WorkerFailedError(f"exchanging with rank {failing} failed: {str(error).splitlines()[0]}") from error
     for peer, tensor in into.items():
         if arriving[peer] is not tensor:
             tensor.copy_(arriving[peer])

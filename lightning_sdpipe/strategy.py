@@ -6,14 +6,19 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -22,9 +27,12 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sdpipe import options
 from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
+from lightning_sdpipe.checkpoints.files import WholeFiles
+from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, mark_parts, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
@@ -37,32 +45,42 @@ from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition import plan
-from lightning_sdpipe.partition.chain import Block, find_blocks
 from lightning_sdpipe.partition.materialise import Initialisation
-from lightning_sdpipe.partition.ownership import keep_only
-from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, shared_seed
+from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, check_equal_split, shared_seed
 from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
+from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.placement.placed import check_shape, mesh_of, placed_blocks, read_placement
 from lightning_sdpipe.placement.roll_call import roll_call
-from lightning_sdpipe.scheduler.policy import Worker
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.meeting import Meeting
+from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import standing_scheduler
 from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod, SyncStatistics
-from lightning_sdpipe.trainer import lockstep
+from lightning_sdpipe.trainer import finetuning, lockstep
 from lightning_sdpipe.trainer.appointments import Appointments
 from lightning_sdpipe.trainer.clipping import clip_over_stages
+from lightning_sdpipe.trainer.closures import STEPPED_ALONE, once, refuse_repeated_evaluation
+from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
-from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale
-from lightning_sdpipe.trainer.measure import measure_on_rank_zero
+from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, loss_scale, refuse_own_unscaling
+from lightning_sdpipe.trainer.nonfinite import Watch
+from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
-from lightning_sdpipe.trainer.refusals import refuse_several_optimizers, refuse_unsupported
+from lightning_sdpipe.trainer.readiness import Readiness, last_wait
+from lightning_sdpipe.trainer.refusals import (
+    leave_out_example,
+    refuse_new_parameters,
+    refuse_several_optimizers,
+    refuse_unsupported,
+)
+from lightning_sdpipe.trainer.whereabouts import Whereabouts
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
-_LOOPED = ("interleaved_1f1b", "zero_bubble")
 
 _T = TypeVar("_T")
 
@@ -77,7 +95,8 @@ class SDPipeStrategy(DDPStrategy):
 
     Args:
         num_stages: M, the stages of a pipeline; must divide the number of workers.
-        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default.
+        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default. Or the values of a
+            policy of your own, or its import path, as in ``"my_package.policies:RoundRobin"``.
         schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
             optimizer steps, and so do ``"interleaved_1f1b"`` and ``"zero_bubble"``, which cut the model into
             ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
@@ -97,14 +116,27 @@ class SDPipeStrategy(DDPStrategy):
         scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
             that of ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
         scheduler_key_file: the workers' keys for it, as ``sdpipe keygen`` made them; ``SDPIPE_KEY_FILE`` by default.
+        log_dir: directory on rank 0's machine that gets ``scheduler.jsonl``, with every event and decision of the
+            scheduler that rank 0 starts; ``sdpipe replay`` reads it.
         variance_correction: correct the second moments of an optimizer of the Adam family for the averaging of models
             (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the number of pipelines.
         dynamic_shapes: a block's output shape may differ between batches of equal shapes.
         save_distributed_checkpoint: every rank writes its own part of a checkpoint, a directory then, instead of rank 0
             all of a file; with ``"async"`` in the background.
+        gather_module: give every worker the whole module again when a run has ended (with another start method than
+            ``"popen"``, the user's process only); by default if it was whole before, and not built on ``meta``.
+        on_nonfinite: ``"stop"`` ends the run when the loss, the gradients or the parameters of a pipeline are not
+            finite, before its model reaches the others; in 16-bit mixed precision, where losses and gradients may
+            overflow, only when parameters are not. ``"continue"`` does not look.
         timeout: how long any transfer or answer may take before the run ends with an error.
-        **kwargs: as for :class:`~lightning.pytorch.strategies.DDPStrategy`, for example ``start_method`` or
-            ``process_group_backend``.
+        start_method: how the other processes of a machine start; as for
+            :class:`~lightning.pytorch.strategies.DDPStrategy`, like all that follow.
+        process_group_backend: ``"gloo"``, ``"nccl"`` or both by kind of device; as the accelerator asks by default.
+        accelerator: set by the Trainer, as are the next two.
+        parallel_devices: of this machine.
+        cluster_environment: knows who starts processes, and where they meet.
+        checkpoint_io: writes and reads checkpoint files.
+        precision_plugin: instead of ``Trainer(precision=...)``.
 
     Raises:
         ConfigurationError: at the first moment at which something is known not to work.
@@ -113,7 +145,7 @@ class SDPipeStrategy(DDPStrategy):
     def __init__(
         self,
         num_stages: int = 1,
-        sync: SyncMethod | None = None,
+        sync: SyncMethod | PolicyConfig | str | None = None,
         schedule: Schedule = "1f1b",
         stages_per_worker: int = 2,
         num_micro_batches: int | None = None,
@@ -123,29 +155,40 @@ class SDPipeStrategy(DDPStrategy):
         delays: Heterogeneity | None = None,
         scheduler: str | None = None,
         scheduler_key_file: str | Path | None = None,
+        log_dir: str | Path | None = None,
         variance_correction: bool = False,
         dynamic_shapes: bool = False,
         save_distributed_checkpoint: bool | Literal["async"] = False,
+        gather_module: bool | None = None,
+        on_nonfinite: Literal["stop", "continue"] = "stop",
         timeout: timedelta = timedelta(minutes=30),
-        **kwargs: Any,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **unknown: Any,
     ) -> None:
-        super().__init__(timeout=timeout, **kwargs)
-        if num_micro_batches is not None and num_micro_batches < 1:
-            raise ConfigurationError(f"num_micro_batches={num_micro_batches} is not allowed; use 1 or more.")
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
+        options.check(given, unknown, get_type_hints(SDPipeStrategy.__init__))
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=None if parallel_devices is None else list(parallel_devices),
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
         self.num_stages = num_stages
-        self.sync: SyncMethod = sync if sync is not None else SemiDecentralized()
-        if not isinstance(self.sync, SyncMethod):
-            raise ConfigurationError(f"sync={sync!r} is no synchronisation method; use one of lightning_sdpipe.sync.")
-        if schedule not in get_args(Schedule):
-            raise ConfigurationError(f"schedule={schedule!r} is not known; use one of {list(get_args(Schedule))}.")
-        if schedule in _LOOPED and (num_stages < 2 or stages_per_worker < 2):
-            raise ConfigurationError(
-                f"schedule={schedule!r} needs num_stages and stages_per_worker of 2 or more; given {num_stages} and "
-                f"{stages_per_worker}."
-            )
+        self.sync = sync if sync is not None else SemiDecentralized()
+        self._method = method_of(self.sync)
         self.schedule = schedule
-        self.stages_per_worker = stages_per_worker if schedule in _LOOPED else 1
-        self.num_micro_batches = num_micro_batches or num_stages
+        self.stages_per_worker = stages_per_worker if schedule in options.LOOPED else 1
+        self.num_micro_batches = 1 if schedule == "pipedream" else num_micro_batches or num_stages
         self.placement = None if placement is None else read_placement(placement)
         self._placed: Mesh | None = None
         self.partition = placed_blocks(self.placement) if partition == "placed" else partition
@@ -155,18 +198,31 @@ class SDPipeStrategy(DDPStrategy):
         self.blocks = blocks
         self.delays: Heterogeneity = delays if delays is not None else Delays()
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
+        if self._standing_scheduler is not None and log_dir is not None:
+            raise ConfigurationError(
+                f"log_dir={str(log_dir)!r} does not reach the scheduler at {self._standing_scheduler.address}, which "
+                "runs already; leave it out, and start that one with --log."
+            )
+        self._scheduler_log = None if log_dir is None else Path(log_dir, "scheduler.jsonl")
         self.variance_correction = variance_correction
         self.dynamic_shapes = dynamic_shapes
         self.save_distributed_checkpoint = save_distributed_checkpoint
+        self.gather_module = gather_module
+        self.on_nonfinite = on_nonfinite
         self._run_timeout = timeout
         self._groups: ProcessGroups | None = None
         self._membership: Membership | None = None
         self._assembled: Assembled | None = None
         self._undo: Sequence[Callable[[], None]] = ()
+        self._unmark: Callable[[], None] | None = None
+        self._watch: Watch | None = None
         self._initialisation = Initialisation()
+        self._failed = self._gathers = False
         self._plan: tuple[nn.Module, plan.Plan] | None = None
-        self._in_step = False
+        self._whereabouts = Whereabouts(num_stages)
         self._update_follows = False
+        self._readiness = Readiness("backward", self._announce)
+        self._last_loss = torch.zeros(())
         self._accumulated = False  # gradients of earlier mini-batches wait for the next update
         self._mini_batches = self._updates = 0
 
@@ -199,7 +255,7 @@ class SDPipeStrategy(DDPStrategy):
     def _check_module(self) -> None:
         module = self.lightning_module
         if module is not None and not is_overridden("configure_model", module):  # else there is no model yet
-            plan.check(len(find_blocks(module, self.blocks)), self._total_stages, self.partition)
+            plan.check(module, self.blocks, self._total_stages, self.partition, self._in_flight)
 
     def setup_environment(self) -> None:
         try:
@@ -218,11 +274,12 @@ class SDPipeStrategy(DDPStrategy):
         self._data_seed = shared_seed()
         self._membership = Membership(
             self.mesh,
-            self.sync.policy,
+            self._method.policy,
             self._standing_scheduler,
             self._bind,
             self._run_timeout.total_seconds(),
             self._give_up,
+            self._scheduler_log,
         )
 
     def _get_process_group_backend(self) -> str:
@@ -243,13 +300,16 @@ class SDPipeStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
+        self._failed = False
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, self.schedule, self.num_stages)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
         appointments = Appointments(lockstep.clocks(trainer), self.broadcast)
         lockstep.release(trainer, self._sync, self._sit_out, appointments)
-        self._put_first(trainer, EpochCallback(self.groups, self._pause, self._random_states, appointments))
+        self._put_first(
+            trainer, EpochCallback(self.groups, self._pause, self._random_states, appointments, self._first_failure)
+        )
         self._adapt(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -257,13 +317,26 @@ class SDPipeStrategy(DDPStrategy):
 
     def _adapt(self, trainer: Any) -> None:
         """Makes what Lightning, torchmetrics and the precision plugin do per rank right for a stage of a pipeline."""
-        is_last = self._worker.stage == self.num_stages - 1
+        self._draws = Draws(
+            trainer,
+            self._parts.cut_model.streams,
+            lambda: self._data_seed,
+            self._worker.pipeline,
+            self.mesh.num_pipelines,
+        )
+        buckets = self._parts.freezing.buckets
+        result_hook = partial(self._whereabouts.result_hook, parameters=lambda: [bucket.buffer for bucket in buckets])
         self._undo = [
-            leave_results_to_the_last_stage(self.module, trainer.callbacks, is_last),
+            self._draws.undo,
+            leave_results_to_the_last_stage(self.module, trainer.callbacks, self.has_results, result_hook),
+            leave_out_example(self.module) if self.num_stages > 1 else lambda: None,
             gather_metrics_over(self.module, self.groups.stage),
+            finetuning.adapt(trainer.callbacks, lambda: self._checkpoints.whole_groups(self.optimizers[0])),
         ]
-        clip_over_stages(self.precision_plugin, self.module, self._parts.ownership, self.groups)
-        agree_on_overflow(self.precision_plugin, self.groups)
+        self._readiness = Readiness(last_wait(trainer, self.num_stages), self._announce)
+        known, voted = partial(self._readiness.reached, "norm"), partial(self._readiness.reached, "vote")
+        clip_over_stages(self.precision_plugin, self.module, self._parts.ownership, self.groups, known)
+        agree_on_overflow(self.precision_plugin, self.groups, voted)
 
     def _put_first(self, trainer: Any, callback: EpochCallback) -> None:
         others = (c for c in trainer.callbacks if not isinstance(c, EpochCallback))  # a second fit has the first's
@@ -278,20 +351,21 @@ class SDPipeStrategy(DDPStrategy):
     def _plan_stages(self, trainer: Trainer) -> plan.Plan:
         """A module is cut once: each rank has let go of the other stages when it runs again."""
         if self._plan is None or self._plan[0] is not self.module:
-            without_data = trainer.state.fn != TrainerFn.FITTING and plan.is_measured(self.partition)
-            partition = "parameters" if without_data else self.partition
-
-            def measure(blocks: Sequence[Block]) -> plan.Profile:
-                context = self.precision_plugin.train_step_context
-                return measure_on_rank_zero(trainer, blocks, self.num_micro_batches, self.root_device, context)
-
-            stages = plan.plan(self.module, self._total_stages, partition, self.blocks, measure, self._in_flight)
-            self._plan = self.module, stages
+            planning = Planning(
+                trainer,
+                self._total_stages,
+                self.partition,
+                self.blocks,
+                self.num_micro_batches,
+                self.root_device,
+                self._in_flight,
+            )
+            self._plan = self.module, plan_on_rank_zero(planning)
         return self._plan[1]
 
     def _cut(self, trainer: Trainer) -> None:
         """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
-        options = Options(
+        runs = Options(
             self.num_stages,
             self.schedule,
             self.stages_per_worker,
@@ -301,18 +375,36 @@ class SDPipeStrategy(DDPStrategy):
             self._run_timeout,
         )
         stages = self._plan_stages(trainer)
-        self._assembled = assemble(self.module, stages, self.groups, options, self._initialisation, self.root_device)
+        self._gathers = is_whole(self.module) if self.gather_module is None else self.gather_module
+        self._assembled = assemble(self.module, stages, self.groups, runs, self._initialisation, self.root_device)
         parts = self._assembled
+        if self._unmark is not None:
+            self._unmark()
+        self._unmark = mark_parts(self.module)
         self._checkpoints = Checkpoints(self.module, parts.ownership, self.groups, self.save_distributed_checkpoint)
-        self._sync = self.sync.build(
-            Replica(self.membership.client, self.groups, parts.buckets, parts.buffers, parts.trained, self._run_timeout)
+        changing, client = parts.freezing, self.membership.client
+        stops, scaled = self.on_nonfinite == "stop", getattr(self.precision_plugin, "scaler", None) is not None
+        where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
+        self._watch = Watch(where, changing.buckets, self.root_device, losses=not scaled) if stops else None
+        self._sync = self._method.build(
+            Replica(
+                client,
+                self.groups,
+                changing.buckets,
+                parts.buffers,
+                changing.trained,
+                self._run_timeout,
+                stops and not scaled,
+            )
         )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():
             super().setup_optimizers(trainer)
         (optimizer,) = self.optimizers
-        self._checkpoints.take_part_of(optimizer)
+        refuse_repeated_evaluation(optimizer)
+        if self.num_stages > 1:
+            refuse_own_unscaling(optimizer, self.precision_plugin)
         if self.variance_correction and is_adam_family(optimizer):
             models = self._sync.models_averaged
             self.optimizers = [VarianceCorrection(optimizer, num_workers=models)]
@@ -322,6 +414,7 @@ class SDPipeStrategy(DDPStrategy):
             rank_zero_info(
                 f"variance_correction=True does not apply to {type(optimizer).__name__}: not of Adam's family."
             )
+        self._checkpoints.take_part_of(self.optimizers[0])
 
     def model_to_device(self) -> None:
         """Nothing: :func:`keep_only` has moved this stage's part, and the rest stays on ``meta``."""
@@ -355,21 +448,34 @@ class SDPipeStrategy(DDPStrategy):
     # ------------------------------------------------------------------- steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._parts.freezing.changed():
+            self._pause()
+            with self._first_failure():
+                self._parts.freezing.take_over()
+            self._sync.resume()
         if self._absent:
             return
         if self._mini_batches == 0:
             check_equal(batch, self.groups)
+            if hasattr(self.module, "split_batch"):
+                parts = split(batch, self.num_micro_batches, self.module)
+                check_equal_split([part.signature for part in parts], self.groups)
         self._sync.resume()
 
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
-        if self._absent:
-            return torch.zeros((), device=self.root_device, requires_grad=True)
-        with self._step():
+        if self._absent:  # what hooks see is the loss of the batch before
+            return self._last_loss.to(self.root_device, copy=True).requires_grad_()
+        with self._step("training_step"), self._parts.freezing.refused():
             scale = loss_scale(self.precision_plugin, self.root_device)
-            step = Step("training_step", arguments, self.precision_plugin.train_step_context, scale)
+            generation = self._parts.freezing.generation
+            context = self.precision_plugin.train_step_context
+            step = Step("training_step", arguments, context, self._draws.stream, scale, generation)
             exchange = self._sync.gradients if self._update_follows else None
-            announce = self._announce if self._update_follows else lambda: None
-            loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated, announce)
+            ready = partial(self._readiness.reached, "backward")
+            loss = self._parts.pipeline.train(batch, step, self._mini_batches, exchange, self._accumulated, ready)
+        self._last_loss = loss.detach()
+        if self._watch is not None and self.has_results:
+            self._watch.loss(self._last_loss, self._mini_batches)
         self._mini_batches += 1
         self._accumulated = not self._update_follows
         return loss
@@ -394,24 +500,38 @@ class SDPipeStrategy(DDPStrategy):
         if self._absent and not self._takes_a_step_alone():
             self._updates += 1
             return closure()
-        return self._update(optimizer, closure, model, self._absent, **kwargs)
+        before = self._mini_batches
+        output = self._update(optimizer, closure, model, self._absent, **kwargs)
+        if self._mini_batches == before and not self._absent:
+            raise ConfigurationError(STEPPED_ALONE)
+        return output
 
     def _update(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, alone: bool = False, **kwargs: Any
     ) -> Any:
         """Steps with the gradients that ``closure`` puts in place, and synchronises the outcome unless ``alone``."""
         self._update_follows = True
+        self._readiness.expect()
         try:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, once(closure, optimizer), model, **kwargs)
+            if not alone:
+                self._readiness.reached("step")
         finally:
             self._update_follows = False
+            self._readiness.drop()
+        if self._watch is not None:
+            self._watch.parameters(self._updates)
         self._updates += 1
         if not alone:
             with self._first_failure():
+                if self._sync.shares_next:
+                    self._look()
                 self._sync.synchronise()
+            self.membership.client.step_ended(self._updates - 1, self._sync.statistics.seconds_waiting)
         return output
 
     def on_train_start(self) -> None:
+        refuse_new_parameters(self.module, self._parts.ownership)
         self._mini_batches = self._updates = 0
         self._accumulated = False
 
@@ -419,7 +539,14 @@ class SDPipeStrategy(DDPStrategy):
         """Finishes what is in the pipeline and makes all replicas equal."""
         self._empty_pipeline()
         with self._first_failure():
+            self._settle()
+            self._look()
             self._sync.pause(lockstep.position(self._trainer))
+
+    def _look(self) -> None:
+        """Before others may get this worker's model."""
+        if self._watch is not None:
+            self._watch.check()
 
     def _empty_pipeline(self) -> None:
         if isinstance(self._parts.pipeline, PipeDreamPipeline):
@@ -432,6 +559,7 @@ class SDPipeStrategy(DDPStrategy):
         """There is no batch to train until the others come together somewhere."""
         self._empty_pipeline()
         with self._first_failure():
+            self._look()
             return self._sync.sit_out(position)
 
     def _takes_a_step_alone(self) -> bool:
@@ -441,15 +569,16 @@ class SDPipeStrategy(DDPStrategy):
 
     def _come_together(self) -> None:
         """Before anything that waits for other pipelines: who waits there must not be waited for in the scheduler."""
-        if self._in_step and isinstance(self._trainer.fit_loop._data_fetcher, MeetingFetcher):
+        if self._whereabouts.in_step and isinstance(self._trainer.fit_loop._data_fetcher, MeetingFetcher):
             raise ConfigurationError(
                 "The training step communicates with other pipelines, and a pipeline that has fewer batches than they "
                 "would not take part. Use a map-style dataset of equal shards (as Lightning's own sampler makes them)."
             )
         if self._assembled is not None and not self._sync.together:
-            if not self._in_step:
+            if not self._whereabouts.in_step:
                 self._empty_pipeline()
             with self._first_failure():
+                self._look()
                 self._sync.come_together(lockstep.position(self._trainer))
 
     @property
@@ -460,7 +589,7 @@ class SDPipeStrategy(DDPStrategy):
 
     def _drain(self) -> Tensor:
         assert isinstance(self._parts.pipeline, PipeDreamPipeline)
-        loss = self._parts.pipeline.drain(self._sync.gradients, self._announce)
+        loss = self._parts.pipeline.drain(self._sync.gradients, partial(self._readiness.reached, "backward"))
         self.optimizers[0].zero_grad()
         return self.backward(loss, self.optimizers[0])
 
@@ -485,37 +614,40 @@ class SDPipeStrategy(DDPStrategy):
             collect(loop._predictions, loop._combined_loader.flattened, self.groups)
 
     def _evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
-        with self._step():
-            step = Step(name, arguments, context)
+        with self._step(name):
+            step = Step(name, arguments, context, self._draws.stream)
             return [runner.evaluate(batch, step) for runner in self._parts.runners][-1]
 
     def _settle(self) -> None:
-        for runner in self._parts.runners:
-            runner.link.settle()
+        self._parts.pipeline.settle()
 
     @contextmanager
-    def _step(self) -> Iterator[None]:
-        self._in_step = True
-        try:
-            with self._first_failure():
-                yield
-        finally:
-            self._in_step = False
+    def _step(self, name: str) -> Iterator[None]:
+        with self._whereabouts.running(name), self._first_failure():
+            yield
+
+    @property
+    def has_results(self) -> bool:
+        """Whether this worker's stage is the last one, where steps come to their end and what they return exists."""
+        return self._worker.stage == self.num_stages - 1
 
     # -------------------------------------------------------------- collectives
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduces over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
         there, and logged values are reduced at the end of the epoch."""
-        if self._in_step or (self._assembled is not None and self._sync.announced):
+        if self._whereabouts.in_step or self._update_follows:
             return tensor
         self._come_together()
-        return super().reduce(tensor, group or self.groups.stage, reduce_op)
+        group = group or self.groups.stage
+        with self._first_failure(), waiting_for(group, "reducing"):
+            return super().reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._whereabouts.check("reduce_boolean_decision")
         self._come_together()
         votes = torch.tensor(int(decision), device=self.root_device)
-        with self._first_failure(), waiting_for(self.groups.everybody, "a decision"):
+        with self._waiting("a decision"):
             dist.all_reduce(votes)
         return int(votes) == self.world_size if all else bool(votes)
 
@@ -528,24 +660,53 @@ class SDPipeStrategy(DDPStrategy):
         if sync_grads and dist.get_backend(group) == "gloo":  # torch.distributed.nn scatters by global rank
             raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
         self._come_together()
-        return super().all_gather(tensor, group, sync_grads)
+        with self._first_failure(), waiting_for(group, "all_gather"):
+            return super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._whereabouts.check("barrier")
         self._come_together()
-        super().barrier(*args, **kwargs)
+        with self._waiting("a barrier"):
+            super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
+        self._whereabouts.check("broadcast")
         self._come_together()
-        return super().broadcast(obj, src)
+        with self._waiting("a broadcast"):
+            return super().broadcast(obj, src)
+
+    @contextmanager
+    def _waiting(self, purpose: str) -> Iterator[None]:
+        """Around what all ranks do together; before others have been started there is nobody to wait for."""
+        if self._groups is None:
+            yield
+        else:
+            with self._first_failure(), waiting_for(self.groups.everybody, purpose):
+                yield
 
     # -------------------------------------------------------------- checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFiles()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFiles()  # unless it has one
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._assembled is None:  # other processes have run, and this one has the whole module
+            return self.module.state_dict()
         if self._membership is not None:  # else the run is over, and nothing under way
+            self._whereabouts.check("save_checkpoint")
             self._pause()
         return self._checkpoints.module_state()
 
@@ -557,10 +718,11 @@ class SDPipeStrategy(DDPStrategy):
         return self._checkpoints.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        finetuning.restore_groups(self._trainer, self.optimizers[0])
         self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._checkpoints.distributed:
+        if self._assembled is not None and self._checkpoints.distributed:
             self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io)
         elif self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
             with replacing(Path(filepath)):
@@ -599,11 +761,14 @@ class SDPipeStrategy(DDPStrategy):
         return self._parts.delays
 
     def _first_failure(self) -> AbstractContextManager[None]:
-        return self.membership.first_failure(lambda: self._trainer.received_sigterm)
+        if self._membership is None:  # the run is over
+            return nullcontext()
+        return self._membership.first_failure(lambda: self._trainer.received_sigterm)
 
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):  # else the process would end as if all were well
             exception.code = 128 + signal.SIGTERM
+        self._failed = True
         if self._assembled is not None:
             self._sync.abandon()
         if self._membership is not None:
@@ -621,17 +786,30 @@ class SDPipeStrategy(DDPStrategy):
     def teardown(self) -> None:
         for undo in self._undo:
             undo()
+        self._undo = ()
         if self._assembled is not None:
             self._checkpoints.wait()
             self._assembled.cut_model.restore()
-            stage, _ = self.mesh.locate(self.global_rank)
-            keep_only(self.module, self._assembled.ownership, stage, torch.device("cpu"))
+            to_cpu(self.module)
+            self._assembled.freezing.buckets.clear()  # memory that only they hold
+            if self._gathers and not self._failed:
+                self._make_whole(self._assembled)
         if self._membership is not None:
             self._membership.close()
             self._membership = None
         module, self._lightning_module = self._lightning_module, None
         super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
         self._lightning_module = module
+
+    def _make_whole(self, parts: Assembled) -> None:
+        """As other strategies leave the module: whole, in all processes that go on."""
+        ends_here = self._start_method != "popen"  # all but one process of each machine
+        keepers = [rank for rank in range(self.world_size) if not ends_here or rank % self.num_processes == 0]
+        if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
+            with self._first_failure():
+                make_whole(self.module, parts.ownership, self.groups, self.global_rank in keepers)
+        if self.global_rank in keepers and self._unmark is not None:
+            self._unmark()
 
     # ----------------------------------------------------------------- narrowing
 

@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("shared host", deadline=None)  # where an example may wait long for a core
+settings.load_profile("shared host")
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.membership import Membership
 from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.scheduler.client import SchedulerClient
-from lightning_sdpipe.scheduler.policy import Worker
-from lightning_sdpipe.scheduler.specification import AllReduceSpec
 from lightning_sdpipe.sync.rendezvous import SchedulerAddress
 from tests.scheduler.live_scheduler import clients, serving
 
@@ -19,7 +19,7 @@ from tests.scheduler.live_scheduler import clients, serving
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Membership, SchedulerClient]]:
     """A run of two pipelines of one stage: this process's worker is the first, a mere client the other."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    spec = AllReduceSpec()
+    spec = AllReduceModels()
     with serving(spec, 1, 2) as server, clients(server.address, Worker(0, 1)) as (other,):
         where = SchedulerAddress(server.address, None)
         with closing(Membership(Mesh.build(2, 1), spec, where, str, 5.0, lambda: None)) as membership:

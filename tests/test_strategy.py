@@ -128,6 +128,22 @@ def test_the_checkpoint_is_an_ordinary_one_and_training_resumes_from_it(tmp_path
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("distributed", [False, True])
+def test_after_fit_the_users_process_has_the_whole_module(tmp_path: Path, distributed: bool) -> None:
+    strategy = SDPipeStrategy(2, AllReduce(), save_distributed_checkpoint=distributed, start_method="fork")
+    trainer, model = fit(tmp_path, strategy, 4, 4, max_epochs=1)
+    fitted = trainer.callback_metrics["val_loss"].item()
+    x, y = data(20).tensors
+    assert nn.functional.mse_loss(model.net(x), y).item() == pytest.approx(fitted, rel=1e-5)
+    assert model.net[0].weight.untyped_storage().nbytes() == 4 * 6 * 8
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    loaded = Regression.load_from_checkpoint(tmp_path / "after.ckpt")
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+    (metrics,) = trainer.validate(model, DataLoader(data(20), 5), verbose=False)
+    assert metrics["val_loss"] == pytest.approx(fitted, rel=1e-6)
+
+
+@pytest.mark.distributed
 def test_a_script_fits_validates_and_fits_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.scripts.fit_twice", str(tmp_path)]
     finished = subprocess.run(
@@ -136,6 +152,12 @@ def test_a_script_fits_validates_and_fits_again(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     outcome = json.loads(finished.stdout.splitlines()[-1])
     assert outcome["validated"] == pytest.approx(outcome["fitted"], rel=1e-6)
+    assert outcome["alone"] == pytest.approx(outcome["fitted"], rel=1e-6)
+    saved, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    checkpoint = torch.load(tmp_path / "after.ckpt")["state_dict"]
+    assert saved.keys() == other.keys() == checkpoint.keys() == Regression().state_dict().keys()
+    assert all(torch.equal(saved[name], other[name]) for name in saved)
+    assert all(torch.equal(saved[name], checkpoint[name]) for name in saved)
     assert outcome["fitted_again"] < outcome["fitted"]
     (log,) = tmp_path.glob("**/metrics.csv")
     assert {"loss_step", "loss_epoch", "val_loss"} <= set(log.read_text().splitlines()[0].split(","))

@@ -311,6 +311,24 @@ def test_communication_within_a_step_is_refused_when_shards_may_differ(tmp_path:
         fit(tmp_path, stream=Stream((3, 3)), module=Gathering())
 
 
+class Unfreezing(Regression):
+    """Unfreezes the first stage where one pipeline has run out of data."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net[:2].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.net[:2].requires_grad_(True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sync", [None, AllReduce(), ADPSGD(asynchronous=True)], ids=repr)
+def test_layers_are_unfrozen_by_all_pipelines_also_by_one_without_data(tmp_path: Path, sync: Any) -> None:
+    records = fit(tmp_path, stream=Stream((3, 7)), module=Unfreezing(), strategy=sdpipe(sync), val_check_interval=5)
+    assert [name for name, _ in same_for_all(records, [6, 14])] == 2 * ["validation", "epoch"]
+
+
 class Fetching(Regression):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         raise AssertionError("refused before")

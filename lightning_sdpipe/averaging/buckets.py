@@ -15,11 +15,8 @@ class FlatBucket:
 
     buffer: Tensor
     parameters: Sequence[nn.Parameter]
-
-    @property
-    def trains(self) -> bool:
-        """Is there anything in it that is not frozen, now?"""
-        return any(parameter.requires_grad for parameter in self.parameters)
+    trains: bool
+    """Did its parameters train when it was made? Equal on all replicas, whatever their users do meanwhile."""
 
     def check(self) -> None:
         """Raises RuntimeError if a parameter no longer is a view of the buffer, which averaging would then miss."""
@@ -54,4 +51,4 @@ def _flatten_one(parameters: list[nn.Parameter]) -> FlatBucket:
         view.copy_(parameter.data)
         parameter.data = view
         offset += parameter.numel()
-    return FlatBucket(buffer, parameters)
+    return FlatBucket(buffer, parameters, parameters[0].requires_grad)

@@ -1,9 +1,9 @@
 """Averaging gradients over replicas in flat buckets, each as soon as the backward has filled it.
 
 The order of buckets is that of the parameters' numbers, so it is the same on all replicas, and a bucket never overtakes
-the one before it. After the last bucket every replica sends flags: whether it trains at all, and which parameters got
-a gradient. So replicas that have nothing to add can take part, and a parameter that nobody used has no gradient
-afterwards, as in one process.
+the one before it. After the last bucket every replica sends flags: whether it trains at all, whether its gradients are
+finite, and which parameters got one. So replicas that have nothing to add can take part, all know who broke, and a
+parameter that nobody used has no gradient afterwards, as in one process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Averaged:
 
     gradients: list[Tensor | None]
     members: int
+    nonfinite: list[int]  # replicas, by their rank in the group, whose gradients were not finite
     seconds_waiting: float  # until every replica had computed its gradients
     seconds_averaging: float  # from then on
 
@@ -45,18 +46,28 @@ class GradientBuckets:
     A round is: any number of :meth:`ready`, one :meth:`complete`, one :meth:`finish`. All members run the same rounds.
 
     Args:
-        parameters: equal in shape and order on all members.
+        parameters: equal in shape and order on all members; when the sequence has changed, :meth:`arrange` anew.
         group: the replicas.
         cap: bytes after which a bucket is full.
+        watch: look whether gradients are finite.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, cap: int) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, cap: int, watch: bool = True
+    ) -> None:
         self._parameters = parameters
         self._group = group
         self._size = dist.get_world_size(group)
-        self._layout = _layout(parameters, cap)
+        self._rank = dist.get_rank(group)
+        self._watch = watch
+        self._cap = cap
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Lays the buckets out for the parameters that there are; all members must do so between the same rounds."""
+        self._layout = _layout(self._parameters, self._cap)
         self._bucket_of = {number: index for index, numbers in enumerate(self._layout) for number in numbers}
-        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._begin()
 
     def _begin(self) -> None:
@@ -64,6 +75,7 @@ class GradientBuckets:
         self._buckets = [_Bucket(numbers) for numbers in self._layout]
         self._launched = 0
         self._used: set[int] = set()
+        self._totals: list[Tensor] = []  # of each bucket; finite if all its gradients are
         self._flags: tuple[Tensor, dist.Work] | None = None
 
     def ready(self, number: int, gradient: Tensor) -> None:
@@ -105,10 +117,12 @@ class GradientBuckets:
                     self._views(bucket)[number].zero_()
                     bucket.filled.add(number)
         self._launch()
-        flags = torch.zeros(1 + len(self._parameters), dtype=torch.float32)
+        flags = torch.zeros(1 + self._size + len(self._parameters), dtype=torch.float32)
         flags[0] = trains
-        flags[[1 + number for number in self._used]] = 1
+        flags[[1 + self._size + number for number in self._used]] = 1
         flags = flags.to(self.device)
+        if self._totals:
+            flags[1 + self._rank] = ~torch.isfinite(torch.stack(self._totals)).all()
         self._flags = flags, self._reduce(flags)
 
     def finish(self) -> Averaged:
@@ -121,7 +135,8 @@ class GradientBuckets:
         start = time.perf_counter()
         flags, work = self._flags
         self._wait(work)
-        trains, *used = flags.tolist()
+        trains, *broken_and_used = flags.tolist()
+        broken, used = broken_and_used[: self._size], broken_and_used[self._size :]
         all_there = time.perf_counter()
         gradients: list[Tensor | None] = [None] * len(self._parameters)
         for bucket in self._buckets:
@@ -134,7 +149,8 @@ class GradientBuckets:
                 if used[number]:
                     gradients[number] = bucket.views[number]
         self._begin()
-        return Averaged(gradients, int(trains), all_there - start, time.perf_counter() - all_there)
+        nonfinite = [rank for rank, flag in enumerate(broken) if flag]
+        return Averaged(gradients, int(trains), nonfinite, all_there - start, time.perf_counter() - all_there)
 
     def _views(self, bucket: _Bucket) -> dict[int, Tensor]:
         if bucket.flat is None:
@@ -154,6 +170,8 @@ class GradientBuckets:
             if len(bucket.filled) < len(bucket.numbers):
                 return
             assert bucket.flat is not None
+            if self._watch:
+                self._totals.append(bucket.flat.sum(dtype=torch.float32))
             bucket.work = self._reduce(bucket.flat)
             self._launched += 1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from lightning_sdpipe.checkpoints.files import sync_directory
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
@@ -71,14 +72,18 @@ class DistributedWriter:
         if self._asynchronous:
             written = async_save(parts, checkpoint_id=part, process_group=self._group)
             assert isinstance(written, Future)
-            self._pending = self._thread.submit(self._finish, written, part, path)
+            self._pending = self._thread.submit(self._finish, written.result, part, path)
         else:
-            save(parts, checkpoint_id=part, process_group=self._group)
-            self._finish(None, part, path)
+            self._finish(lambda: save(parts, checkpoint_id=part, process_group=self._group), part, path)
 
-    def _finish(self, written: Future[Any] | None, part: Path, path: Path) -> None:
-        if written is not None:
-            written.result()
+    def _finish(self, written: Callable[[], object], part: Path, path: Path) -> None:
+        """``written`` returns, or raises, when all ranks have written their parts."""
+        try:
+            written()
+        except BaseException:  # as torch's CheckpointException is
+            if self._groups.rank == 0:
+                _remove(part)
+            raise
         if self._groups.rank == 0:
             _put_in_place(part, path)
 
@@ -92,16 +97,24 @@ class DistributedWriter:
 def _put_in_place(part: Path, path: Path) -> None:
     with replacing(path):
         os.rename(part, path)
+    sync_directory(path.parent)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[None]:
-    """Around what puts a checkpoint of another kind in the place of ``path``, which is removed only afterwards."""
+    """Around what puts a checkpoint of another kind in the place of ``path``, which is removed only afterwards, and put
+    back if that fails."""
     old = path.with_name(f".{path.name}.old")
     _remove(old)
     if path.exists():
         os.rename(path, old)
-    yield
+    try:
+        yield
+    except BaseException:
+        if old.exists():
+            _remove(path)
+            os.rename(old, path)
+        raise
     _remove(old)
 
 

@@ -41,7 +41,7 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
         if groups.rank == source:
             transfers.append(p2p.send([value], 0, groups.pipeline, _TAG, "rank 0"))
         elif groups.rank == 0:
-            whole = torch.empty_like(value, device="cpu")
+            whole = torch.empty(value.shape, dtype=value.dtype)
             transfers.append(p2p.receive([whole], source, groups.pipeline, _TAG, f"rank {source}"))
             state[name] = whole
     for transfer in transfers:
@@ -50,9 +50,10 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
 
 
 def part_of_module_state(module: nn.Module, ownership: Ownership, stage: int) -> dict[str, Any]:
-    """What this stage is the first to hold of the module's ``state_dict``."""
+    """What this stage is the last to hold of the module's ``state_dict``: buffers outside of blocks are up to date
+    where the step runs to its end."""
     state = module.state_dict()
-    return {name: value for name, value in state.items() if ownership.stages.get(name, (0,))[0] == stage}
+    return {name: value for name, value in state.items() if ownership.stages.get(name, (0,))[-1] == stage}
 
 
 def load_module_state(
@@ -77,29 +78,61 @@ def load_module_state(
 class OptimizerParts:
     """The optimizer of one stage as a part of the optimizer that ``configure_optimizers`` returned.
 
-    Made before the parameters of other stages are dropped from the optimizer's groups, by :meth:`drop_foreign`; it
+    Takes the parameters of other stages out of the optimizer's groups, also out of those that are added later, and
     remembers their places, by which a whole ``state_dict`` numbers them.
     """
 
     def __init__(self, optimizer: Optimizer, module: nn.Module, ownership: Ownership, stage: int) -> None:
-        names = {id(p): name for name, p in module.named_parameters()}
-        self._places: list[list[int]] = []  # of every parameter, by group
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._ownership = ownership
+        self._stage = stage
+        self._whole: list[list[nn.Parameter]] = []  # those of all stages, by group
+        self._places: list[list[int]] = []  # theirs
         self._local: dict[int, nn.Parameter] = {}  # place → parameter
         self._owners: dict[int, tuple[int, ...]] = {}
-        place = 0
         for group in optimizer.param_groups:
-            self._places.append(list(range(place, place + len(group["params"]))))
-            for parameter in group["params"]:
-                owners = ownership.stages.get(names.get(id(parameter), ""), (stage,))
-                self._owners[place] = owners
-                if stage in owners:
-                    self._local[place] = parameter
-                place += 1
+            self._take(group)
+        add = optimizer.add_param_group
 
-    def drop_foreign(self, optimizer: Optimizer) -> None:
-        """Takes the parameters of other stages out of the optimizer's groups."""
-        for group, places in zip(optimizer.param_groups, self._places, strict=True):
-            group["params"] = [self._local[place] for place in places if place in self._local]
+        def add_param_group(param_group: dict[str, Any]) -> None:
+            add(param_group)
+            if not self._take(optimizer.param_groups[-1]):
+                del optimizer.param_groups[-1]
+
+        optimizer.__dict__["add_param_group"] = add_param_group
+
+    def _take(self, group: dict[str, Any]) -> bool:
+        """Leaves this stage's parameters in ``group``. False if it has none that is new, on any stage: users leave out
+        what the optimizer has already, and of other stages it does not show."""
+        known = {id(p) for parameters in self._whole for p in parameters}
+        whole = [p for p in group["params"] if id(p) not in known]
+        if not whole and group["params"]:
+            return False
+        first = len(self._owners)
+        places = range(first, first + len(whole))
+        self._whole.append(whole)
+        self._places.append(list(places))
+        for place, parameter in zip(places, whole, strict=True):
+            owners = self._ownership.stages.get(self._names.get(id(parameter), ""), (self._stage,))
+            self._owners[place] = owners
+            if self._stage in owners:
+                self._local[place] = parameter
+        group["params"] = [self._local[place] for place in places if place in self._local]
+        return True
+
+    def groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """``optimizer.param_groups`` with the parameters of all stages.
+
+        Raises:
+            ConfigurationError: groups were taken away.
+        """
+        if len(optimizer.param_groups) != len(self._whole):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} had {len(self._whole)} parameter groups and has "
+                f"{len(optimizer.param_groups)} now, so that nobody knows what they hold on other stages. Add groups "
+                "with add_param_group, and set lr=0 instead of taking one away."
+            )
+        return [{**group, "params": whole} for group, whole in zip(optimizer.param_groups, self._whole, strict=True)]
 
     @property
     def places(self) -> Mapping[int, nn.Parameter]:
@@ -130,10 +163,7 @@ class OptimizerParts:
         return {"state": dict(sorted(local.items())), "param_groups": self._packed(optimizer)}
 
     def _packed(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        return [
-            {key: value for key, value in group.items() if key != "params"} | {"params": places}
-            for group, places in zip(optimizer.param_groups, self._places, strict=True)
-        ]
+        return [{**group, "params": places} for group, places in zip(self.groups(optimizer), self._places, strict=True)]
 
     def load(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
         """Loads this stage's part of a whole ``state_dict``."""

@@ -44,7 +44,10 @@ class Checkpoints:
     def take_part_of(self, optimizer: Optimizer) -> None:
         """Drops the parameters of other stages from the optimizer of the whole module, and remembers their places."""
         self._optimizer = whole.OptimizerParts(optimizer, self._module, self._ownership, self._stage)
-        self._optimizer.drop_foreign(optimizer)
+
+    def whole_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """The optimizer's groups with the parameters of all stages."""
+        return self._parts.groups(optimizer)
 
     def module_state(self) -> dict[str, Any]:
         """The whole ``state_dict`` on rank 0; for distributed checkpoints this stage's part on every rank."""

@@ -1,10 +1,19 @@
-"""Slowness on demand: injected delays, slow devices, replayed traces, and emulated compute."""
+"""Slowness on demand: injected delays, slow devices, replayed traces, and emulated compute.
 
-from lightning_sdpipe.heterogeneity.delays import Delays, ThroughputBound, bound, condition
-from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+Emulated compute needs torch, which is imported when it is first asked for; the rest runs without.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_sdpipe.heterogeneity.delays import Delays, condition
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.heterogeneity.slowdowns import Slowed, Static, Trace
 from lightning_sdpipe.heterogeneity.tracks import Track, read_tracks, write_tracks
+
+if TYPE_CHECKING:
+    from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock as EmulatedBlock
 
 __all__ = [
     "DelayInjector",
@@ -13,11 +22,17 @@ __all__ = [
     "Heterogeneity",
     "Slowed",
     "Static",
-    "ThroughputBound",
     "Trace",
     "Track",
-    "bound",
     "condition",
     "read_tracks",
     "write_tracks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "EmulatedBlock":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+
+    return EmulatedBlock

@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from lightning_sdpipe.heterogeneity.delays import Pass
 from lightning_sdpipe.heterogeneity.tracks import Track
 
 
+@runtime_checkable
 class Heterogeneity(Protocol):
     """What slows workers down. Both methods are pure: who asks again is told the same."""
 

@@ -19,6 +19,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
+from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.launching import hydra_job, job
 
@@ -140,7 +141,8 @@ class CheckingLauncher(_SubprocessScriptLauncher):
 
 
 class WholeModelLauncher(_MultiProcessingLauncher):
-    """Calls ``check`` first, and brings the whole trained module back to the process that the user started.
+    """Calls ``check`` first, and brings the trained module back to the process that the user started, if the strategy
+    has made it whole at the end.
 
     Lightning treats exceptions in the process that the user started only. Here the worker tells the others why it
     fails, and nobody outlives the user's process, however that is told to end.
@@ -176,9 +178,9 @@ class WholeModelLauncher(_MultiProcessingLauncher):
             raise
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
-        state = self._strategy.lightning_module_state_dict()
-        if self._strategy.local_rank == 0:
-            trainer.lightning_module.load_state_dict(state, assign=True)
+        module = trainer.lightning_module
+        if not is_whole(module):  # a part of it is nothing to bring home
+            module.__dict__["state_dict"] = dict
         return super()._collect_rank_zero_results(trainer, results)
 
 

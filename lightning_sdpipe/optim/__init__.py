@@ -1,5 +1,6 @@
-"""Optimizers that know that the models of several workers are averaged."""
+"""Optimizers that know that the models or gradients of several workers are averaged."""
 
+from lightning_sdpipe.optim.frozen_variance import FrozenVariance
 from lightning_sdpipe.optim.variance_correction import VarianceCorrection, is_adam_family
 
-__all__ = ["VarianceCorrection", "is_adam_family"]
+__all__ = ["FrozenVariance", "VarianceCorrection", "is_adam_family"]

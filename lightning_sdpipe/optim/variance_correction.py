@@ -11,6 +11,7 @@ from torch.optim import Adam, NAdam, Optimizer, RAdam
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.optim.moments import Coefficients, Track, advance
+from lightning_sdpipe.optim.wrapper import OptimizerWrapper
 
 _ADAM_FAMILY = (Adam, NAdam, RAdam)  # AdamW is an Adam
 
@@ -25,7 +26,7 @@ def is_adam_family(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _ADAM_FAMILY)
 
 
-class VarianceCorrection(Optimizer):
+class VarianceCorrection(OptimizerWrapper):
     """Makes an Adam-family optimizer divide by the second moment of the *joint* gradient of n workers.
 
     A worker sees only its own gradients, whose variance is n times that of the gradient averaged over n
@@ -52,16 +53,16 @@ class VarianceCorrection(Optimizer):
             are complex or of less than 32 bits; `num_workers` below 1 or not finite.
     """
 
+    _kept = ("_num_workers",)
+
     def __init__(self, optimizer: Optimizer, num_workers: float = 1) -> None:
         if not is_adam_family(optimizer):
             raise ConfigurationError(
                 f"VarianceCorrection corrects Adam, AdamW, NAdam and RAdam of torch.optim, not "
                 f"{type(optimizer).__name__}: use one of these, or leave the correction out."
             )
-        self.optimizer = optimizer
         self.num_workers = num_workers
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        super().__init__(optimizer)
 
     @property
     def num_workers(self) -> float:
@@ -139,28 +140,20 @@ class VarianceCorrection(Optimizer):
             advance(tracks, Coefficients(beta2, step, self.num_workers, workers_before, grad_decay))
         return started
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to this and the wrapped optimizer, which share them.
-
-        Raises:
-            ConfigurationError: as for the class.
-        """
-        super().add_param_group(param_group)
-        try:
-            _check(self.param_groups[-1])
-        except ConfigurationError:
-            del self.param_groups[-1]
-            raise
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "optimizer": self.optimizer, "_num_workers": self._num_workers}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "optimizer" in state:  # unpickled or copied
-            super().__setstate__(state)
-        else:  # load_state_dict; the wrapped class brings old checkpoints up to date
-            self.optimizer.__setstate__(state)
-        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+    def _check(self, group: dict[str, Any]) -> None:
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise ConfigurationError(
+                    f"VarianceCorrection cannot wrap an optimizer with {option}=True, since its factors "
+                    f"change at every step outside of the graph: set {option}=False."
+                )
+        for param in group["params"]:
+            if not param.is_floating_point() or param.dtype.itemsize < 4:
+                raise ConfigurationError(
+                    f"VarianceCorrection needs parameters in float32 or float64, not {param.dtype}, "
+                    f"whose moments cannot resolve the decay of beta2: use mixed precision "
+                    f"(precision='bf16-mixed') instead."
+                )
 
 
 def _decay_in_gradient(group: dict[str, Any]) -> float:
@@ -178,19 +171,3 @@ def _adopt(state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     steps = int(state["step"])
     mean = state["exp_avg"] / (1.0 - float(group["betas"][0]) ** steps)
     return {_MEAN: -mean if group["maximize"] else mean, _STEPS: steps, _WORKERS: 1.0}
-
-
-def _check(group: dict[str, Any]) -> None:
-    for option in ("capturable", "differentiable"):
-        if group.get(option):
-            raise ConfigurationError(
-                f"VarianceCorrection cannot wrap an optimizer with {option}=True, since its factors "
-                f"change at every step outside of the graph: set {option}=False."
-            )
-    for param in group["params"]:
-        if not param.is_floating_point() or param.dtype.itemsize < 4:
-            raise ConfigurationError(
-                f"VarianceCorrection needs parameters in float32 or float64, not {param.dtype}, "
-                f"whose moments cannot resolve the decay of beta2: use mixed precision "
-                f"(precision='bf16-mixed') instead."
-            )

@@ -1,14 +1,13 @@
 """Finding the chain of blocks that a model is: which modules run one after the other.
 
-A block is one module, or a few that belong together, whose output is all that the rest of the model needs
-from it and from the blocks before it. The chain is in registration order; the cut step checks at run time
-that the blocks really run in it.
+A block is one module, or a few that belong together and stay on one stage. The chain is in registration order; a
+rehearsal of the step finds out in which order they run (:mod:`~lightning_sdpipe.partition.plan` asks for it).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import nn
 
@@ -42,19 +41,38 @@ def find_blocks(module: nn.Module, names: Sequence[str] | None = None) -> tuple[
     """
     if names is not None:
         return tuple((path,) for path in _named_chain(module, names))
-    chain = tuple(_open(module, "", sum(_in_containers(module))))
-    if not chain:
-        raise ConfigurationError(
-            f"No chain of blocks was found in {type(module).__name__}: it holds no nn.Sequential or "
-            "nn.ModuleList and "
-            f"no submodule with parameters. {_HOW_TO_NAME}"
-        )
-    return _join_ends(module, chain)
+    return join_ends(module, next(iter(find_chains(module))))
 
 
 def find_chain(module: nn.Module, names: Sequence[str] | None = None) -> tuple[str, ...]:
     """The paths of the modules that form the blocks of :func:`find_blocks`, in order."""
     return tuple(path for block in find_blocks(module, names) for path in block)
+
+
+def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[tuple[str, ...]]:
+    """The chain of :func:`find_chain`, and, unless blocks are named, another one if there is: in which a module is
+    opened if it holds one of the longest ModuleLists, instead of most of the parameters.
+
+    Raises:
+        ConfigurationError: as for :func:`find_blocks`.
+    """
+    if names is not None:
+        yield _named_chain(module, names)
+        return
+    most = sum(_in_containers(module))
+    first = tuple(_open(module, "", lambda child: 2 * sum(_in_containers(child)) > most))
+    if not first:
+        raise ConfigurationError(
+            f"No chain of blocks was found in {type(module).__name__}: it holds no nn.Sequential or "
+            "nn.ModuleList and "
+            f"no submodule with parameters. {_HOW_TO_NAME}"
+        )
+    yield first
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
+    longest = {m for m in lists if len(m) == max(map(len, lists)) > 1}
+    second = tuple(_open(module, "", lambda child: not longest.isdisjoint(child.modules()), longest))
+    if longest and second != first:
+        yield second
 
 
 _HOW_TO_NAME = (
@@ -63,17 +81,22 @@ _HOW_TO_NAME = (
 )
 
 
-def _open(module: nn.Module, path: str, in_containers: int) -> Iterator[str]:
-    opens_everything = isinstance(module, _CONTAINERS)
+def _open(
+    module: nn.Module, path: str, opened: Callable[[nn.Module], bool], lists: Collection[nn.Module] | None = None
+) -> Iterator[str]:
+    """The chain within ``module``; of containers only ``lists`` are taken apart, if they are given."""
+    is_list = isinstance(module, _CONTAINERS) if lists is None else module in lists
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if isinstance(child, _CONTAINERS) or (opens_everything and _is_stage(child)):
-            yield from _open(child, child_path, in_containers)
-        elif opens_everything:
+        if lists is None and (isinstance(child, _CONTAINERS) or (is_list and _is_stage(child))):
+            yield from _open(child, child_path, opened)
+        elif lists is not None and child in lists:
+            yield from _open(child, child_path, opened, lists)
+        elif is_list:
             yield child_path
         elif _has_state(child):
-            if 2 * sum(_in_containers(child)) > in_containers:
-                yield from _open(child, child_path, in_containers)
+            if opened(child):
+                yield from _open(child, child_path, opened, lists)
             else:
                 yield child_path
 
@@ -101,7 +124,9 @@ def _has_state(module: nn.Module) -> bool:
     return bool(module.state_dict(keep_vars=True))
 
 
-def _join_ends(module: nn.Module, chain: Sequence[str]) -> tuple[Block, ...]:
+def join_ends(module: nn.Module, chain: Sequence[str]) -> tuple[Block, ...]:
+    """The blocks of a chain: what comes before the first element of a container is one block with it, and what comes
+    after the last element one of its own."""
     elements = [
         index
         for index, path in enumerate(chain)

@@ -1,52 +1,58 @@
 """Running one stage's part of the user's own step.
 
-The user's ``training_step`` (or any other step) runs as it is written. While it runs, calls of blocks are intercepted:
-a block of an earlier stage returns what was received, or a :class:`~lightning_sdpipe.partition.ghost.Ghost`; the
-stage's own blocks run; and when its last block returns, the step ends there. Only the last stage reaches the end.
+The user's ``training_step`` (or any other step) runs as it is written. While it runs, calls of blocks are intercepted.
+For a block of an earlier stage a stand-in does what the block's call did, with what was received in its place, or a
+:class:`~lightning_sdpipe.partition.ghost.Ghost`. The stage's own blocks run. When its last block has returned, or one
+of a later stage is called since the last one was skipped, the step ends there. Only the last stage reaches the end.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.ghost import Ghost, refuse_ghosts
+from lightning_sdpipe.partition.effects import Effect, Watch, hear_assignments, replay
+from lightning_sdpipe.partition.escapes import Made
+from lightning_sdpipe.partition.ghost import refuse_ghosts
 from lightning_sdpipe.partition.intercept import Original, intercept
-from lightning_sdpipe.partition.structure import Structure, take_apart
+from lightning_sdpipe.partition.message import Message
+from lightning_sdpipe.partition.receiving import Receiving
+from lightning_sdpipe.partition.sending import NOTHING_MORE, Sending, Travel
+from lightning_sdpipe.random_streams import RandomStreams
 
-
-@dataclass(frozen=True)
-class Boundary:
-    """What crosses a cut: the tensors of the last block before it, and the structures of all outputs up to it."""
-
-    tensors: Sequence[Tensor]
-    structures: Sequence[Structure | None]
+log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Run:
     span: range
-    received: Boundary | None
-    device: torch.device
+    receiving: Receiving | None
+    sending: Sending | None  # None on the last stage
+    rehearsed: bool
     trains: bool = field(default_factory=torch.is_grad_enabled)
     next_block: int = 0
-    structures: list[Structure | None] = field(default_factory=list)
+    in_block: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Is there only one stage?"""
+        return self.receiving is None and self.sending is None
 
 
 class _StageEnds(BaseException):
-    """Leaves the user's step when the stage's last block has returned; not an Exception, so that user code with a
-    broad ``except`` does not stop it."""
-
-    def __init__(self, boundary: Boundary) -> None:
-        self.boundary = boundary
+    """Leaves the user's step when the stage's blocks have run; not an Exception, so that user code with a broad
+    ``except`` does not stop it."""
 
 
 class CutModel:
@@ -60,11 +66,16 @@ class CutModel:
     """
 
     def __init__(self, module: nn.Module, chain: Sequence[str], owned: Sequence[range], device: torch.device) -> None:
+        self.streams = RandomStreams(device)
+        self._module = module
         self._chain = chain
         self._owned = {block for span in owned for block in span}
         self._device = device
+        self._streams_of = [crc32(path.encode()) for path in chain]
         self._run: _Run | None = None
-        self._restore: list[Callable[[], None]] = []
+        self._looked: set[int] = set()
+        self._watches = {index: Watch(chain[index], module.get_submodule(chain[index])) for index in self._owned}
+        self._restore: list[Callable[[], None]] = [hear_assignments()]
         for index, block in enumerate([module.get_submodule(path) for path in chain]):
             self._restore.append(intercept(block, partial(self._call, index)))
 
@@ -73,92 +84,157 @@ class CutModel:
         while self._restore:
             self._restore.pop()()
 
-    def run(self, span: range, step: Callable[[], Any], received: Boundary | None) -> Boundary | Any:
+    def run(
+        self, span: range, step: Callable[[], Any], received: Message | None, travel: Travel | None
+    ) -> Message | Any:
         """Runs ``step`` as the stage that owns the blocks of ``span``.
 
         Args:
             span: consecutive indices into the chain.
             step: calls the user's method on the micro-batch.
             received: what the previous stage sent; None on the first stage.
+            travel: which values cross the cuts of this step, if it was rehearsed.
 
         Returns:
-            What the step returned, on the last stage; elsewhere the :class:`Boundary` to send on.
+            What the step returned, on the last stage; elsewhere the :class:`Message` to send on.
 
         Raises:
             ConfigurationError: the blocks do not run as a chain, or a value skips the cut.
         """
-        structures = list(received.structures) if received else []
-        self._run = _Run(span, received, self._device, structures=structures)
+        last = span.stop == len(self._chain)
+        known = travel or NOTHING_MORE
+        receiving = None if received is None else Receiving(received, self._chain, self._device, known.changed)
+        sending = None if last else Sending(received, span, known)
+        self._run = run = _Run(span, receiving, sending, rehearsed=travel is not None)
         try:
-            outcome = step()
-        except _StageEnds as ends:
-            return ends.boundary
+            with nullcontext() if run.whole else _no_gradients_in_glue(run):
+                outcome = step()
+        except _StageEnds:
+            pass
         finally:
             self._run = None
-        if span.stop < len(self._chain):
-            raise ConfigurationError(
-                f"The step ended without running block {self._chain[span.stop - 1]!r}, the last one of its stage. "
-                f"A stage must end with a block that every step runs; {_MEND}"
-            )
+        if run.sending is not None:
+            return run.sending.message()
         refuse_ghosts(outcome, "the result of the step")
         return outcome
 
     def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run, name = self._run, self._chain[index]
-        if run is None:  # outside a step, or recomputed by activation checkpointing during backward
-            if index in self._owned:
-                return original(*args, **kwargs)
+        seed = self.streams.current
+        run = self._run
+        if run is None or run.in_block:  # outside a step, or recomputed by activation checkpointing during backward
+            output = self._recompute(index, original, args, kwargs)
+        elif index < run.next_block:
             raise ConfigurationError(
-                f"Block {name!r} was called on a worker that does not hold it, outside of training_step, "
-                "validation_step, test_step and predict_step. Call the model within one of these."
+                f"Block {self._chain[index]!r} ran after block {self._chain[run.next_block - 1]!r}: the blocks do not "
+                f"form a chain. Each must run at most once and in the order {list(self._chain)}; {_MEND}"
             )
-        if index < run.next_block:
-            raise ConfigurationError(
-                f"Block {name!r} ran after block {self._chain[run.next_block - 1]!r}: the blocks do not form a chain. "
-                f"Each must run at most once and in the order {list(self._chain)}; {_MEND}"
-            )
-        run.next_block = index + 1
-        if index < run.span.start:
-            return self._stand_in(run, index)
-        if index >= run.span.stop:
-            raise ConfigurationError(
-                f"Block {name!r} of a later stage ran before {self._chain[run.span.stop - 1]!r}, the last block of its "
-                f"stage, had returned: the blocks do not form a chain; {_MEND}"
-            )
-        refuse_ghosts((args, kwargs), f"block {name!r}")
-        output = original(*args, **kwargs)
-        if run.span.stop < len(self._chain):
-            tensors, structure = take_apart(output, name) if index == run.span.stop - 1 else ([], _outline(output))
-            run.structures.extend([None] * (index - len(run.structures)))
-            run.structures.append(structure)
-            if index == run.span.stop - 1:
-                if run.trains and not torch.is_grad_enabled():
-                    _refuse_reentrant_checkpoint(name)
-                raise _StageEnds(Boundary(tensors, run.structures))
+        elif index < run.span.start:
+            output = self._stand_in(run, index, args, kwargs)
+        elif index < run.span.stop:
+            output = self._run_own(run, index, original, args, kwargs)
+        else:
+            self._end(run, index)
+        self.streams.leave(self._streams_of[index], seed)
         return output
 
-    def _stand_in(self, run: _Run, index: int) -> Any:
-        assert run.received is not None
-        structure, name = run.received.structures[index], self._chain[index]
-        if structure is None:
+    def _recompute(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index not in self._owned:
             raise ConfigurationError(
-                f"Block {name!r} ran on this stage but not on the one that holds it, or returned something that has "
-                f"no shape; {_MEND}"
+                f"Block {self._chain[index]!r} was called on a worker that does not hold it, outside of training_step, "
+                "validation_step, test_step and predict_step. Call the model within one of these."
             )
-        if index == run.span.start - 1:
-            tensors = run.received.tensors
-            return structure.rebuild(lambda i, _: _writable(tensors[i]))
-        return structure.rebuild(lambda _, meta: Ghost(meta.empty("meta"), run.device, name))
+        self.streams.enter(self._streams_of[index])
+        return original(*args, **kwargs)
+
+    def _stand_in(self, run: _Run, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert run.receiving is not None
+        self._check_skipped(run, index)
+        effects = run.receiving.effects(index)
+        if effects is None:
+            raise ConfigurationError(f"Block {self._chain[index]!r} did not run on the stage that holds it. {_AGREE}")
+        run.next_block = index + 1
+        return replay(effects, self._module, args, kwargs)
+
+    def _run_own(self, run: _Run, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if run.receiving is not None:
+            self._check_skipped(run, run.span.start)
+            # in a list or dict there may be some that this block does not look at
+            given = [value for value in (*args, *kwargs.values()) if not isinstance(value, (list, dict))]
+            refuse_ghosts(given, f"block {self._chain[index]!r}")
+        run.next_block, run.in_block = index + 1, True
+        self.streams.enter(self._streams_of[index])
+        try:
+            if run.sending is None:
+                return original(*args, **kwargs)
+            call = partial(self._watches[index].call, original, args, kwargs)
+            output, effects = call() if run.rehearsed else self._look_for_escapes(index, call)
+        finally:
+            run.in_block = False
+        refuse_ghosts(output, f"block {self._chain[index]!r}")
+        run.sending.add(index, effects)
+        if index == run.span.stop - 1:
+            self._end(run, index)
+        return output
+
+    def _look_for_escapes(self, index: int, call: Callable[[], tuple[Any, list[Effect]]]) -> tuple[Any, list[Effect]]:
+        """Without a rehearsal nobody knows what later stages use: the user is told of what they would not see."""
+        if index in self._looked:
+            return call()
+        self._looked.add(index)
+        with Made() as made:
+            output, effects = call()
+        places = made.kept_elsewhere(effects)
+        if places:
+            log.warning(
+                "Block %r keeps tensors in %s, where later stages do not see them. If the step uses them there, its "
+                "result is wrong: let the block return them, or keep them in attributes of its own.",
+                self._chain[index],
+                ", ".join(places),
+            )
+        return output, effects
+
+    def _check_skipped(self, run: _Run, until: int) -> None:
+        """Blocks of earlier stages that were not called here have not run there either."""
+        assert run.receiving is not None
+        blocks = run.receiving.message.layout.blocks
+        for block in range(run.next_block, until):
+            if blocks[block] is not None:
+                raise ConfigurationError(
+                    f"Block {self._chain[block]!r} ran on the stage that holds it, and was not called here. {_AGREE}"
+                )
+
+    def _end(self, run: _Run, index: int) -> NoReturn:
+        if run.trains and not torch.is_grad_enabled():
+            _refuse_reentrant_checkpoint(self._chain[index])
+        raise _StageEnds
 
 
+_AGREE = (
+    "What decides whether a block runs must be equal on all stages: draw it in the step, with the generators of torch, "
+    "numpy or random."
+)
 _MEND = "name blocks that do with SDPipeStrategy(blocks=[...]), or cut elsewhere with partition=[...]."
 
 
-def _outline(output: Any) -> Structure | None:
+@contextmanager
+def _no_gradients_in_glue(run: _Run) -> Iterator[None]:
+    """Within, user code outside of blocks cannot ask autograd for gradients, which would end at the cut."""
+    engine: Any = torch.autograd  # both of torch.autograd.grad and backward look it up there
+    original = engine._engine_run_backward
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if run.in_block:
+            return original(*args, **kwargs)
+        raise ConfigurationError(
+            "The step asks autograd for gradients (a gradient penalty, for example), which would not reach the blocks "
+            "of other stages. Do it inside of one block, or train with num_stages=1."
+        )
+
+    engine._engine_run_backward = refuse
     try:
-        return take_apart(output, "")[1]
-    except ConfigurationError:  # it does not travel; if a later stage's glue asks for it, that stage says so
-        return None
+        yield
+    finally:
+        engine._engine_run_backward = original
 
 
 def _refuse_reentrant_checkpoint(name: str) -> None:
@@ -172,18 +248,3 @@ def _refuse_reentrant_checkpoint(name: str) -> None:
                 "use_reentrant=True, and a stage cannot end within it. Use use_reentrant=False, or checkpoint inside "
                 "the block's own forward."
             )
-
-
-def _writable(tensor: Tensor) -> Tensor:
-    """The same values and memory as something that user code may write to in place, which a leaf is not."""
-    return _Identity.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
-
-
-class _Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()  # autograd does not see a view here, and a view of a leaf may not be written to either
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]

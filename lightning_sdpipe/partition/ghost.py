@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_sdpipe.errors import ConfigurationError
 
 _aten = torch.ops.aten
 # These read only the shape, dtype and device of a tensor, so what they return is real.
-_FROM_METADATA = {
+FROM_METADATA = {
     _aten.zeros_like.default,
     _aten.ones_like.default,
     _aten.empty_like.default,
@@ -25,16 +25,8 @@ _FROM_METADATA = {
     _aten.new_full.default,
     _aten.new_empty_strided.default,
 }
-# Their noise is made from metadata, so it would be real and draw random numbers for a value that is not here.
-_DROPOUTS = {
-    nn.functional.dropout,
-    nn.functional.dropout1d,
-    nn.functional.dropout2d,
-    nn.functional.dropout3d,
-    nn.functional.alpha_dropout,
-    nn.functional.feature_alpha_dropout,
-    torch.dropout,
-}
+# These read a tensor's values without an operation that is dispatched.
+READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 
 
 class Ghost(Tensor):
@@ -68,8 +60,8 @@ class Ghost(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _DROPOUTS:
-            return args[0] if args else (kwargs or {})["input"]
+        if func in READS:
+            raise SkippedCutError(args[0], "is read by Python")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -79,17 +71,27 @@ class Ghost(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         ghosts = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Ghost)]
-        if func in _FROM_METADATA:
+        if func in FROM_METADATA:
             return func(*tree_map_only(Ghost, _without_values, args), **kwargs)
         if func is _aten._local_scalar_dense.default:
             raise SkippedCutError(ghosts[0], "is read as a Python number")
+        if torch.Tag.dynamic_output_shape in func.tags:
+            raise SkippedCutError(ghosts[0], f"decides on the shape of what {func} returns")
+        if torch.Tag.nondeterministic_seeded in func.tags:  # so that later draws are those of the other stages
+            func(*tree_map_only(Ghost, _any_values, args), **tree_map_only(Ghost, _any_values, kwargs))
         if _writes_to_real(func, args, kwargs):
             raise SkippedCutError(ghosts[0], "is written into a tensor that lives")
         device = torch.device(kwargs.get("device") or ghosts[0].device)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "meta"}
         metas = tree_map_only(Tensor, _meta, (args, kwargs))
-        outcome = func(*metas[0], **metas[1])
+        try:
+            outcome = func(*metas[0], **metas[1])
+        except RuntimeError:  # NotImplementedError too: some operations do not run on shapes alone
+            if func._schema.is_mutable:
+                raise SkippedCutError(ghosts[0], f"is written to by {func}") from None
+            real = func(*tree_map_only(Ghost, _any_values, args), **tree_map_only(Ghost, _any_values, kwargs))
+            outcome = tree_map_only(Tensor, lambda t: t.to("meta"), real)
         # in-place operations return the ghost that they changed
         known = {id(ghost.meta): ghost for ghost in ghosts}
 
@@ -102,14 +104,31 @@ class Ghost(Tensor):
         return f"Ghost({tuple(self.shape)}, dtype={self.dtype}, of={self.origin!r})"
 
 
+class Absent:
+    """What stands in for an object of an earlier stage that is no tensor and cannot travel: it may be passed around."""
+
+    def __init__(self, kind: str, origin: str) -> None:
+        vars(self).update(kind=kind, origin=origin)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        kind, origin = vars(self).values()
+        raise ConfigurationError(
+            f"Block {origin!r}, which runs on an earlier stage, made a {kind}, which is used on a later one, "
+            "but only tensors, numbers, strings and None in tuples, lists and dicts travel between stages. Cut "
+            "elsewhere with partition=[...], or let the block hand on one of these."
+        )
+
+    __getattr__ = __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __setattr__ = _refuse
+
+
 class SkippedCutError(ConfigurationError):
     """A value of an earlier stage's block is used past the cut without travelling through it."""
 
     def __init__(self, ghost: Ghost, use: str) -> None:
         super().__init__(
-            f"The output of block {ghost.origin!r}, which runs on an earlier stage, {use} on a later one. Only the "
-            "last block's output travels from stage to stage, so a value cannot skip a cut. Keep both blocks on one "
-            "stage with partition=[...], or name one larger block that holds them with blocks=[...]."
+            f"A value of block {ghost.origin!r}, which runs on an earlier stage, {use} on a later one, and it did not "
+            "travel there. Keep both places on one stage with partition=[...], or name one larger block that holds "
+            "them with blocks=[...]. `sdpipe check` compares a cut model with the whole one."
         )
 
 
@@ -118,6 +137,8 @@ def refuse_ghosts(value: Any, where: str) -> None:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Ghost):
             raise SkippedCutError(leaf, f"is used by {where}")
+        if isinstance(leaf, Absent):
+            leaf._refuse()
 
 
 def _writes_to_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -130,6 +151,10 @@ def _writes_to_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _without_values(ghost: Ghost) -> Tensor:
     return torch.empty((), dtype=ghost.dtype, device=ghost.device).expand(ghost.shape)
+
+
+def _any_values(ghost: Ghost) -> Tensor:
+    return torch.ones(ghost.shape, dtype=ghost.dtype, device=ghost.device)
 
 
 def _meta(tensor: Tensor) -> Tensor:

@@ -11,6 +11,9 @@ Original = Callable[..., Any]
 Call = Callable[[Original, tuple[Any, ...], dict[str, Any]], Any]
 
 
+INTERCEPTED = "_intercepted_call"
+
+
 class _Intercepted(nn.Module):
     """Mixed into a module's class, so that its calls go through the function given to :func:`intercept`.
 
@@ -19,7 +22,7 @@ class _Intercepted(nn.Module):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_intercepted_call"](super().__call__, args, kwargs)
+        return self.__dict__[INTERCEPTED](super().__call__, args, kwargs)
 
 
 def intercept(module: nn.Module, call: Call) -> Callable[[], None]:
@@ -30,10 +33,10 @@ def intercept(module: nn.Module, call: Call) -> Callable[[], None]:
     """
     own = type(module)
     module.__class__ = type(own.__name__, (_Intercepted, own), {"__module__": own.__module__})
-    module.__dict__["_intercepted_call"] = call
+    module.__dict__[INTERCEPTED] = call
 
     def restore() -> None:
         module.__class__ = own
-        del module.__dict__["_intercepted_call"]
+        del module.__dict__[INTERCEPTED]
 
     return restore

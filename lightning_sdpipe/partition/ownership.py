@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,17 @@ class Ownership:
 
 
 def assign_owners(
-    module: nn.Module, chain: Sequence[str], spans: Sequence[range], num_workers: int | None = None
+    module: nn.Module,
+    chain: Sequence[str],
+    spans: Sequence[range],
+    num_workers: int | None = None,
+    readers: Mapping[str, Iterable[int]] | None = None,
 ) -> Ownership:
     """Ownership of ``module``'s tensors when stage ``j`` runs the blocks ``chain[b] for b in spans[j]``.
 
     With more spans than ``num_workers``, worker ``j`` runs the spans ``j``, ``j + num_workers`` and so on, and owns
-    what they hold together.
+    what they hold together. ``readers`` are further stages that own a tensor, since they compute with it outside of its
+    block.
     """
     num_workers = num_workers or len(spans)
     stage_of_block = {chain[block]: number % num_workers for number, span in enumerate(spans) for block in span}
@@ -46,11 +51,15 @@ def assign_owners(
         blocks = (".".join(parts[:depth]) for depth in range(1, len(parts)))
         stage = next((stage_of_block[path] for path in blocks if path in stage_of_block), None)
         owners.setdefault(id(tensor), set()).update(everywhere if stage is None else {stage})
+        owners[id(tensor)].update(number % num_workers for number in (readers or {}).get(name, ()))
     return Ownership({name: tuple(sorted(owners[id(tensor)])) for name, tensor in named})
 
 
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
-    """Moves what ``stage`` holds to ``device`` and everything else to ``meta``; ties between names are kept."""
+    """Moves what ``stage`` holds to ``device`` and everything else to ``meta``; ties between names are kept.
+
+    Parameters on ``meta`` are :class:`WeightElsewhere`.
+    """
     moved: dict[int, Tensor] = {}
     kept = {id(t) for name, t in _named_tensors(module) if stage in ownership.stages[name]}
     for owner in module.modules():
@@ -60,17 +69,38 @@ def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch
                 if tensor is None:
                     continue
                 if id(tensor) not in moved:
-                    target = device if id(tensor) in kept else torch.device("meta")
-                    moved[id(tensor)] = _move(tensor, target)
+                    moved[id(tensor)] = _move(tensor, device) if id(tensor) in kept else _elsewhere(tensor, device)
                 slots[name] = moved[id(tensor)]
+
+
+class WeightElsewhere(nn.Parameter):
+    """A parameter that another stage holds: on ``meta``, but it says that it is where this stage computes, since user
+    code asks any parameter of a module for its device."""
+
+    computes_on: torch.device
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True, device: torch.device | None = None) -> WeightElsewhere:
+        weight: WeightElsewhere = torch.Tensor._make_subclass(cls, data, requires_grad)
+        weight.computes_on = device or data.device
+        return weight
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.computes_on
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def _elsewhere(tensor: Tensor, device: torch.device) -> Tensor:
+    meta = tensor.detach().to("meta")
+    return WeightElsewhere(meta, tensor.requires_grad, device) if isinstance(tensor, nn.Parameter) else meta
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
-    if device.type == "meta" or not isinstance(tensor, nn.Parameter):
-        data = tensor.detach().to(device)
-        return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.to(device)
     tensor.data = tensor.data.to(device)  # the same object: users may hold it in lists of their own
     return tensor
 

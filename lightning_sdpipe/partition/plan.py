@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
+import msgspec
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
-from lightning_sdpipe.partition.chain import Block, find_blocks
+from lightning_sdpipe.partition.chain import Block, find_chains, join_ends
 from lightning_sdpipe.partition.cut import cut
 from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.profile import BlockProfile
+from lightning_sdpipe.partition.rehearsed import Rehearsed
 from lightning_sdpipe.partition.saved import parameter_bytes
+from lightning_sdpipe.partition.sending import Travel
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,16 @@ Profile = Sequence[BlockProfile]
 
 @dataclass(frozen=True)
 class Plan:
-    """The chain of a model and its stages: stage ``j`` runs ``blocks[b] for b in spans[j]``."""
+    """The chain of a model and its stages: stage ``j`` runs ``blocks[b] for b in spans[j]``.
+
+    ``travel`` says for each step that was rehearsed what crosses the cuts, and ``readers`` which stages need a weight
+    of another stage's block. Blocks are the modules of :attr:`chain` there.
+    """
 
     blocks: tuple[Block, ...]
     spans: tuple[range, ...]
+    travel: Mapping[str, Travel] = field(default_factory=dict)
+    readers: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -84,9 +93,13 @@ def plan(
     partition: Partition = "uniform",
     names: Sequence[str] | None = None,
     measure: Callable[[Sequence[Block]], Profile] | None = None,
+    rehearse: Callable[[Sequence[str]], Rehearsed | None] = lambda _: None,
     in_flight: InFlight | None = None,
 ) -> Plan:
     """Finds the chain of ``module`` and cuts it into ``num_stages`` stages.
+
+    If blocks are not named, the next of the chains of :func:`~lightning_sdpipe.partition.chain.find_chains` is tried
+    when the first cannot be cut so.
 
     Args:
         module: its parameters may be on ``meta``.
@@ -96,13 +109,67 @@ def plan(
             possible. A list: the number of blocks of each stage.
         names: of the blocks, as for :func:`~lightning_sdpipe.partition.chain.find_blocks`.
         measure: gives the profile of the blocks; called for ``"balanced"`` only.
+        rehearse: runs the user's steps with a chain, to see in which order its modules run and what crosses a cut; None
+            if that cannot be found out. Called for several stages only.
         in_flight: of the schedule; needed for :class:`Balanced` with ``memory``.
 
     Raises:
         ConfigurationError: the chain cannot be cut so.
     """
-    blocks = find_blocks(module, names)
-    check(len(blocks), num_stages, partition)
+    check_partition(num_stages, partition)
+    refused: ConfigurationError | None = None
+    for found in find_chains(module, names):
+        try:
+            _check_weights(module, found, num_stages, partition, in_flight)
+            chain, rehearsed = _rehearsed(found, rehearse, names) if num_stages > 1 else (found, None)
+        except ConfigurationError as error:
+            refused = refused or error
+            continue
+        for blocks in _blocks(module, chain, names, rehearsed is not None):
+            try:
+                return _cut(module, blocks, num_stages, partition, measure, rehearsed, in_flight)
+            except ConfigurationError as error:
+                refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _blocks(
+    module: nn.Module, chain: Sequence[str], names: Sequence[str] | None, rehearsed: bool
+) -> Iterator[tuple[Block, ...]]:
+    if names is None:
+        yield join_ends(module, chain)
+    if names is not None or rehearsed:  # it is known what would have to cross a cut within what belongs together
+        yield tuple((path,) for path in chain)
+
+
+def _rehearsed(
+    chain: Sequence[str], rehearse: Callable[[Sequence[str]], Rehearsed | None], names: Sequence[str] | None
+) -> tuple[Sequence[str], Rehearsed | None]:
+    """The chain in the order in which it runs, without modules that run more than once, and its rehearsal."""
+    rehearsed = rehearse(chain)
+    if rehearsed is None:
+        return chain, None
+    repeated = [chain[block] for block in sorted(rehearsed.repeated)]
+    ordered = [path for path in (chain[block] for block in rehearsed.order) if path not in repeated]
+    if repeated and (names is not None or not ordered):
+        raise ConfigurationError(
+            f"{repeated} run more than once in a step, and a block of a chain runs once. Name larger modules that do, "
+            "or leave them out, with SDPipeStrategy(blocks=[...])."
+        )
+    return (chain, rehearsed) if ordered == list(chain) else (ordered, rehearse(ordered))
+
+
+def _cut(
+    module: nn.Module,
+    blocks: tuple[Block, ...],
+    num_stages: int,
+    partition: Partition,
+    measure: Callable[[Sequence[Block]], Profile] | None,
+    rehearsed: Rehearsed | None,
+    in_flight: InFlight | None,
+) -> Plan:
+    cut(len(blocks), num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition)
     if partition == "parameters":
         sizes = [float(num_parameters(module, block)) for block in blocks]
         spans, _ = balance(sizes, [0.0] * (len(blocks) - 1), [1.0] * num_stages)
@@ -110,18 +177,34 @@ def plan(
         if measure is None:
             raise ConfigurationError('partition="balanced" needs a batch to measure the blocks with.')
         options = partition if isinstance(partition, Balanced) else Balanced()
-        if options.memory is not None:  # what does not even fit without activations is not loaded to be measured
-            weights = [BlockProfile(0, 0, 0, 0, *parameter_bytes(module, block)) for block in blocks]
-            nothing = [0.0] * len(blocks)
-            balance(nothing, nothing[1:], [1.0] * num_stages, _memory(options, weights, in_flight))
-        measured = measure(blocks)
+        measured = with_crossing(measure(blocks), blocks, rehearsed)
         seconds = [block.forward_seconds + block.backward_seconds for block in measured]
         crossing = [transfer_seconds(block, options.bandwidth) for block in measured[:-1]]
         memory = None if options.memory is None else _memory(options, measured, in_flight)
         spans, _ = balance(seconds, crossing, options.speeds or [1.0] * num_stages, memory)
     else:
         spans = cut(len(blocks), num_stages, partition)  # type: ignore[arg-type]  # names are dealt with above
-    return Plan(blocks, spans)
+    made = Plan(blocks, spans)
+    if rehearsed is None:
+        return made
+    travel = {step: rehearsed.travel(step, made.module_spans) for step in rehearsed.traces}
+    readers = {name: sorted(stages) for name, stages in rehearsed.readers(made.module_spans).items()}
+    return replace(made, travel=travel, readers=readers)
+
+
+def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: Rehearsed | None) -> Profile:
+    """The profile with all bytes that cross a cut after each block in a training step; None where it cannot be cut."""
+    if rehearsed is None or "training_step" not in rehearsed.traces:
+        return profile
+    crossings = [rehearsed.crossing("training_step", end) for end in accumulate(len(block) for block in blocks)]
+    return [
+        replace(
+            block,
+            activation_bytes=None if crossing.refusals or block.activation_bytes is None else crossing.activation_bytes,
+            gradient_bytes=crossing.gradient_bytes,
+        )
+        for block, crossing in zip(profile, crossings, strict=True)
+    ]
 
 
 def is_measured(partition: Partition) -> bool:
@@ -129,9 +212,31 @@ def is_measured(partition: Partition) -> bool:
     return partition == "balanced" or isinstance(partition, Balanced)
 
 
-def check(num_blocks: int, num_stages: int, partition: Partition) -> None:
-    """Raises ConfigurationError if no batch is needed to see that a chain of ``num_blocks`` cannot be cut
-    so."""
+def check(
+    module: nn.Module,
+    names: Sequence[str] | None,
+    num_stages: int,
+    partition: Partition,
+    in_flight: InFlight | None = None,
+) -> None:
+    """Raises ConfigurationError if it can be seen without a batch that ``module`` cannot be cut so."""
+    check_partition(num_stages, partition)
+    refused: ConfigurationError | None = None
+    for chain in find_chains(module, names):
+        num_blocks = len(join_ends(module, chain)) if names is None else len(chain)
+        try:
+            cut(num_blocks, num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition)
+            _check_weights(module, chain, num_stages, partition, in_flight)
+        except ConfigurationError as error:
+            refused = refused or error
+        else:
+            return
+    assert refused is not None
+    raise refused
+
+
+def check_partition(num_stages: int, partition: Partition) -> None:
+    """Raises ConfigurationError if no model can be cut so."""
     if isinstance(partition, str) and partition not in ("uniform", "parameters", "balanced"):
         raise ConfigurationError(
             f"partition={partition!r} is not known. Use 'uniform', 'parameters', 'balanced', Balanced(...) "
@@ -148,7 +253,26 @@ def check(num_blocks: int, num_stages: int, partition: Partition) -> None:
             f"Balanced(memory={list(partition.memory)}) names {len(partition.memory)} devices for num_stages="
             f"{num_stages}. Give the bytes of one device for each stage."
         )
-    cut(num_blocks, num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition)
+
+
+def encode(plan: Plan) -> bytes:
+    """As JSON."""
+    return msgspec.json.encode(
+        _Encoded(plan.blocks, [(s.start, s.stop) for s in plan.spans], plan.travel, plan.readers)
+    )
+
+
+def decode(data: bytes) -> Plan:
+    """The reverse of :func:`encode`."""
+    plain = msgspec.json.decode(data, type=_Encoded)
+    return Plan(plain.blocks, tuple(range(*span) for span in plain.spans), plain.travel, plain.readers)
+
+
+class _Encoded(msgspec.Struct):
+    blocks: tuple[tuple[str, ...], ...]
+    spans: Sequence[tuple[int, int]]
+    travel: Mapping[str, Travel]
+    readers: Mapping[str, Sequence[int]]
 
 
 def num_parameters(module: nn.Module, block: Block) -> int:
@@ -186,6 +310,17 @@ def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> InFligh
         f"Balanced(memory=...) does not know what schedule={schedule!r} keeps in memory. Use 1f1b, gpipe or pipedream, "
         "or leave memory out."
     )
+
+
+def _check_weights(
+    module: nn.Module, chain: Sequence[str], num_stages: int, partition: Partition, in_flight: InFlight | None
+) -> None:
+    """Refuses a model of which not even the weights fit, before it is on any device."""
+    if not isinstance(partition, Balanced) or partition.memory is None or len(chain) < num_stages:
+        return
+    weights = [BlockProfile(0, 0, 0, 0, *parameter_bytes(module, (path,))) for path in chain]
+    nothing = [0.0] * len(chain)
+    balance(nothing, nothing[1:], [1.0] * num_stages, _memory(partition, weights, in_flight))
 
 
 def _memory(options: Balanced, profile: Profile, in_flight: InFlight | None) -> Memory:

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.intercept import Original, intercept
-from lightning_sdpipe.partition.rehearsal import rehearsal
+from lightning_sdpipe.partition.rehearsal import without_a_trace
 from lightning_sdpipe.partition.saved import parameter_bytes, recording_saved
-from lightning_sdpipe.partition.structure import take_apart
+from lightning_sdpipe.partition.structure import Opaque, take_apart
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def profile(
     """Measures each block while ``step`` runs forward and backward: medians over ``repeats`` runs after a
     first one.
 
-    Nothing of it remains: see :func:`~lightning_sdpipe.partition.rehearsal.rehearsal`. With activation
+    Nothing of it remains: see :func:`~lightning_sdpipe.partition.rehearsal.without_a_trace`. With activation
     checkpointing the recomputation is part of the backward, as it is in training.
 
     Args:
@@ -61,7 +61,7 @@ def profile(
     Raises:
         ConfigurationError: the module is not whole, or a block does not run in the step.
     """
-    absent = [name for name, p in module.named_parameters() if p.device.type == "meta"]
+    absent = [name for name, p in module.named_parameters() if p.is_meta]
     if absent:
         raise ConfigurationError(
             f'partition="balanced" measures the whole model in one process, but {absent[0]!r} and '
@@ -75,7 +75,7 @@ def profile(
             torch.get_device_module(device).synchronize(device)
         return clock()
 
-    with rehearsal(module):
+    with without_a_trace(module):
         with recording_saved(module, blocks) as saved:
             _measure(module, blocks, step, now)
         runs = [_measure(module, blocks, step, now) for _ in range(repeats)]
@@ -153,10 +153,10 @@ def _backward_seconds(arrived: Mapping[int, float], num_blocks: int, end: float)
 
 
 def _crossing(output: Any) -> tuple[int | None, int]:
-    try:
-        tensors, _ = take_apart(output, "")
-    except ConfigurationError:
+    leaves, structure = take_apart(output)
+    if any(isinstance(part, Opaque) for part in structure.parts):
         return None, 0
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return (
         sum(t.numel() * t.element_size() for t in tensors),
         sum(t.numel() * t.element_size() for t in tensors if t.requires_grad),

@@ -1,37 +1,117 @@
-"""Running a user's step before training without leaving a trace."""
+"""Running a user's steps before training, to see what they do, without leaving a trace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
-from torchmetrics import Metric
+
+from lightning_sdpipe.partition.labels import Labels
+from lightning_sdpipe.partition.rehearsed import Rehearsed
+from lightning_sdpipe.random_streams import RandomStreams
+
+_CONTAINERS = (list, dict, set, deque)
+
+
+_AT_MOST = 8  # runs of a step, while blocks are skipped in some of them
+
+
+@dataclass(frozen=True)
+class StepCalls:
+    """A step of a module, what it is called with in turn (micro-batches, with their further arguments), whether it
+    trains, and what to run it in."""
+
+    name: str
+    calls: Sequence[tuple[Any, tuple[int, ...]]]
+    trains: bool
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def rehearse(module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls], device: torch.device) -> Rehearsed:
+    """Runs the forwards of ``steps`` with labelled tensors. ``module`` is whole, on ``device``, and is left as it was.
+
+    Raises:
+        Exception: what a step raised.
+    """
+    streams = RandomStreams(device)
+    traces = {}
+    weights: dict[str, set[int]] = {}
+    for step in steps:
+        with without_a_trace(module), torch.set_grad_enabled(step.trains):
+            if not step.trains:
+                module.eval()
+            labels = Labels(module, chain)
+            weights = labels.blocks_of_weights()
+            try:
+                for run in range(max(_AT_MOST, len(step.calls))):
+                    batch, arguments = step.calls[run % len(step.calls)]
+                    streams.begin(run)
+                    with step.context():
+                        labels.run(partial(getattr(module, step.name), batch, *arguments), batch)
+                    orders = {tuple(trace.order) for trace in labels.traces}
+                    if run + 1 >= len(step.calls) and len(orders) == 1:
+                        break
+            finally:
+                labels.restore()
+        traces[step.name] = labels.traces
+    return Rehearsed(chain, traces, weights)
 
 
 @contextmanager
-def rehearsal(module: nn.Module) -> Iterator[None]:
-    """What a step changes within this context is undone: gradients, buffers (BatchNorm's statistics),
-    torchmetrics and the states of the random generators of torch, NumPy and Python. ``self.log`` does nothing
-    meanwhile."""
+def without_a_trace(module: nn.Module) -> Iterator[None]:
+    """What a step changes within this context is undone: gradients, buffers (BatchNorm's statistics), the attributes of
+    all modules with the lists and dicts in them (counters, hooks, the states of torchmetrics), and the states of the
+    random generators of torch, NumPy and Python. ``self.log`` and the loggers do nothing meanwhile."""
     gradients = [(p, p.grad) for p in module.parameters()]
-    buffers = [(b, b.detach().clone()) for b in module.buffers() if b.device.type != "meta"]
+    buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
+    attributes = [(vars(m), dict(vars(m))) for m in module.modules()]
+    containers = {id(c): (c, c.copy()) for _, values in attributes for c in _containers(list(values.values()))}
     for parameter, _ in gradients:
         parameter.grad = None
     if hasattr(module, "log"):
-        module.__dict__["log"] = lambda *_, **__: None
+        vars(module)["log"] = lambda *_, **__: None
     try:
-        with isolate_rng():
+        with isolate_rng(), _without_loggers(getattr(module, "_trainer", None)):
             yield
     finally:
-        module.__dict__.pop("log", None)
+        for container, before in containers.values():
+            container.clear()
+            container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
+        for values, before in attributes:
+            values.clear()
+            values.update(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                metric.reset()
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """The lists, dicts, sets and deques in ``value``, those within others after them."""
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, _CONTAINERS):
+            yield item
+        if isinstance(item, (*_CONTAINERS, tuple)):
+            yield from _containers(item)
+
+
+@contextmanager
+def _without_loggers(trainer: Any) -> Iterator[None]:
+    if trainer is None:
+        yield
+        return
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.pipeline.samples import tensors_in
 
 _State = tuple[Tensor, Any, Any]
 
@@ -151,8 +151,7 @@ def check_equal(batch: Any, groups: ProcessGroups) -> None:
         WorkerFailedError: one of them is gone.
         ConfigurationError: they were given different batches.
     """
-    tensors: list[Tensor] = []
-    apply_to_collection(batch, Tensor, tensors.append)
+    tensors = list(tensors_in(batch))
     counts = _on_all_stages([len(tensors)], groups)
     same = len(set(counts)) == 1
     if same:
@@ -165,6 +164,20 @@ def check_equal(batch: Any, groups: ProcessGroups) -> None:
             "numbers in the dataset and in collate_fn from the generators of torch, numpy and random (which are in "
             "step here), not from one that is seeded per process, and let a custom sampler depend on "
             "trainer.strategy.distributed_sampler_kwargs instead of the rank."
+        )
+
+
+def check_equal_split(signatures: Sequence[object], groups: ProcessGroups) -> None:
+    """Compares how the module's own ``split_batch`` has split a batch between the stages; all of them must call it.
+
+    Raises:
+        WorkerFailedError: one of them is gone.
+        ConfigurationError: shapes of the parts differ.
+    """
+    if len(set(_on_all_stages([_digest(repr(signatures).encode())], groups))) > 1:
+        raise ConfigurationError(
+            "split_batch returned batches of other shapes on some stages of a pipeline than on others. Let it depend "
+            "on nothing but the batch and n: every stage splits the same batch for itself."
         )
 
 

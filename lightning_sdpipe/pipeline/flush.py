@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.partition.cut_step import Boundary
+from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.gradients import (
     GradientExchange,
     loss_with_gradients,
@@ -32,10 +32,11 @@ from lightning_sdpipe.pipeline.gradients import (
     reported_to,
     set_aside,
 )
+from lightning_sdpipe.pipeline.loss import SharedLoss
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
+from lightning_sdpipe.pipeline.stage_runner import AFTER_THE_STEP, StageRunner, Step
 from lightning_sdpipe.pipeline.step_log import StepLog
 
 
@@ -45,7 +46,7 @@ class FlushPipeline:
     Args:
         runners: run these stages' parts of a step.
         num_workers: M, the workers of the pipeline.
-        parameters: the trained parameters of these stages.
+        parameters: the trained parameters of these stages; the sequence may change between mini-batches.
         shared: those that other stages hold too.
         delays: makes this worker slow, if it was asked to.
         schedule: ``"1f1b"`` or ``"gpipe"`` for one stage, ``"interleaved_1f1b"`` or ``"zero_bubble"`` for several.
@@ -72,6 +73,7 @@ class FlushPipeline:
         ]
         self._schedule = _schedule(schedule, self._stages, num_micro_batches)
         self._num_micro_batches = num_micro_batches
+        self._loss = SharedLoss(runners[-1].link, num_workers)
 
     def train(
         self,
@@ -80,9 +82,9 @@ class FlushPipeline:
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
-        before_last_backward: Callable[[], None] = lambda: None,
+        ready: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Runs forward and backward of a mini-batch.
+        """Runs forward and backward of a mini-batch. What is sent last may still be under way afterwards.
 
         Args:
             batch: the whole mini-batch.
@@ -90,37 +92,55 @@ class FlushPipeline:
             iteration: counts mini-batches.
             exchange: what an update that follows replaces gradients by.
             accumulated: earlier mini-batches have left gradients for the same update.
-            before_last_backward: called once, when this worker needs nothing more from others to finish.
+            ready: called once, when this worker needs nothing more from others to finish: before its last backward, or
+                if it shares parameters with other stages, when their gradients have come.
 
         Returns:
-            The loss, a scalar whose ``backward`` puts the gradients in place; zero on all stages but the last.
+            The loss, a scalar whose ``backward`` puts the gradients in place.
         """
-        micro_batches = split(batch, self._num_micro_batches)
+        self.settle()
+        micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
         log = StepLog()
 
         before = set_aside(self._parameters)
         self._delays.before_forward(iteration)
         keys = [step.key(micro_batch) for micro_batch in micro_batches]
         backwards = len(self._stages) * self._num_micro_batches
+        waits_for_owners = self._shared.train
         before_backward = _first_and_last(
-            backwards, lambda: self._delays.before_backward(iteration), before_last_backward
+            backwards,
+            lambda: self._delays.before_backward(iteration),
+            lambda: self._before_last_backward(None if waits_for_owners else ready),
         )
         last_backward = self._reporting(exchange if not accumulated else None)
         for runner, stage in zip(self._runners, self._stages, strict=True):
-            forward = partial(_forward, runner, self._delays, micro_batches, step, log)
+            forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
             stage.begin(keys, forward, before_backward, self._delays.computing, last_backward)
-        losses: list[Tensor] = []
         indices = torch.arange(self._num_micro_batches)  # the schedules want a target to call the loss function
-        self._schedule.step(target=indices, losses=losses, return_outputs=False)
-        for runner in self._runners:
-            runner.link.settle()
+        self._schedule.step(target=indices, return_outputs=False)
+        self._runners[0].cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
         self._shared.sum_gradients()
+        if waits_for_owners:
+            ready()
         log.replay(self._runners[0].module.log)
-        device = self._stages[0].device
-        loss = torch.stack([part.detach() for part in losses]).sum() if losses else torch.zeros((), device=device)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
-        return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale, exchange, accumulated)
+        return loss_with_gradients(
+            self._loss.take(), self._parameters, gradients, step.loss_scale, exchange, accumulated
+        )
+
+    def settle(self) -> None:
+        """Waits until the neighbours have taken everything that was sent."""
+        for runner in self._runners:
+            runner.link.settle()
+        self._loss.settle()
+
+    def _before_last_backward(self, ready: Callable[[], None] | None) -> None:
+        self._loss.exchange()
+        if ready is not None:
+            for runner in self._runners:
+                runner.link.make_room()
+            ready()
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
         """Around a stage's last backward, which completes the gradients of all that no other stage adds to."""
@@ -151,11 +171,15 @@ def _forward(
     micro_batches: Sequence[MicroBatch],
     step: Step,
     log: StepLog,
+    loss: SharedLoss,
     index: int,
-    received: Boundary | None,
-) -> Boundary | Tensor:
+    received: Message | None,
+) -> Message | Tensor:
     with delays.computing():
-        return runner.train(micro_batches[index], step, received, log)
+        outcome = runner.train(micro_batches[index], index, step, received, log)
+    if isinstance(outcome, Tensor):
+        loss.add(outcome)
+    return outcome
 
 
 def _schedule(

@@ -2,24 +2,25 @@
 
 Both ends see the same micro-batches, so both know the shape of the next message once a micro-batch of that shape has
 passed. The first message for new shapes is preceded by a header that describes it; no user code runs an extra time.
-Sends start at once and are waited for later; the next receive is posted before the current micro-batch is computed.
+With the tensors goes a note: which of the known layouts the message has (a block may be skipped now and then), and the
+Python numbers that the blocks have made. A message that has not the expected shapes travels after one that has. Sends
+start at once and are waited for later; the next receive is posted before the current micro-batch is computed.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe import p2p
-from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.cut_step import Boundary
-from lightning_sdpipe.partition.structure import Structure, TensorMeta, decode_structures, encode_structures
+from lightning_sdpipe.partition.message import Layout, Message
 
 
 @dataclass
@@ -31,7 +32,8 @@ class StageLink:
         ranks: global rank of every stage of the pipeline; a rank may hold several.
         stage: the stage whose neighbours these are.
         device: where received tensors go.
-        dynamic_shapes: send a header before every message, for blocks whose output shapes depend on the data.
+        dynamic_shapes: send a header before every message, which is faster than the above if output shapes of blocks
+            often depend on the data.
         sends_in_flight: of one direction, before a further one waits for the oldest: one that the neighbour is taking
             and one that is ready for it. None for no bound, where stages wait for each other in a ring.
     """
@@ -43,72 +45,89 @@ class StageLink:
     dynamic_shapes: bool = False
     sends_in_flight: int | None = 2
     seconds_waiting: float = 0.0  # for the neighbours, so far
-    _incoming: dict[Hashable, list[Structure | None]] = field(default_factory=dict)
-    _outgoing: dict[Hashable, list[Structure | None]] = field(default_factory=dict)
+    _incoming: dict[Hashable, list[Layout]] = field(default_factory=dict)
+    _outgoing: dict[Hashable, list[Layout]] = field(default_factory=dict)
     _expected: deque[tuple[Hashable, p2p.Transfer]] = field(default_factory=deque)
-    _idle: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = field(default_factory=dict)
     _sent_down: deque[p2p.Transfer] = field(default_factory=deque)
     _sent_up: deque[p2p.Transfer] = field(default_factory=deque)
 
-    def send_activations(self, boundary: Boundary, key: Hashable) -> None:
-        """Starts sending a micro-batch's boundary to the next stage; ``key`` identifies its shapes on both ends."""
-        structures = list(boundary.structures)
-        known = self._outgoing.get(key)
-        to, tag = self.stage + 1, 2 * (self.stage + 1)
-        if known is None or self.dynamic_shapes:
-            self._outgoing[key] = structures
-            header = encode_structures(structures)
-            self._sent_down.append(p2p.send_bytes(header, self.ranks[to], self.group, tag, self._name(to)))
-        elif known[-1] != structures[-1]:
-            raise ConfigurationError(
-                f"The last block of stage {self.stage} returned {structures[-1]} where an earlier micro-batch of the "
-                f"same shapes gave {known[-1]}. If its output depends on the data, set "
-                "SDPipeStrategy(dynamic_shapes=True)."
-            )
-        self._sent_down.append(p2p.send(boundary.tensors, self.ranks[to], self.group, tag, self._name(to)))
+    def send_activations(self, message: Message, key: Hashable) -> None:
+        """Starts sending a micro-batch's message to the next stage; ``key`` identifies its shapes on both ends."""
+        layout = message.layout
+        layouts = self._outgoing.get(key)
+        if layouts is None or self.dynamic_shapes:
+            layouts = self._outgoing[key] = [layout]
+            self._send_down(p2p.send_bytes, layout.encode())
+        number = layouts.index(layout) if layout in layouts else len(layouts)
+        if _as_expected(layout, layouts[0]):
+            self._send_down(p2p.send, [_note(number, message.numbers), *message.tensors])
+        else:  # what the next stage has made room for is filled up, and the message follows
+            nothing = [meta.empty(self.device) for meta in layouts[0].values]
+            self._send_down(p2p.send, [_note(number, [0.0] * layouts[0].first_numbers[-1]), *nothing])
+        if number == len(layouts):
+            layouts.append(layout)
+            self._send_down(p2p.send_bytes, layout.encode())
+        if not _as_expected(layout, layouts[0]):
+            self._send_down(p2p.send, [_note(number, message.numbers), *message.tensors])
         if self.sends_in_flight is not None:
             self._settle(self._sent_down, 2 * self.sends_in_flight)
 
     def expect_activations(self, key: Hashable) -> None:
         """Posts the receive of the next micro-batch, if its shapes are known."""
-        structures = self._incoming.get(key)
-        if structures is not None and not self.dynamic_shapes:
-            self._expected.append((key, self._post(_crossing(structures))))
+        layouts = self._incoming.get(key)
+        if layouts is not None and not self.dynamic_shapes:
+            self._expected.append((key, self._post(layouts[0])))
 
-    def receive_activations(self, key: Hashable) -> Boundary:
+    def receive_activations(self, key: Hashable) -> Message:
         """Waits for the next micro-batch of the previous stage. Tensors that need gradients come as leaves."""
         if self._expected:
             expected_key, transfer = self._expected.popleft()
             assert expected_key == key
         else:
-            source, tag = self.stage - 1, 2 * self.stage
             if key not in self._incoming or self.dynamic_shapes:
-                header = p2p.receive_bytes(self.ranks[source], self.group, tag, self._name(source))
-                self._incoming[key] = decode_structures(header)
-            transfer = self._post(_crossing(self._incoming[key]))
-        structures = self._incoming[key]
-        tensors = self._wait(transfer)
-        for tensor, meta in zip(tensors, _crossing(structures), strict=True):
+                self._incoming[key] = [self._receive_layout()]
+            transfer = self._post(self._incoming[key][0])
+        note, *tensors = self._wait(transfer)
+        layouts = self._incoming[key]
+        number = int(note[0])
+        if number == len(layouts):
+            layouts.append(self._receive_layout())
+        layout = layouts[number]
+        if not _as_expected(layout, layouts[0]):
+            note, *tensors = self._wait(self._post(layout))
+        for tensor, meta in zip(tensors, layout.values, strict=True):
             tensor.requires_grad_(meta.requires_grad)
-        return Boundary(tensors, structures)
+        return Message(tensors, note[1:].tolist(), layout)
 
-    def reuse(self, received: Sequence[Tensor]) -> None:
-        """Takes back what :meth:`receive_activations` gave, for later messages; its graph must be done with."""
-        for tensor in received:
-            self._idle.setdefault((tensor.shape, tensor.dtype), []).append(tensor.detach())
+    def send_gradients(self, received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Starts sending the gradients of a received micro-batch to the previous stage.
 
-    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Starts sending the gradients of a received micro-batch to the previous stage."""
+        What nobody used has no gradient, which several tensors are preceded by flags for. One alone gets zeros.
+        """
         to, tag = self.stage - 1, 2 * self.stage - 1
-        self._sent_up.append(p2p.send(gradients, self.ranks[to], self.group, tag, self._name(to)))
+        if len(gradients) > 1:
+            message = [torch.tensor([g is not None for g in gradients]), *(g for g in gradients if g is not None)]
+        else:
+            message = [torch.zeros_like(t) if g is None else g for t, g in zip(received, gradients, strict=True)]
+        self._sent_up.append(p2p.send(message, self.ranks[to], self.group, tag, self._name(to)))
         if self.sends_in_flight is not None:
             self._settle(self._sent_up, self.sends_in_flight)
 
-    def receive_gradients(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Waits for the gradients of the tensors ``like``, which were sent to the next stage."""
+    def receive_gradients(self, sent: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Waits for the gradients of the tensors ``sent`` to the next stage: those that have one, and theirs."""
         source, tag = self.stage + 1, 2 * self.stage + 1
-        buffers = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in like]
-        return self._wait(p2p.receive(buffers, self.ranks[source], self.group, tag, self._name(source)))
+        rank, name = self.ranks[source], self._name(source)
+        outputs = list(sent)
+        if len(outputs) > 1:
+            (flags,) = self._wait(p2p.receive([torch.empty(len(sent), dtype=torch.bool)], rank, self.group, tag, name))
+            outputs = [t for t, used in zip(sent, flags.tolist(), strict=True) if used]
+        buffers = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in outputs]
+        return outputs, self._wait(p2p.receive(buffers, rank, self.group, tag, name))
+
+    def make_room(self) -> None:
+        """Waits until one more gradient can be sent without waiting for the previous stage."""
+        if self.sends_in_flight is not None:
+            self._settle(self._sent_up, self.sends_in_flight - 1)
 
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""
@@ -125,20 +144,28 @@ class StageLink:
         self.seconds_waiting += time.perf_counter() - start
         return tensors
 
-    def _post(self, metas: Sequence[TensorMeta]) -> p2p.Transfer:
-        buffers = [self._buffer(meta) for meta in metas]
+    def _post(self, layout: Layout) -> p2p.Transfer:
+        note = torch.empty(1 + layout.first_numbers[-1], dtype=torch.float64)
+        buffers = [note, *(meta.empty(self.device) for meta in layout.values)]
         source = self.stage - 1
         return p2p.receive(buffers, self.ranks[source], self.group, 2 * self.stage, self._name(source))
 
-    def _buffer(self, meta: TensorMeta) -> Tensor:
-        idle = self._idle.get((torch.Size(meta.shape), meta.dtype))
-        return idle.pop().detach() if idle else meta.empty(self.device)
+    def _receive_layout(self) -> Layout:
+        source, tag = self.stage - 1, 2 * self.stage
+        return Layout.decode(p2p.receive_bytes(self.ranks[source], self.group, tag, self._name(source)))
+
+    def _send_down(self, send: Callable[..., p2p.Transfer], what: Any) -> None:
+        to, tag = self.stage + 1, 2 * (self.stage + 1)
+        self._sent_down.append(send(what, self.ranks[to], self.group, tag, self._name(to)))
 
     def _name(self, stage: int) -> str:
         return f"stage {stage} (rank {self.ranks[stage]})"
 
 
-def _crossing(structures: Sequence[Structure | None]) -> Sequence[TensorMeta]:
-    last = structures[-1]
-    assert last is not None, "take_apart gave the boundary a structure"
-    return last.tensors
+def _note(number: int, numbers: Sequence[float]) -> Tensor:
+    return torch.tensor([number, *numbers], dtype=torch.float64)
+
+
+def _as_expected(layout: Layout, first: Layout) -> bool:
+    """Do messages of both layouts have the same size? Those that have not travel twice."""
+    return layout.values == first.values and layout.first_numbers[-1] == first.first_numbers[-1]

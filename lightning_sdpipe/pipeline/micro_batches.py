@@ -1,81 +1,99 @@
-"""Splitting a mini-batch into micro-batches."""
+"""Splitting a mini-batch into micro-batches, by itself or as the user's module says."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.pipeline.samples import find_samples, shapes
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A slice of the mini-batch, and its share of the mini-batch's samples."""
+    """A part of the mini-batch, and how much its loss counts in that of the mini-batch."""
 
     batch: Any
-    size: int
-    weight: float
+    weight: float  # those of a mini-batch add up to 1
     signature: tuple[Any, ...]  # the shapes of its tensors; equal signatures give messages of equal shape
 
 
-def split(batch: Any, num_micro_batches: int) -> list[MicroBatch]:
-    """Splits every tensor whose first dimension is the batch size; everything else goes whole to each micro-batch.
+def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -> list[MicroBatch]:
+    """Splits a mini-batch by its samples, as :mod:`~lightning_sdpipe.pipeline.samples` finds them; what belongs to no
+    sample goes whole to each micro-batch. Sizes differ by at most one sample, larger ones first.
 
-    Sizes differ by at most one sample. The loss of each micro-batch is weighted by its share of the samples, so that
-    the gradient of a loss that is a mean over samples equals that of the whole mini-batch.
+    A ``module`` may have methods of its own: ``split_batch(batch, n)`` returns n batches instead, and
+    ``weigh_batch(batch)`` a number by which their losses count; the number of samples by default. With weights that a
+    loss divides by (samples, or labelled words), the gradient is that of the whole mini-batch. Both methods must return
+    the same on all stages.
 
     Raises:
-        ConfigurationError: fewer samples than micro-batches.
+        ConfigurationError: fewer samples than micro-batches; nobody can tell what a sample is; or the module's own
+            methods return something else than they should.
     """
-    size = batch_size(batch)
-    if size < num_micro_batches:
-        raise ConfigurationError(
-            f"A batch of {size} samples cannot be split into num_micro_batches={num_micro_batches}. Use a larger batch "
-            "or fewer micro-batches; if only the last batch of an epoch is that small, set drop_last=True."
-        )
-    each, more = divmod(size, num_micro_batches)
-    parts, start = [], 0
-    for index in range(num_micro_batches):
-        stop = start + each + (index < more)
-        part = _slice(batch, size, start, stop)
-        parts.append(MicroBatch(part, stop - start, (stop - start) / size, signature(part)))
-        start = stop
-    return parts
+    if num_micro_batches == 1:
+        return [whole(batch)]
+    own = getattr(module, "split_batch", None)
+    if own is not None:
+        _check_signature(module, own, batch, num_micro_batches)
+        parts = list(own(batch, num_micro_batches))
+        if len(parts) != num_micro_batches:
+            raise ConfigurationError(
+                f"{type(module).__name__}.split_batch(batch, {num_micro_batches}) returned {len(parts)} batches; it "
+                f"must return {num_micro_batches}."
+            )
+        weights = _weights(parts, module)
+    else:
+        samples = find_samples(batch, _ADVICE)
+        if samples.count < num_micro_batches:
+            raise ConfigurationError(
+                f"A batch of {samples.count} samples cannot be split into num_micro_batches={num_micro_batches}. Use a "
+                "larger batch or fewer micro-batches; if only the last batch of an epoch is that small, set "
+                "drop_last=True."
+            )
+        each, more = divmod(samples.count, num_micro_batches)
+        sizes = [each + (index < more) for index in range(num_micro_batches)]
+        ends = [sum(sizes[: index + 1]) for index in range(num_micro_batches)]
+        parts = [samples[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        weights = _weights(parts, module) if hasattr(module, "weigh_batch") else sizes
+    total = sum(weights)
+    return [MicroBatch(part, weight / total, shapes(part)) for part, weight in zip(parts, weights, strict=True)]
 
 
 def whole(batch: Any) -> MicroBatch:
     """The mini-batch as one micro-batch."""
-    size = batch_size(batch)
-    return MicroBatch(batch, size, 1.0, signature(batch))
+    return MicroBatch(batch, 1.0, shapes(batch))
 
 
-def batch_size(batch: Any) -> int:
-    """The first dimension of the first tensor that has one, as Lightning counts samples.
+_ADVICE = (
+    "Define split_batch(batch, n) in your LightningModule, which returns n batches, or set "
+    "SDPipeStrategy(num_micro_batches=1)."
+)
+_WEIGHT_ADVICE = "Define weigh_batch(batch) in your LightningModule, by which the losses of its batches are weighted."
 
-    Raises:
-        ConfigurationError: there is no such tensor.
-    """
-    sizes: list[int] = []
-    apply_to_collection(batch, Tensor, lambda t: sizes.extend(t.shape[:1]))
-    if not sizes:
+
+def _weights(parts: Sequence[Any], module: nn.Module | None) -> Sequence[float]:
+    weigh = getattr(module, "weigh_batch", None)
+    if weigh is None:
+        return [find_samples(part, _WEIGHT_ADVICE).count for part in parts]
+    weights = [float(weigh(part)) for part in parts]
+    if any(weight < 0 for weight in weights) or sum(weights) == 0:
         raise ConfigurationError(
-            f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it cannot be split "
-            "into micro-batches. Let the collate function make tensors."
+            f"{type(module).__name__}.weigh_batch returned {weights} for the parts of a batch; weights are 0 or more, "
+            "and some of them above."
         )
-    return sizes[0]
+    return weights
 
 
-def signature(batch: Any) -> tuple[Any, ...]:
-    shapes: list[tuple[Any, ...]] = []
-    apply_to_collection(batch, Tensor, lambda t: shapes.append((tuple(t.shape), t.dtype)))
-    return tuple(shapes)
-
-
-def _slice(batch: Any, size: int, start: int, stop: int) -> Any:
-    def slice_tensor(tensor: Tensor) -> Tensor:
-        return tensor[start:stop] if tensor.ndim and tensor.shape[0] == size else tensor
-
-    return apply_to_collection(batch, Tensor, slice_tensor)
+def _check_signature(module: nn.Module | None, method: Any, *arguments: Any) -> None:
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{type(module).__name__}.split_batch does not take (batch, n): {error}. By it a module says "
+            "how its batches are split into n micro-batches; rename a method that does something else."
+        ) from error

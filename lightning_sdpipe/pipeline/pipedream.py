@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.partition.cut_step import Boundary
+from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients
 from lightning_sdpipe.pipeline.micro_batches import whole
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
+from lightning_sdpipe.pipeline.stage_runner import AFTER_THE_STEP, StageRunner, Step
 from lightning_sdpipe.pipeline.step_log import StepLog
 
 
@@ -49,7 +49,8 @@ class PipeDreamPipeline:
 
     Args:
         runner: runs this stage's part of a step.
-        parameters: this stage's trained parameters; none may be shared with another stage.
+        parameters: this stage's trained parameters; none may be shared with another stage. The sequence may change
+            when nothing is in flight.
         delays: makes this worker slow, if it was asked to.
     """
 
@@ -60,8 +61,7 @@ class PipeDreamPipeline:
         self._depth = len(runner.link.ranks) - 1 - runner.link.stage
         self._in_flight: deque[_InFlight] = deque()
         self._steps = _Steps(runner.module)
-        names = {id(p): f"module.{name}" for name, p in runner.module.named_parameters()}
-        self._names = [names[id(p)] for p in parameters]
+        self._names = {id(p): f"module.{name}" for name, p in runner.module.named_parameters()}
 
     @property
     def filling(self) -> bool:
@@ -80,7 +80,7 @@ class PipeDreamPipeline:
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
-        before_last_backward: Callable[[], None] = lambda: None,
+        ready: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Runs the forward of a mini-batch and the backward that is due.
 
@@ -90,22 +90,24 @@ class PipeDreamPipeline:
             iteration: counts mini-batches.
             exchange: what an update that follows replaces gradients by; not used while the pipeline fills.
             accumulated: False; every gradient is applied at once.
-            before_last_backward: called when this worker needs nothing more from others to compute the gradient that is
-                due; not while the pipeline fills.
+            ready: called when this worker needs nothing more from others to compute the gradient that is due; not
+                while the pipeline fills.
 
         Returns:
-            The loss of this mini-batch, a scalar (zero on all stages but the last). Its ``backward`` puts the gradient
-            of the mini-batch that is due in place, or none while the pipeline fills.
+            The loss of this mini-batch, a scalar (nan on all stages but the last, which will know it later). Its
+            ``backward`` puts the gradient of the mini-batch that is due in place, or none while the pipeline fills.
         """
         filling = self.filling
         loss = self._forward(batch, step, iteration)
-        return loss_with_gradients(loss, [], []) if filling else self._backward(loss, exchange, before_last_backward)
+        return loss_with_gradients(loss, [], []) if filling else self._backward(loss, exchange, ready)
 
-    def drain(
-        self, exchange: GradientExchange | None = None, before_last_backward: Callable[[], None] = lambda: None
-    ) -> Tensor:
+    def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
         """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
-        return self._backward(torch.zeros((), device=self._runner.link.device), exchange, before_last_backward)
+        return self._backward(torch.zeros((), device=self._runner.link.device), exchange, ready)
+
+    def settle(self) -> None:
+        """Waits until the neighbours have taken everything that was sent."""
+        self._runner.link.settle()
 
     def _forward(self, batch: Any, step: Step, iteration: int) -> Tensor:
         runner, log = self._runner, StepLog()
@@ -114,13 +116,16 @@ class PipeDreamPipeline:
         received = None if runner.is_first else runner.link.receive_activations(key)
         self._delays.before_forward(iteration)
         weights: Sequence[Tensor] = self._parameters if runner.is_last else self._stash()
-        replaced = {} if runner.is_last else dict(zip(self._names, weights, strict=True))
+        names = [self._names[id(p)] for p in self._parameters]
+        replaced = {} if runner.is_last else dict(zip(names, weights, strict=True))
         with self._delays.computing():
-            outcome = functional_call(self._steps, replaced, (lambda: runner.train(micro_batch, step, received, log),))
-        if isinstance(outcome, Boundary):
+            run = partial(runner.train, micro_batch, 0, step, received, log)
+            outcome = functional_call(self._steps, replaced, (run,))
+        runner.cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
+        if isinstance(outcome, Message):
             runner.link.send_activations(outcome, key)
             outputs = [t for t in outcome.tensors if t.requires_grad]
-            loss = torch.zeros((), device=runner.link.device)
+            loss = torch.full((), torch.nan, device=runner.link.device)
         else:
             outputs, loss = [outcome], outcome.detach()
         inputs = [t for t in received.tensors if t.requires_grad] if received else []
@@ -131,11 +136,12 @@ class PipeDreamPipeline:
     def _stash(self) -> list[Tensor]:
         return [p.detach().clone().requires_grad_() for p in self._parameters]
 
-    def _backward(self, loss: Tensor, exchange: GradientExchange | None, before: Callable[[], None]) -> Tensor:
+    def _backward(self, loss: Tensor, exchange: GradientExchange | None, ready: Callable[[], None]) -> Tensor:
         runner, oldest = self._runner, self._in_flight.popleft()
-        gradients = None if runner.is_last else runner.link.receive_gradients(oldest.outputs)
+        outputs, gradients = (oldest.outputs, None) if runner.is_last else runner.link.receive_gradients(oldest.outputs)
         self._delays.before_backward(oldest.iteration)
-        before()
+        runner.link.make_room()
+        ready()
         leaves = [*oldest.inputs, *oldest.weights]
         hooks = []
         if exchange is not None:
@@ -143,16 +149,15 @@ class PipeDreamPipeline:
                 leaf.register_hook(partial(exchange.ready, number))  # type: ignore[no-untyped-call]
                 for number, leaf in enumerate(oldest.weights)
             ]
-        with self._delays.computing():
-            results = torch.autograd.grad(oldest.outputs, leaves, gradients, allow_unused=True)
+        results: Sequence[Tensor | None] = [None] * len(leaves)
+        if leaves and outputs:  # else all of this stage, or of it and those before, is frozen
+            with self._delays.computing():
+                results = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
         for hook in hooks:
             hook.remove()
         to_send, to_apply = results[: len(oldest.inputs)], results[len(oldest.inputs) :]
         if not runner.is_first:
-            runner.link.send_gradients(
-                [torch.zeros_like(t) if g is None else g for t, g in zip(oldest.inputs, to_send, strict=True)]
-            )
-            runner.link.reuse(oldest.inputs)
+            runner.link.send_gradients(oldest.inputs, to_send)
         return loss_with_gradients(loss, self._parameters, to_apply, exchange=exchange)
 
 

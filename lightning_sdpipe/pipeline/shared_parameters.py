@@ -41,6 +41,11 @@ class SharedParameters:
         """Those of this stage."""
         return [self._module.get_parameter(name) for _, _, names in self._copies for name in names]
 
+    @property
+    def train(self) -> bool:
+        """Has this stage any that get gradients?"""
+        return any(p.requires_grad for p in self.parameters)
+
     def make_equal(self) -> None:
         """Gives every copy the value of the first stage that holds it."""
         for group, first, names in self._copies:
@@ -48,14 +53,23 @@ class SharedParameters:
                 dist.broadcast(self._module.get_parameter(name).data, first, group=group)
 
     def sum_gradients(self) -> None:
+        """Gives every copy the sum of the gradients of all; a parameter that no owner used has none, as in one
+        process."""
         for group, _, names in self._copies:
             trained = [p for p in map(self._module.get_parameter, names) if p.requires_grad]
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-            if not gradients:
-                continue
-            flat = torch.cat([g.flatten() for g in gradients])
-            with waiting_for(group, "summing the gradients of shared parameters"):
-                dist.all_reduce(flat, group=group)
-            totals = torch.split_with_sizes(flat, [g.numel() for g in gradients])
-            for parameter, total in zip(trained, totals, strict=True):
-                parameter.grad = total.view_as(parameter)
+            for dtype in {p.dtype: None for p in trained}:
+                _sum_gradients([p for p in trained if p.dtype == dtype], group)
+
+
+def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Of one type. How many owners have a gradient of each parameter travels with the gradients."""
+    mine = [p.grad is not None for p in parameters]
+    used = torch.tensor(mine, dtype=parameters[0].dtype, device=parameters[0].device)
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([used, *(g.flatten() for g in gradients)])
+    with waiting_for(group, "summing the gradients of shared parameters"):
+        dist.all_reduce(flat, group=group)
+    owners, *totals = torch.split_with_sizes(flat, [len(parameters), *(g.numel() for g in gradients)])
+    anybody = mine if all(mine) else owners.tolist()  # reading them waits for a GPU
+    for parameter, total, exists in zip(parameters, totals, anybody, strict=True):
+        parameter.grad = total.view_as(parameter) if exists else None

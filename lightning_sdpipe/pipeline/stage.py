@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from lightning_sdpipe.partition.cut_step import Boundary
+from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.link import StageLink
 
-Forward = Callable[[int, Boundary | None], Boundary | Tensor]
+Forward = Callable[[int, Message | None], Message | Tensor]
 
 
 class CutStage:
@@ -43,7 +43,7 @@ class CutStage:
         self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
         self.act_send_info: dict[int, list[Any]] = {}
         self._link = link
-        self._weights = [p for p in module.parameters() if p.requires_grad and p.device.type != "meta"]
+        self._own = [p for p in module.parameters() if not p.is_meta]
 
     def begin(
         self,
@@ -58,7 +58,7 @@ class CutStage:
         Args:
             keys: for each micro-batch, what identifies the shapes of its messages.
             forward: runs this stage's part of the step on micro-batch ``i``, given what was received; returns the
-                boundary to send, or on the last stage the loss.
+                message to send, or on the last stage the loss.
             before_backward: called before each backward, when the gradients that it starts from have come.
             computing: held while gradients are computed.
             last_backward: entered around the last backward, if that one computes parameters' gradients.
@@ -83,7 +83,7 @@ class CutStage:
                 self._link.expect_activations(self._keys[index + 1])
             self._received[index] = [t for t in received.tensors if t.requires_grad]
         outcome = self._forward(index, received)
-        if isinstance(outcome, Boundary):
+        if isinstance(outcome, Message):
             self._link.send_activations(outcome, self._keys[index])
             self._sent[index] = [t for t in outcome.tensors if t.requires_grad]
             return None
@@ -101,33 +101,44 @@ class CutStage:
         self._backwards_left -= 1
         if full_backward:
             with self._computing(), nullcontext() if self._backwards_left else self._last_backward:
-                torch.autograd.backward(outputs, gradients)
+                if outputs:  # else all that was sent is frozen
+                    torch.autograd.backward(outputs, gradients)
             found: Sequence[Tensor | None] = [t.grad for t in inputs]
-            self._link.reuse(inputs)
-        elif self.is_first:  # nothing to send: all of it can wait
-            self._left[index] = lambda: torch.autograd.backward(outputs, gradients)
-            return
         else:
-            outputs = [t.clone() if t._is_view() else t for t in outputs]  # torch detaches them in place
-            with self._computing():
-                found, groups = stage_backward_input(outputs, gradients, list(inputs), iter(self._weights))
-            # a parameter that several groups use (a shared scale) needs the graph more than once
-            self._left[index] = lambda: stage_backward_weight(iter(self._weights), groups, retain_graph=True)
+            found = self._backward_inputs(index, outputs, gradients, inputs)
         if not self.is_first:
-            self._link.send_gradients(
-                [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
-            )
+            self._link.send_gradients(inputs, found)
+
+    def _backward_inputs(
+        self, index: int, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """The gradients of ``inputs``; those of the parameters are left for later."""
+        if not outputs:
+            self._left[index] = lambda: None
+            return [None] * len(inputs)
+        # torch finds the parameters on the ways from the inputs to an output: to all outputs, if they are one
+        output: Tensor = _Joined.apply(gradients or [torch.ones_like(outputs[0])], *outputs)  # type: ignore[no-untyped-call]
+        weights = [p for p in self._own if p.requires_grad]
+        found: Sequence[Tensor | None] = ()
+        if inputs:
+            with self._computing():
+                found, groups = stage_backward_input([output], None, list(inputs), iter(weights))
+        if any(gradient is not None for gradient in found):
+            # a parameter that several groups use (a shared scale) needs the graph more than once
+            self._left[index] = lambda: stage_backward_weight(iter(weights), groups, retain_graph=True)
+        else:  # all below is frozen: there is nothing but parameters
+            self._left[index] = lambda: torch.autograd.backward(outputs, gradients)
+        return found or [None] * len(inputs)
 
     def backward_weight_one_chunk(self, index: int, **_: Any) -> None:
         """Computes the parameters' gradients of micro-batch ``index`` that :meth:`backward_one_chunk` left."""
         with self._computing():
             self._left.pop(index)()
 
-    def _outputs_and_gradients(self, index: int, loss: Tensor | None) -> tuple[list[Tensor], list[Tensor] | None]:
+    def _outputs_and_gradients(self, index: int, loss: Tensor | None) -> tuple[Sequence[Tensor], list[Tensor] | None]:
         if loss is not None:
             return [loss], None
-        outputs = list(self._sent.pop(index))
-        return outputs, self._link.receive_gradients(outputs)
+        return self._link.receive_gradients(self._sent.pop(index))
 
     # What follows is there because the schedules call it: communication happens above.
 
@@ -153,3 +164,16 @@ class CutStage:
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         pass
+
+
+class _Joined(torch.autograd.Function):
+    """One output that stands for several: its gradient of one is a given gradient for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.ones((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.gradients)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.cut_step import Boundary, CutModel
+from lightning_sdpipe.partition.cut_step import CutModel
+from lightning_sdpipe.partition.message import Message
+from lightning_sdpipe.partition.sending import Travel
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, whole
 from lightning_sdpipe.pipeline.step_log import Log, StepLog, logging_through
@@ -27,11 +29,17 @@ class Step:
     name: str  # "training_step", "validation_step", "test_step" or "predict_step"
     arguments: tuple[Any, ...]
     context: StepContext  # the precision plugin's
+    stream: tuple[int, ...] = ()  # what its random numbers depend on, besides the micro-batch
     loss_scale: Tensor | None = None  # of training in 16-bit mixed precision
+    generation: int = 0  # of the choice of layers that train, on which it depends what needs a gradient
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """What identifies the shapes of the messages that this step sends for a micro-batch, on both ends."""
-        return self.name, torch.is_grad_enabled(), micro_batch.signature
+        return self.name, torch.is_grad_enabled(), self.generation, micro_batch.signature
+
+
+AFTER_THE_STEP = -1
+"""In the place of a micro-batch's number: what is drawn between two steps."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class StageRunner:
     cut_model: CutModel
     span: range
     link: StageLink
+    travel: Mapping[str, Travel] = field(default_factory=dict)  # by the name of a step
 
     @property
     def is_first(self) -> bool:
@@ -51,12 +60,18 @@ class StageRunner:
     def is_last(self) -> bool:
         return self.link.stage == len(self.link.ranks) - 1
 
-    def train(self, micro_batch: MicroBatch, step: Step, received: Boundary | None, log: StepLog) -> Boundary | Tensor:
-        """The boundary to send on; on the last stage the loss, weighted by the micro-batch's share of the samples and
-        scaled."""
-        with logging_through(self.module, log.record(micro_batch.size)):
-            outcome = self._run(micro_batch, step, received)
-        if isinstance(outcome, Boundary):
+    def train(
+        self, micro_batch: MicroBatch, number: int, step: Step, received: Message | None, log: StepLog
+    ) -> Message | Tensor:
+        """Runs micro-batch ``number`` of a mini-batch.
+
+        Returns:
+            The message to send on; on the last stage the loss, weighted by the micro-batch's share of the samples and
+            scaled.
+        """
+        with logging_through(self.module, log.record(micro_batch.weight)):
+            outcome = self._run(micro_batch, number, step, received)
+        if isinstance(outcome, Message):
             return outcome
         loss = _loss(outcome) * micro_batch.weight
         return loss if step.loss_scale is None else loss * step.loss_scale
@@ -71,16 +86,19 @@ class StageRunner:
         key = step.key(micro_batch)
         received = None if self.is_first else self.link.receive_activations(key)
         with logging_through(self.module, _synchronised(self.module.log)):
-            outcome = self._run(micro_batch, step, received)
-        if isinstance(outcome, Boundary):
+            outcome = self._run(micro_batch, 0, step, received)
+        self.cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
+        if isinstance(outcome, Message):
             self.link.send_activations(outcome, key)
             return None
         return outcome
 
-    def _run(self, micro_batch: MicroBatch, step: Step, received: Boundary | None) -> Any:
+    def _run(self, micro_batch: MicroBatch, number: int, step: Step, received: Message | None) -> Any:
         method = getattr(self.module, step.name)
+        travel = self.travel.get(step.name)
+        self.cut_model.streams.begin(*step.stream, number)
         with step.context():
-            return self.cut_model.run(self.span, lambda: method(micro_batch.batch, *step.arguments), received)
+            return self.cut_model.run(self.span, lambda: method(micro_batch.batch, *step.arguments), received, travel)
 
 
 def _loss(outcome: Any) -> Tensor:
@@ -89,6 +107,11 @@ def _loss(outcome: Any) -> Tensor:
         raise ConfigurationError(
             f"training_step returned {type(outcome).__name__}; a pipeline needs a scalar loss tensor, or a dict with "
             "one under 'loss'. To skip a batch, return a loss multiplied by zero."
+        )
+    if loss.is_meta:
+        raise ConfigurationError(
+            "The loss is computed with weights that other stages hold (a sum over all parameters?), and a model that "
+            "is built on meta cannot be rehearsed to find out which. Use the optimizer's weight_decay instead."
         )
     return loss
 

@@ -15,22 +15,26 @@ Log = Callable[..., None]
 
 
 class StepLog:
-    """Collects what each micro-batch logs and logs it once: means weighted by samples, or the sum, minimum or maximum
-    that ``reduce_fx`` asks for. A torchmetrics object accumulates by itself and is logged as it is."""
+    """Collects what each micro-batch logs and logs it once: means weighted as the losses are, or the sum, minimum or
+    maximum that ``reduce_fx`` asks for. A torchmetrics object accumulates by itself and is logged as it is."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[tuple[Any, int]]] = {}
+        self._values: dict[str, list[tuple[Any, float]]] = {}
+        self._batch_sizes: dict[str, int] = {}
         self._options: dict[str, dict[str, Any]] = {}
 
-    def record(self, size: int) -> Log:
-        """A replacement for ``LightningModule.log`` while a micro-batch of ``size`` samples runs."""
+    def record(self, weight: float) -> Log:
+        """A replacement for ``LightningModule.log`` while a micro-batch of this weight runs. A ``batch_size`` that the
+        user gives is its weight instead."""
 
         def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
             if args:  # prog_bar, logger, on_step and on_epoch may be given by position
                 options |= dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
             if isinstance(value, Tensor):
                 value = value.detach()
-            self._values.setdefault(name, []).append((value, batch_size or size))
+            self._values.setdefault(name, []).append((value, batch_size or weight))
+            if batch_size:
+                self._batch_sizes[name] = self._batch_sizes.get(name, 0) + batch_size
             self._options[name] = options
 
         return log
@@ -40,10 +44,10 @@ class StepLog:
         for name, entries in self._values.items():
             options = {**self._options[name], "sync_dist": True}
             value = _combine(entries, options.get("reduce_fx", "mean"))
-            log(name, value, batch_size=sum(size for _, size in entries), **options)
+            log(name, value, batch_size=self._batch_sizes.get(name), **options)  # else Lightning counts the mini-batch
 
 
-def _combine(entries: list[tuple[Any, int]], reduce_fx: Any) -> Any:
+def _combine(entries: list[tuple[Any, float]], reduce_fx: Any) -> Any:
     value = entries[-1][0]
     if isinstance(value, Metric) or not isinstance(value, (Tensor, float, int)) or len(entries) == 1:
         return value
@@ -51,8 +55,8 @@ def _combine(entries: list[tuple[Any, int]], reduce_fx: Any) -> Any:
     values = torch.stack([torch.as_tensor(v, dtype=torch.get_default_dtype()) for v, _ in entries])
     if name in ("sum", "min", "max"):
         return getattr(torch, name)(values)
-    sizes = torch.tensor([size for _, size in entries], dtype=values.dtype, device=values.device)
-    return (values * sizes).sum() / sizes.sum()
+    weights = torch.tensor([weight for _, weight in entries], dtype=values.dtype, device=values.device)
+    return (values * weights).sum() / weights.sum()
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.record import matrix_product, sample
-from lightning_sdpipe.partition.__main__ import build
 from lightning_sdpipe.partition.chain import find_blocks
+from lightning_sdpipe.partition.factory import build
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.placement.model import Block, Model
 

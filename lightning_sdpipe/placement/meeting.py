@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import msgspec
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
@@ -34,7 +34,7 @@ class Meeting:
         patience: seconds to wait for another at most.
     """
 
-    store: dist.Store
+    store: Store
     rank: int
     size: int
     local_rank: int
@@ -63,7 +63,7 @@ class Meeting:
         Raises:
             WorkerFailedError: somebody did not come in time; names who.
         """
-        self.store.set(f"{name}/{self.rank}", msgspec.json.encode(value))
+        self.store.set(f"{name}/{self.rank}", msgspec.json.encode(value).decode())
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         try:
             self.store.wait(keys, timedelta(seconds=self.patience))
@@ -81,7 +81,7 @@ class Meeting:
 
 
 def _as_slurm_says() -> None:
-    from lightning.fabric.plugins.environments import SLURMEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
     if not SLURMEnvironment.detect():
         raise ConfigurationError(HOW_TO_START)

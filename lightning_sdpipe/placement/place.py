@@ -20,7 +20,7 @@ from lightning_sdpipe.placement.rank_zero import ending_with, free_hosts
 from lightning_sdpipe.placement.search import Found, search
 from lightning_sdpipe.placement.throughput import CutJob, Job, Spans, Sync
 from lightning_sdpipe.placement.unlike import place_unlike
-from lightning_sdpipe.scheduler.specification import SemiDecentralizedSpec
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 
 ALIKE = 1.05
 """Devices whose speeds differ by less are taken for equally fast: profiles are not more exact."""
@@ -257,6 +257,6 @@ def _timed(placed: Placed, job: Job, spans: Spans) -> Placed:
                 for stage, members in enumerate(placed.stages)
             )
 
-        drawn = draw(SemiDecentralizedSpec(), times, averaging)
+        drawn = draw(SemiDecentralized(), times, averaging, job.num_micro_batches)
     default = cut.seconds(default_order(job.num_stages, job.num_pipelines))
     return replace(placed, spans=spans, seconds=cut.seconds(placed.stages), default_seconds=default, drawn=drawn)

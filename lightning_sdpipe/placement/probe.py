@@ -10,8 +10,9 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 PINGS, WARM_UP = 32, 4
 SMALLEST, LARGEST = 2**16, 2**27
@@ -45,9 +46,9 @@ class GlooWire:
         RuntimeError: the connection cannot be made.
     """
 
-    def __init__(self, store: dist.Store, name: str, leads: bool, timeout: timedelta) -> None:
+    def __init__(self, store: Store, name: str, leads: bool, timeout: timedelta) -> None:
         self._other = 1 if leads else 0
-        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), 1 - self._other, 2, timeout)
+        self._group: Any = ProcessGroupGloo(PrefixStore(name, store), 1 - self._other, 2, timeout)
 
     def send(self, tensor: Tensor) -> None:
         self._group.send([tensor], self._other, 0).wait()

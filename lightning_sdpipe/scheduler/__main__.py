@@ -10,13 +10,14 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.policies import registry
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys
 from lightning_sdpipe.scheduler.server import Server
-from lightning_sdpipe.scheduler.specification import from_builtins
 from lightning_sdpipe.scheduler.stop_signals import stop_signals
 
 
@@ -27,13 +28,15 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="scheduler: %(message)s", stream=sys.stderr)
     try:
         configuration = json.loads(_first_line())
+        sys.path += [folder for folder in configuration["path"] if folder not in sys.path]
         server = Server(
-            from_builtins(configuration["policy"]),
+            registry.from_plain(configuration["policy"]),
             configuration["num_stages"],
             configuration["num_pipelines"],
             configuration["bind"],
             keys=msgspec.convert(configuration["keys"], SchedulerKeys | None),
             worker_timeout=configuration["worker_timeout"],
+            log=None if configuration["log"] is None else Path(configuration["log"]),
         )
         with stop_signals(signal.SIGTERM) as stop, server:
             _say({"address": server.address})

@@ -19,8 +19,8 @@ ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
-class Gatekeeper:
-    """Answers libzmq's question whether a key may enter, in the server's own loop.
+class KeyCheck:
+    """Answers libzmq's question whether a key may enter.
 
     Wrong keys and clients without any fail inside libzmq before it asks; its monitor tells of them. It names
     no peer then, only the connection, so the address of each is looked up when it is accepted.

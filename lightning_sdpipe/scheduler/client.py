@@ -15,23 +15,28 @@ from typing import TypeVar
 
 import zmq
 
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback
+from lightning_sdpipe.scheduler.connection import GLANCE, Connection
+from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.heartbeat import HeartbeatThread
-from lightning_sdpipe.scheduler.policy import Group, Worker
-from lightning_sdpipe.scheduler.status import Status
+from lightning_sdpipe.scheduler.recovery import HeardAnswers
+from lightning_sdpipe.scheduler.step_timer import StepTimer
 
-__all__ = ["Failure", "RunAborted", "SchedulerClient", "ask_status"]
+__all__ = ["Failure", "RunAborted", "SchedulerClient"]
 
 Failure = m.Failure
 log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=m.Reply)
 
+CONNECT_TIMEOUT = 15.0
+"""Seconds in which a scheduler must answer for the first time."""
 LAST_WORDS = 1.0
 """Seconds that a failing worker spends at most on telling the others."""
 LAST_BEAT = 12
-"""Heartbeats that stay unanswered before a scheduler that is not restarted is given up."""
+"""Heartbeats without an answer, after which a scheduler that is not restarted is given up, and any other is missed."""
 REPEAT_AFTER = 1.0
 """Seconds after which an unanswered request is repeated."""
 
@@ -40,14 +45,17 @@ class RunAborted(WorkerFailedError):
     """The scheduler ended the run; ``failure`` says who failed first and why."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(f"worker {failure.worker} failed first: {failure.reason}")
+        super().__init__(str(failure))
         self.failure = failure
 
 
 class SchedulerClient:
     """Speaks for one worker. Every wait ends after ``timeout`` seconds with a :class:`SchedulerError`.
 
-    All methods belong to one thread, the one that trains. ``heartbeat`` is in seconds, None for none.
+    All methods belong to one thread, the one that trains. ``mesh`` is the number of stages and of pipelines of the run,
+    which the scheduler must serve; it is not checked without. It must answer within ``connect_timeout`` seconds when it
+    is first spoken to.
+    ``heartbeat`` is in seconds, None for none.
     ``on_abort`` is called in the heartbeats' thread when the run is over because another worker failed, which the
     training thread may not learn while it waits for a tensor.
     ``host`` is the worker whose process the scheduler ends with; when many heartbeats in a row are not answered, that
@@ -61,19 +69,22 @@ class SchedulerClient:
         address: str,
         worker: Worker,
         *,
+        mesh: tuple[int, int] | None = None,
         timeout: float = 60.0,
+        connect_timeout: float = CONNECT_TIMEOUT,
         credentials: WorkerKeys | None = None,
         heartbeat: float | None = 1.0,
         on_invitation: Callable[[Group], None] | None = None,
         on_abort: Callable[[Failure], None] | None = None,
         host: Worker | None = None,
     ) -> None:
-        _check_credentials(address, credentials)
         self.address = address
         self.worker = worker
         self.aborted: Failure | None = None
         """The first failure of the run, as soon as the heartbeats heard of it."""
+        self._mesh = mesh
         self._timeout = timeout
+        self._connect_timeout = min(timeout, connect_timeout)
         self._credentials = credentials
         self._heartbeat = heartbeat
         self.on_invitation = on_invitation
@@ -81,30 +92,58 @@ class SchedulerClient:
         self._host = host
         self._session = secrets.randbits(63)
         self._number = 0
-        self._numbers = threading.Lock()
-        """Guards the number, and that no join is numbered after the leave that ends what it began."""
+        self._lock = threading.Lock()
+        """Guards what a rejoin tells, and that no join is numbered after the leave that ends what it began."""
+        self._greeted = False
         self._joined = False
-        self._averaging = False
-        self._marks_averaging = False
         self._iteration: int | None = None
-        self._last: m.Answer | None = None
+        self._heard = HeardAnswers(worker)
+        self._steps = StepTimer()
         self._invited = 0
         self._invitations = threading.Condition()
         self._thread: HeartbeatThread | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._socket = _connect(self._context, address, credentials, m.routing_id(worker))
+            self._connection = Connection(self._context, address, credentials, m.routing_id(worker))
         except BaseException:
             self._context.term()
             raise
 
+    def greet(self) -> None:
+        """Make sure that the scheduler is there, and the right one.
+
+        Raises:
+            SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another mesh.
+        """
+        if self._greeted:
+            return
+        connection, until, repeat_at, sent = self._connection, time.monotonic() + self._connect_timeout, 0.0, 0
+        while (now := time.monotonic()) < until:
+            if now >= repeat_at:
+                if sent == 2:  # one of version 1 ignores other versions in silence
+                    connection.send(m.ASK_STATUS_OF_VERSION_1)
+                connection.send(m.encode(m.Hello(self.worker, self._session, self._next_number(), self._mesh)))
+                repeat_at, sent = now + REPEAT_AFTER, sent + 1
+            if self._receive(m.Welcome, lambda reply: True, min(until, now + GLANCE)) is not None:
+                connection.established()
+                self._greeted = True
+                return
+            connection.check()
+        raise SchedulerError(
+            f"worker {self.worker} waited {self._connect_timeout:g} s for the scheduler at {self.address} to answer; "
+            f"{connection.silence()}"
+        )
+
     def join(self) -> None:
         """Take part from now on; returns when the scheduler has acknowledged it."""
-        self._ask(m.Join, m.Acknowledged, "the scheduler to let it join")
+        self.greet()
+        self._ask(self._join, m.Acknowledged, "the scheduler to let it join")
         self._joined = True
+        self._heard.joined()
+        self._steps.start()
         if self._heartbeat is not None and self._thread is None:
             self._thread = HeartbeatThread(
-                lambda: _connect(self._context, self.address, self._credentials, m.heartbeat_id(self.worker)),
+                lambda: Connection(self._context, self.address, self._credentials, m.heartbeat_id(self.worker)),
                 _Pulse(self),
                 self._heartbeat,
             )
@@ -113,9 +152,10 @@ class SchedulerClient:
     def leave(self) -> None:
         """Pause or end the epoch; returns when the scheduler has acknowledged it."""
         self._iteration = None
-        with self._numbers:
+        with self._lock:
             self._joined = False
-        reply = self._ask(m.Leave, m.Acknowledged, "the scheduler to let it leave")
+            self._heard.forget()
+        reply = self._ask(self._leave, m.Acknowledged, "the scheduler to let it leave")
         with self._invitations:
             if not self._invitations.wait_for(lambda: self._invited >= reply.invitations, self._timeout):
                 missing = reply.invitations - self._invited
@@ -150,14 +190,24 @@ class SchedulerClient:
             f"the group of its iteration {iteration}",
         )
         self._iteration = None
-        self._last = answer
-        self._averaging = self._marks_averaging and len(answer.group.members) > 1
+        with self._lock:
+            self._heard.hear(answer)
         return answer.group
 
-    def averaged(self) -> None:
-        """The averaging with the last group is done; only tells ``sdpipe status`` sync from compute."""
-        self._marks_averaging = True
-        self._averaging = False
+    def broken(self, sequence: int) -> None:
+        """The members of that group, of which this worker is one, did not average; returns when the scheduler knows."""
+
+        def tell(number: int) -> m.Broken:
+            return m.Broken(self.worker, self._session, number, sequence)
+
+        self._ask(tell, m.Acknowledged, f"the scheduler to hear that group {sequence} broke")
+
+    def step_ended(self, iteration: int, waited: float) -> None:
+        """The step of ``iteration`` is over; ``waited`` are all seconds so far that this worker waited for replicas.
+
+        Heartbeats tell the scheduler how long steps take lately; this only notes it.
+        """
+        self._steps.ended(iteration, waited)
 
     def failed(self, reason: str) -> None:
         """Tell the scheduler, and through it everybody, that this worker failed. Never raises."""
@@ -186,31 +236,35 @@ class SchedulerClient:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
-        self._socket.close(0)
+        self._connection.close()
         self._context.term()
 
     def _next_number(self) -> int:
-        with self._numbers:
+        with self._lock:
             self._number += 1
             return self._number
 
-    def _ask(self, kind: type[m.Join] | type[m.Leave], reply: type[_Reply], what: str) -> _Reply:
+    def _join(self, number: int) -> m.Join:
+        return m.Join(self.worker, self._session, number, self._mesh, heard=self._heard.highest)
+
+    def _leave(self, number: int) -> m.Leave:
+        return m.Leave(self.worker, self._session, number)
+
+    def _ask(self, request: Callable[[int], m.Request], reply: type[_Reply], what: str) -> _Reply:
         first = self._number + 1
 
         def send() -> None:
-            self._transmit(kind(self.worker, self._session, self._next_number()))
+            self._transmit(request(self._next_number()))
 
         send()
         return self._wait(reply, lambda reply: getattr(reply, "number", -1) >= first, send, what)
 
     def _transmit(self, request: m.Request) -> None:
-        try:
-            self._socket.send(m.encode(request), zmq.DONTWAIT)
-        except zmq.Again as error:  # libzmq gave the connection up, or holds a thousand unsent requests
+        if not self._connection.send(m.encode(request)):
             raise SchedulerError(
                 f"worker {self.worker} has no connection to the scheduler at {self.address}; check that it "
                 "runs, can be reached, and was started with the keys that belong to this worker's"
-            ) from error
+            )
 
     def _wait(
         self, kind: type[_Reply], matches: Callable[[_Reply], bool], repeat: Callable[[], None], what: str
@@ -234,14 +288,9 @@ class SchedulerClient:
     ) -> _Reply | None:
         """The next reply of that kind; stale ones are dropped. None when it did not come in time."""
         while (left := until - time.monotonic()) > 0:
-            if not self._socket.poll(int(left * 1000) + 1):
+            reply = self._connection.receive(left)
+            if reply is None:
                 continue
-            try:
-                reply = m.decode_reply(self._socket.recv())
-            except m.MalformedFrame as error:
-                raise SchedulerError(
-                    f"the program at {self.address} is no scheduler of this version ({error})"
-                ) from error
             if isinstance(reply, kind) and matches(reply):
                 return reply
             if isinstance(reply, m.Abort):
@@ -259,11 +308,12 @@ class SchedulerClient:
         return None
 
     def _rejoin(self) -> m.Join | None:
-        with self._numbers:
+        with self._lock:
             if not self._joined:
                 return None
             self._number += 1
-            return m.Join(self.worker, self._session, self._number, True, self._last)
+            heard = self._heard
+            return m.Join(self.worker, self._session, self._number, self._mesh, True, heard.highest, heard.to_report())
 
     def _who_is_missing(self) -> str:
         number = self._next_number()
@@ -284,9 +334,9 @@ class _Pulse:
 
     def heartbeat(self) -> m.Request:
         client = self._client
-        with client._numbers:
+        with client._lock:
             client._number += 1
-            return m.Heartbeat(client.worker, client._session, client._number, client._joined, client._averaging)
+            return m.Heartbeat(client.worker, client._session, client._number, client._joined, client._steps.take())
 
     def rejoin(self) -> m.Request | None:
         return self._client._rejoin()
@@ -298,77 +348,34 @@ class _Pulse:
             self._client._on_abort(failure)
 
     def hear_nothing(self, beats: int) -> None:
-        if self._client._host is not None and beats >= LAST_BEAT and self._client.aborted is None:
-            gone = "it ended without a word, and the scheduler with it"
-            self.hear_failure(Failure(self._client._host, gone))
+        client = self._client
+        if beats != LAST_BEAT or client.aborted is not None:
+            return
+        if client._host is not None:
+            self.hear_failure(Failure(client._host, "it ended without a word, and the scheduler with it"))
+            return
+        log.warning(
+            "worker %s: the scheduler at %s has not answered %d heartbeats; who needs a group waits up to %g s, and it "
+            "can be started again at the same address",
+            client.worker,
+            client.address,
+            beats,
+            client._timeout,
+        )
 
-    def hear_invitation(self, group: Group) -> None:
+    def hear_invitation(self, group: Group) -> m.Request | None:
         client = self._client
         if client.on_invitation is None:
-            log.error(
-                "worker %s was invited to group %d but cannot average while it computes; "
-                "give SchedulerClient an on_invitation, or use ADPSGDSpec(asynchronous=False)",
-                client.worker,
-                group.sequence,
+            with client._lock:
+                client._number += 1
+                number = client._number
+            reason = (
+                f"the policy made it a passive member of group {group.sequence}, and it cannot average while it "
+                "computes; give SchedulerClient an on_invitation, or use another policy"
             )
-        else:
-            client.on_invitation(group)
+            return m.Failed(client.worker, client._session, number, reason)
+        client.on_invitation(group)
         with client._invitations:
             client._invited += 1
             client._invitations.notify_all()
-
-
-def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: float = 5.0) -> Status:
-    """How the run is that the scheduler at ``address`` serves."""
-    _check_credentials(address, credentials)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        socket = _connect(context, address, credentials, None)
-        try:
-            socket.send(m.encode(m.AskStatus()))
-            if not socket.poll(int(timeout * 1000)):
-                raise SchedulerError(
-                    f"the scheduler at {address} did not answer within {timeout:g} s; check the address, "
-                    "that it runs, and that you gave its worker.key if it has one"
-                )
-            reply = m.decode_reply(socket.recv())
-        except m.MalformedFrame as error:
-            raise SchedulerError(f"the program at {address} is no scheduler of this version ({error})") from error
-        finally:
-            socket.close(0)
-    finally:
-        context.term()
-    if not isinstance(reply, m.StatusReply):
-        raise SchedulerError(f"the scheduler at {address} sent {type(reply).__name__} for its status")
-    return reply.status
-
-
-def _connect(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, credentials: WorkerKeys | None, name: bytes | None
-) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    if name is not None:
-        socket.setsockopt(zmq.ROUTING_ID, name)
-    try:
-        if credentials is not None:
-            socket.curve_serverkey = credentials.scheduler_public.encode()
-            socket.curve_publickey = credentials.public.encode()
-            socket.curve_secretkey = credentials.secret.encode()
-        socket.connect(address)
-    except zmq.ZMQError as error:
-        socket.close(0)
-        raise SchedulerError(
-            f"{address!r} is no address of a scheduler ({error.strerror}); give one as in tcp://127.0.0.1:5555"
-        ) from error
-    return socket
-
-
-def _check_credentials(address: str, credentials: WorkerKeys | None) -> None:
-    if credentials is None and not is_loopback(address):
-        raise ConfigurationError(
-            f"the scheduler at {address} is on another machine and nobody talks to it without keys; "
-            "give the worker.key that `sdpipe keygen` made for it"
-        )
+        return None

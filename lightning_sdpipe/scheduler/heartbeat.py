@@ -15,8 +15,10 @@ from typing import Protocol
 
 import zmq
 
+from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.policy import Group
+from lightning_sdpipe.scheduler.connection import Connection
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +38,14 @@ class Pulse(Protocol):
     def hear_nothing(self, beats: int) -> None:
         """The last ``beats`` heartbeats were not answered."""
 
-    def hear_invitation(self, group: Group) -> None:
-        """The worker is a passive member of ``group``."""
+    def hear_invitation(self, group: Group) -> m.Request | None:
+        """The worker is a passive member of ``group``; what there is to say to that."""
 
 
 class HeartbeatThread:
     """Started by :meth:`start`, ended by :meth:`close`."""
 
-    def __init__(self, connect: Callable[[], zmq.Socket[bytes]], pulse: Pulse, interval: float) -> None:
+    def __init__(self, connect: Callable[[], Connection], pulse: Pulse, interval: float) -> None:
         self._connect = connect
         self._pulse = pulse
         self._interval = interval
@@ -61,48 +63,43 @@ class HeartbeatThread:
         os.close(self._stop)
 
     def _run(self) -> None:
-        socket = self._connect()
+        connection = self._connect()
+        connection.established()  # the training's connection has been looked at
         try:
             poller = zmq.Poller()
-            poller.register(socket, zmq.POLLIN)
+            poller.register(connection.socket, zmq.POLLIN)
             poller.register(self._stop, zmq.POLLIN)
-            self._send(socket, self._pulse.heartbeat())
+            connection.send(m.encode(self._pulse.heartbeat()))
             unanswered = 1
             while True:
                 events = dict(poller.poll(int(self._interval * 1000)))
                 if self._stop in events:
                     return
-                if socket in events:
-                    self._hear(socket)
+                if connection.socket in events:
+                    self._hear(connection)
                     unanswered = 0
                 else:
                     self._pulse.hear_nothing(unanswered)
-                    self._send(socket, self._pulse.heartbeat())
+                    connection.send(m.encode(self._pulse.heartbeat()))  # unsent: said again later
                     unanswered += 1
         finally:
-            socket.close(0)
+            connection.close()
 
-    def _hear(self, socket: zmq.Socket[bytes]) -> None:
+    def _hear(self, connection: Connection) -> None:
         try:
-            reply = m.decode_reply(socket.recv())
-        except m.MalformedFrame as error:
-            log.error("the scheduler's answer to a heartbeat makes no sense: %s", error)
+            reply = connection.receive(0)
+        except SchedulerError as error:
+            log.error("the answer to a heartbeat makes no sense: %s", error)
             return
+        request = None
         match reply:
             case m.Unknown():
                 request = self._pulse.rejoin()
-                if request is not None:
-                    self._send(socket, request)
             case m.Abort(failure=failure):
                 self._pulse.hear_failure(failure)
             case m.Pulse(failure=m.Failure() as failure):
                 self._pulse.hear_failure(failure)
             case m.Invitation(group=group):
-                self._pulse.hear_invitation(group)
-
-    @staticmethod
-    def _send(socket: zmq.Socket[bytes], request: m.Request) -> None:
-        try:
-            socket.send(m.encode(request), zmq.DONTWAIT)
-        except zmq.Again:  # nobody has listened for a thousand beats: say it again later
-            return
+                request = self._pulse.hear_invitation(group)
+        if request is not None:
+            connection.send(m.encode(request))

@@ -1,10 +1,11 @@
 """What travels between a worker and the scheduler: typed, versioned, bounded in size.
 
-A frame is one byte of protocol version followed by one msgpack-encoded struct; the struct's tag says which.
-Workers speak in :data:`Request`, the scheduler in :data:`Reply`. A worker has two sockets: the one that its
-training uses, and one for the heartbeats of a thread. Every request names its worker, the client's
-``session`` (drawn at random when the client is made) and a ``number`` that grows with every request of the
-session over both sockets, so that a repeated or replayed frame can be told from a new one.
+A frame is one byte of protocol version followed by one msgpack-encoded struct; the struct's tag says which. That much
+holds for all versions, so that either side can say which one the other speaks. Workers speak in :data:`Request`, the
+scheduler in :data:`Reply`. A worker has two sockets: the one that its training uses, and one for the heartbeats of a
+thread. Every request names its worker, the client's ``session`` (drawn at random when the client is made) and a
+``number`` that grows with every request of the session over both sockets, so that a repeated or replayed frame can be
+told from a new one.
 """
 
 from __future__ import annotations
@@ -13,25 +14,41 @@ from typing import TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.scheduler.policy import Group, Worker
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.status import Status
 
-VERSION = 1
-MAX_REQUEST_BYTES = 1 << 18
-"""Requests are tens of bytes, but one that resumes a run carries its last group, up to 4096 members."""
+VERSION = 2
+MAX_REQUEST_BYTES = 1 << 20
+"""Requests are tens of bytes, but one that resumes a run carries groups of up to thousands of members."""
 MAX_REPLY_BYTES = 1 << 22
 MAX_REASON_CHARACTERS = 800
 
+ASK_STATUS_OF_VERSION_1 = b"\x01\x91\xaaask_status"
+"""A scheduler of version 1 ignores other versions in silence, but answers this, and so betrays itself."""
+
 
 class MalformedFrame(ValueError):
-    """Not a message of this protocol: wrong version, too long, or not what the types allow."""
+    """Not a message of this protocol: too long, or not what the types allow."""
+
+
+class WrongVersion(MalformedFrame):
+    """A frame of another version of this protocol, or of none."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"it speaks version {version} of the protocol, this side version {VERSION}")
+        self.version = version
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The first failure of a run."""
+    """The first failure of a run: of a worker, or of the scheduler itself (None)."""
 
-    worker: Worker
+    worker: Worker | None
     reason: str
+
+    def __str__(self) -> str:
+        who = "the scheduler" if self.worker is None else f"worker {self.worker}"
+        return f"{who} failed first: {self.reason}"
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
@@ -48,27 +65,54 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
         return None
 
 
+class Steps(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The last ``count`` steps of a worker, up to ``iteration``: means of their length and of the waiting in it."""
+
+    iteration: int
+    count: int
+    seconds: float
+    waiting: float
+
+
 class _Request(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     worker: Worker
     session: int
     number: int
 
 
-class Join(_Request, frozen=True, gc=False, tag="join"):
-    """The worker takes part from now on; ``resumed`` when it already did, for all it knows."""
+class Hello(_Request, frozen=True, gc=False, tag="hello"):
+    """Is this the scheduler of a run with that many stages and pipelines? (Not checked without.)"""
 
+    mesh: tuple[int, int] | None
+
+
+class Join(_Request, frozen=True, gc=False, tag="join"):
+    """The worker takes part from now on; ``resumed`` when it already did, for all it knows.
+
+    ``heard`` is the highest number of a group that it heard of, -1 if it heard of none, None if it has not joined
+    before; ``answers`` are those that another member could still ask for.
+    """
+
+    mesh: tuple[int, int] | None
     resumed: bool = False
-    last: Answer | None = None
+    heard: int | None = None
+    answers: tuple[Answer, ...] = ()
 
 
 class Ready(_Request, frozen=True, gc=False, tag="ready"):
-    """The worker finished the local step of ``iteration`` and waits for a group."""
+    """The worker needs nobody any more to finish the local step of ``iteration``, and waits for a group."""
 
     iteration: int
 
 
 class Leave(_Request, frozen=True, gc=False, tag="leave"):
     """The worker pauses or has finished its epoch."""
+
+
+class Broken(_Request, frozen=True, gc=False, tag="broken"):
+    """The members of group ``sequence``, of which the worker is one, did not average."""
+
+    sequence: int
 
 
 class Failed(_Request, frozen=True, gc=False, tag="failed"):
@@ -86,14 +130,22 @@ class AskMissing(_Request, frozen=True, gc=False, tag="ask_missing"):
 
 
 class Heartbeat(_Request, frozen=True, gc=False, tag="heartbeat"):
-    """The worker lives; ``joined`` says whether it believes that it takes part."""
+    """The worker lives; ``joined`` says whether it believes that it takes part, ``steps`` what it did since the last
+    heartbeat."""
 
     joined: bool
-    averaging: bool
+    steps: Steps | None = None
 
 
 class AskStatus(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_status"):
     """How is the run? Anybody who may connect may ask."""
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welcome"):
+    """The scheduler is the right one; ``policy`` are the values of what it decides by, as JSON."""
+
+    number: int
+    policy: str
 
 
 class Acknowledged(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="acknowledged"):
@@ -161,9 +213,20 @@ class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="s
     status: Status
 
 
-Request: TypeAlias = Join | Ready | Leave | Failed | AskFailure | AskMissing | Heartbeat
+Request: TypeAlias = Hello | Join | Ready | Leave | Broken | Failed | AskFailure | AskMissing | Heartbeat
 Reply: TypeAlias = (
-    Acknowledged | Answer | Refused | Unknown | Missing | FirstFailure | Abort | Pulse | Lost | Invitation | StatusReply
+    Welcome
+    | Acknowledged
+    | Answer
+    | Refused
+    | Unknown
+    | Missing
+    | FirstFailure
+    | Abort
+    | Pulse
+    | Lost
+    | Invitation
+    | StatusReply
 )
 
 _PREFIX = bytes([VERSION])
@@ -198,9 +261,10 @@ def decode_reply(frame: bytes) -> Reply:
 def _check(frame: bytes, limit: int) -> None:
     if len(frame) > limit:
         raise MalformedFrame(f"{len(frame)} bytes where at most {limit} are allowed")
-    if not frame or frame[0] != VERSION:
-        version = frame[0] if frame else "no"
-        raise MalformedFrame(f"protocol version {version} where this side speaks version {VERSION}")
+    if not frame:
+        raise MalformedFrame("no bytes")
+    if frame[0] != VERSION:
+        raise WrongVersion(frame[0])
 
 
 def routing_id(worker: Worker) -> bytes:

@@ -1,8 +1,7 @@
 """The scheduler as a child process, so that it takes no time from the training of the rank that starts it.
 
 Its configuration, keys included, goes to the child's standard input as one line of JSON, never on the command
-line; the
-address it listens at comes back as one line. The child ends when its standard input does, so it never
+line; the address it listens at comes back as one line. The child ends when its standard input does, so it never
 outlives the process that started it, however that ends.
 """
 
@@ -22,8 +21,9 @@ from typing import Any
 import msgspec
 
 from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback, make_keys
-from lightning_sdpipe.scheduler.specification import PolicySpec, build, to_builtins
 
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 5.0
@@ -41,24 +41,30 @@ class EmbeddedScheduler:
     @classmethod
     def start(
         cls,
-        spec: PolicySpec,
+        policy: PolicyConfig,
         num_stages: int,
         num_pipelines: int,
         bind: str = "tcp://127.0.0.1:*",
         *,
         worker_timeout: float = 30.0,
+        log: Path | None = None,
         timeout: float = START_TIMEOUT,
     ) -> EmbeddedScheduler:
-        """Start the child and wait until it listens; with fresh keys if other machines can reach it."""
-        build(spec, num_stages, num_pipelines)  # refuse here what the child would refuse
+        """Start the child and wait until it listens; with fresh keys if other machines can reach it.
+
+        It imports a policy of the user's own from where this process would.
+        """
+        registry.build(policy, num_stages, num_pipelines)  # refuse here what the child would refuse
         keys, credentials = (None, None) if is_loopback(bind) else make_keys()
         configuration = {
-            "policy": to_builtins(spec),
+            "policy": registry.to_plain(policy),
             "num_stages": num_stages,
             "num_pipelines": num_pipelines,
             "bind": bind,
             "keys": msgspec.to_builtins(keys),
             "worker_timeout": worker_timeout,
+            "log": None if log is None else str(log.resolve()),
+            "path": [os.path.abspath(folder) for folder in sys.path],  # "" is the working directory
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "lightning_sdpipe.scheduler"],

@@ -1,49 +1,129 @@
 """What a restarted scheduler does before it decides anything: it waits until the workers have come back.
 
-The workers of a run that is under way resume: they join again, each with the last group it got, and repeat
-the ready that is unanswered. The old scheduler may have died when only some members of a group had heard of
-it; they are averaging and wait for the others. So readies are held until all workers are back or the grace
-has passed, and a held ready that another worker's last group answers gets exactly that group. No iteration is
-lost, and none is done twice.
+The workers of a run that is under way resume: they join again and repeat the ready that is unanswered. The old
+scheduler may have died when only some members of a group had heard of it; they may be averaging and wait for the
+others, and with an exchange that overlaps training they may even be groups ahead. So a worker that joins again brings
+every answer that another member could still ask for: for each other worker, the last one that the two shared, since
+who was in a later group has heard of the earlier ones. Readies are held until all workers are back or the grace has
+passed, and a ready that an answer of another worker's answers gets exactly that. No iteration is lost, and none is done
+twice.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.messages import Answer
-from lightning_sdpipe.scheduler.policy import Worker
+
+log = logging.getLogger(__name__)
+
+MEMBERS_IN_REPORT = 20_000
+"""Of all groups that one report has room for: each takes up to 40 bytes of the largest request."""
+
+
+class HeardAnswers:
+    """A worker's half: the answers that it has heard and that another member may not have."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._last_with: dict[Worker, Answer] = {}
+        self.highest: int | None = None
+        """The highest number of a group that was heard of; -1 if none was, None until the worker has joined."""
+
+    def joined(self) -> None:
+        """The worker has joined."""
+        if self.highest is None:
+            self.highest = -1
+
+    def hear(self, answer: Answer) -> None:
+        """The answer to this worker's ready came."""
+        group = answer.group
+        self.highest = max(-1 if self.highest is None else self.highest, group.sequence)
+        for member in group.members:
+            if not group.passive or member not in group.passive:  # who is passive asks for nothing
+                self._last_with[member] = answer
+
+    def to_report(self) -> tuple[Answer, ...]:
+        """Each once, oldest first; of more than fit into a request the newest."""
+        unique = {answer.group.sequence: answer for answer in self._last_with.values()}
+        newest_first = sorted(unique, reverse=True)
+        sizes = accumulate(len(unique[number].group.members) for number in newest_first)
+        fitting = [number for number, members in zip(newest_first, sizes, strict=True) if members <= MEMBERS_IN_REPORT]
+        if len(fitting) < len(unique):
+            log.warning("worker %s cannot report %d groups at once", self._worker, len(unique) - len(fitting))
+        return tuple(unique[number] for number in reversed(fitting))
+
+    def forget(self) -> None:
+        """The worker has left: all its groups have averaged, so their members have heard of them."""
+        self._last_with.clear()
 
 
 class Recovery:
-    """Holds readies until ``expected`` workers are back, at most ``grace`` seconds."""
+    """The scheduler's half; idle unless a worker turns out to be in the middle of a run.
 
-    def __init__(self, expected: int, grace: float, now: float) -> None:
-        self._until = now + grace
-        self.held: dict[Worker, int] = {}
-        self._expected = expected
-        self._back: set[Worker] = set()
-        self._answers: dict[int, Answer] = {}
+    Args:
+        expected: workers of the run; once all are back, nobody is held any longer.
+        grace: seconds to wait for them.
+    """
 
-    def resumed(self, worker: Worker, last: Answer | None) -> None:
-        """``worker`` is back and got ``last`` before."""
-        self._back.add(worker)
-        if last is not None:
-            self._answers[last.group.sequence] = last
-
-    @property
-    def until(self) -> float:
+    def __init__(self, expected: int, grace: float) -> None:
+        self.holds = False
+        """Are readies held now?"""
+        self.until = math.inf
         """When the held readies may be decided: at once if all are back."""
-        return -math.inf if len(self._back) >= self._expected else self._until
+        self.held: dict[Worker, int] = {}
+        """Readies that are neither answered nor told to the policy, in the order in which they came."""
+        self.answers: dict[Worker, dict[int, Answer]] = {}
+        """Of the scheduler before this one, by the readies that they answer."""
+        self._expected = expected
+        self._grace = grace
+        self._over = False
+        self._back: set[Worker] = set()
 
-    @property
-    def next_sequence(self) -> int:
-        """A sequence number that no group had that anybody heard of."""
-        return max(self._answers, default=-1) + 1
+    def joins(self, worker: Worker, has_taken_part: bool, now: float) -> None:
+        """A client joins that this scheduler has never seen, though it may have taken part before."""
+        self._back.add(worker)
+        if has_taken_part and not self.holds and not self._over:
+            self.holds, self.until = True, now + self._grace
+            log.warning(
+                "worker %s resumes a run that this scheduler did not start; it waits %g s for the others",
+                worker,
+                self._grace,
+            )
+        if self.holds and len(self._back) >= self._expected:
+            self.until = -math.inf
 
-    def answer_heard_by_others(self, worker: Worker, iteration: int) -> Answer | None:
-        """The group that answers this ready, if some other member got it."""
-        for answer in self._answers.values():
-            if answer.iteration_of(worker) == iteration:
-                return answer
-        return None
+    def keep(self, answers: Sequence[Answer], reporter: Worker) -> None:
+        """What a worker has heard of an earlier scheduler answers the readies of members that have not."""
+        for answer in answers:
+            for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
+                if iteration is not None and member != reporter:
+                    self.answers.setdefault(member, {})[iteration] = answer
+
+    def answer_to(self, worker: Worker, iteration: int) -> Answer | None:
+        """The group that answers this ready, if another member has heard of it; earlier ones are not asked for any
+        more."""
+        answers = self.answers.get(worker)
+        if answers is None:
+            return None
+        answer = answers.get(iteration)
+        later = {k: kept for k, kept in answers.items() if k > iteration}
+        if later:
+            self.answers[worker] = later
+        else:
+            del self.answers[worker]
+        return answer
+
+    def forget(self, worker: Worker) -> None:
+        """``worker`` begins anew: its readies are others, even if their numbers are the same."""
+        self.answers.pop(worker, None)
+
+    def end(self) -> dict[Worker, int]:
+        """The readies that were held; from now on none are."""
+        self.holds, self.until, self._over = False, math.inf, True
+        held, self.held = self.held, {}
+        return held

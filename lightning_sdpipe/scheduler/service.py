@@ -1,429 +1,450 @@
-"""The scheduler without its sockets: frames in, frames out, around one policy.
+"""The scheduler without its sockets: messages in, messages out, around one policy.
 
-Every request is answered so that repeating it is harmless: a worker that heard nothing asks again. Frames
-that are malformed, speak for another worker, were seen before, or break a rule of the policy are counted,
-logged, and change nothing. A worker whose heartbeats stop for ``worker_timeout`` seconds is treated as left.
+Every request is answered so that repeating it is harmless: a worker that heard nothing asks again. Messages that speak
+for another worker, were seen before, or break a rule of the policy are counted, logged, and change nothing. A worker
+whose heartbeats stop for ``worker_timeout`` seconds is lost: the others go on without it.
+
+The policy hears of everything through the :class:`~lightning_sdpipe.scheduler.decider.Decider`, which keeps the log of
+the run. A policy that raises, or decides what cannot be carried out, ends the run with a failure that names it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 
-import msgspec
-
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.decisions import Decision, Group
+from lightning_sdpipe.policies.events import Broken, Joined, Left, Lost, Progress, Ready, Tick, Worker
+from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
+from lightning_sdpipe.policies.sync_graph import SyncGraph
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.policy import Group, GroupPolicy, RefusedEvent, Worker
+from lightning_sdpipe.scheduler.decider import Decider, PolicyFailed
+from lightning_sdpipe.scheduler.event_log import EventLog
 from lightning_sdpipe.scheduler.recovery import Recovery
-from lightning_sdpipe.scheduler.status import Statistics, Status, WorkerStatus
+from lightning_sdpipe.scheduler.session import (
+    COMPUTING,
+    FALLS_SILENT,
+    HELD,
+    IS_HELD,
+    IS_READY,
+    JOINS,
+    LEAVES,
+    IllegalInput,
+    Session,
+    Sessions,
+)
+from lightning_sdpipe.scheduler.status import Overview, Status, graph_of
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-Frame = tuple[bytes, bytes]
-"""A routing identity and the frame for it."""
+Addressed = tuple[bytes, m.Reply]
+"""A routing identity and the message for it."""
 
-REMEMBERED_SESSIONS = 64
-"""Ended sessions per worker whose frames are still recognised as replays."""
+EVENTS_PER_WORKER = 16
+"""That the log keeps in memory at least, times the workers: about the last rounds."""
 LOGGED_PER_KIND = 20
-"""Ignored frames of one kind that are logged; the rest are only counted."""
-
-
-TRAINING, HEARTBEATS = 0, 1
-"""The two sockets of a worker."""
-
-
-class _Client:
-    """What the service knows of one worker's client: one session."""
-
-    __slots__ = (
-        "active",
-        "answer_frame",
-        "answered",
-        "averaging",
-        "beats",
-        "heard",
-        "identity",
-        "invitations",
-        "last_group",
-        "left_at",
-        "lost",
-        "numbers",
-        "reported",
-        "session",
-        "waiting",
-    )
-
-    def __init__(self, session: int, identity: bytes) -> None:
-        self.session = session
-        self.identity = identity
-        self.active = False
-        self.lost = False
-        self.averaging = False
-        self.heard = 0.0
-        self.beats = False
-        """Only a client that ever sent a heartbeat can be missed."""
-        self.numbers = [-1, -1]
-        """The last number on the training's socket and on the heartbeats'."""
-        self.left_at = -1
-        self.waiting: int | None = None
-        self.reported: int | None = None
-        self.answered: int | None = None
-        self.answer_frame = b""
-        self.last_group: Group | None = None
-        self.invitations = 0
+"""Ignored messages of one kind that are logged; the rest are only counted."""
 
 
 class SchedulerService:
-    """Keeps, besides the policy, who is known, what was answered, and the first failure of the run."""
+    """Keeps, besides the policy, who is known, what was answered, and the first failure of the run.
+
+    Args:
+        config: the values of the policy.
+        num_stages: M.
+        num_pipelines: N.
+        worker_timeout: seconds of silence after which a worker is lost.
+        recovery_grace: seconds that a scheduler which finds itself in the middle of a run waits for all workers.
+        now: the time, in seconds of any clock that never runs backwards.
+        log: gets every event and decision.
+
+    Raises:
+        ConfigurationError: there is no such policy for so many workers.
+    """
 
     def __init__(
         self,
-        policy: GroupPolicy,
-        num_workers: int,
+        config: PolicyConfig,
+        num_stages: int,
+        num_pipelines: int,
         *,
-        description: str = "",
         worker_timeout: float = 30.0,
         recovery_grace: float = 10.0,
         now: float = 0.0,
+        log: EventLog | None = None,
     ) -> None:
         self.failure: m.Failure | None = None
         self.refused: Counter[str] = Counter()
-        self._policy = policy
-        self._num_workers = num_workers
-        self._description = description
+        self.overview = Overview(num_stages, num_pipelines)
+        self._name, self._description = registry.name_of(config), registry.to_json(config)
+        self._looks_back = config.looks_back
+        self._mesh = (num_stages, num_pipelines)
+        self.log = EventLog() if log is None else log
+        self.log.remember(EVENTS_PER_WORKER * num_stages * num_pipelines)
+        self.log.tell(self.overview)
+        self._decider = Decider(registry.build(config, num_stages, num_pipelines), self.log)
         self._worker_timeout = worker_timeout
-        self._recovery_grace = recovery_grace
         self._started = now
-        self._clients: dict[Worker, _Client] = {}
-        self._ended_sessions: dict[Worker, list[int]] = {}
-        self._names: dict[bytes, tuple[Worker, int]] = {}
-        """Whose socket an identity is, and which of the two."""
-        self._statistics = Statistics()
-        self._recovery: Recovery | None = None
-        self._first_sequence = 0
+        self._sessions = Sessions()
+        self._recovery = Recovery(num_stages * num_pipelines, recovery_grace)
+        self._outbox: list[Addressed] = []
         self._next_roll_call = now + worker_timeout / 4
+
+    # ------------------------------------------------------------------ inputs
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""
-        due = self._policy.deadline()
-        if due is None or due > self._next_roll_call:
-            due = self._next_roll_call
-        if self._recovery is not None:
-            due = min(due, self._recovery.until)
-        return due
+        return min(self._decider.deadline, self._next_roll_call, self._recovery.until)
 
-    def tick(self, now: float) -> list[Frame]:
+    def tick(self, now: float) -> list[Addressed]:
         """Time passed."""
-        frames: list[Frame] = []
-        if now >= self._next_roll_call:
-            frames += self._call_the_roll(now)
-        frames += self._send(self._policy.tick(now))
-        if self._recovery is not None and self._recovery.until <= now:
-            frames += self._end_recovery(now)
-        return frames
-
-    def handle(self, identity: bytes, frame: bytes, now: float) -> list[Frame]:
-        """One frame from the peer that calls itself ``identity``."""
         try:
-            request = m.decode_request(frame)
-        except m.MalformedFrame as error:
-            return self._ignore("malformed", identity, str(error))
+            if now >= self._next_roll_call:
+                self._call_the_roll(now)
+            self._let_time_pass(now)
+            if self._recovery.until <= now:
+                self._end_recovery(now)
+        except Exception as error:
+            self._give_up(error)
+        return self._sent()
+
+    def handle(self, peer: bytes, request: m.Request | m.AskStatus, now: float) -> list[Addressed]:
+        """A message from the peer that calls itself ``peer``."""
         if isinstance(request, m.AskStatus):
-            return [(identity, m.encode(m.StatusReply(self.status(now))))]
+            return [(peer, m.StatusReply(self.status(now)))]
         worker = request.worker
-        owner, socket = self._names.get(identity) or _owner(identity, worker)
-        if owner != worker:
-            return self._ignore("impersonating", identity, f"it speaks for worker {worker}")
-        client = self._clients.get(worker)
-        if client is None or client.session != request.session:
-            return self._from_a_stranger(request, identity, now)
-        if request.number <= client.numbers[socket]:
-            return self._ignore("replayed", identity, f"number {request.number} was seen before")
-        client.numbers[socket] = request.number
-        client.heard = now
-        return self._carry_out(client, request, identity, now)
+        if not self._sessions.is_socket_of(peer, worker):
+            self.ignore("impersonating", peer, f"it speaks for worker {worker}")
+            return []
+        session = self._sessions.get(worker)
+        try:
+            if session is None or session.id != request.session:
+                self._from_a_stranger(request, peer, now)
+            elif session.received.is_new(request.number, peer):
+                session.heard = now
+                self._from_its_client(session, request, peer, now)
+            else:
+                self.ignore("replayed", peer, f"number {request.number} was seen before")
+        except RefusedEvent as error:
+            self._refuse(request, peer, str(error))
+        except Exception as error:
+            self._give_up(error)
+        return self._sent()
+
+    def ignore(self, kind: str, peer: bytes, detail: str) -> None:
+        """A message from ``peer`` changes nothing; it is counted, and logged unless there were many."""
+        self.refused[kind] += 1
+        if self.refused[kind] <= LOGGED_PER_KIND:
+            more = "" if self.refused[kind] < LOGGED_PER_KIND else "; more of them will only be counted"
+            logger.warning("%s message from %r ignored: %s%s", kind, peer[:32], detail[:200], more)
 
     def status(self, now: float) -> Status:
         """How the run is."""
-        furthest: dict[int, int] = {}
-        for worker, client in self._clients.items():
-            if client.reported is not None:
-                furthest[worker.stage] = max(furthest.get(worker.stage, 0), client.reported)
-        uptime = now - self._started
-        failure = self.failure
+        overview, uptime = self.overview, now - self._started
         return Status(
             policy=self._description,
             uptime=uptime,
-            signals=self._statistics.signals,
-            signals_per_second=self._statistics.rate(now, uptime),
-            groups_by_size=dict(sorted(self._statistics.sizes.items())),
-            groups_by_reason={reason.value: count for reason, count in self._statistics.reasons.items()},
+            signals=overview.signals,
+            signals_per_second=overview.rate(now, uptime),
+            groups_by_size=dict(sorted(overview.sizes.items())),
+            groups_by_reason=dict(overview.reasons),
+            broken=len(overview.broken),
             refused=dict(self.refused),
-            failure=None if failure is None else f"worker {failure.worker}: {failure.reason}",
-            workers=[
-                WorkerStatus(
-                    worker=worker,
-                    state=_state(client),
-                    iteration=client.reported,
-                    staleness=None if client.reported is None else furthest[worker.stage] - client.reported,
-                    last_group=client.last_group,
-                    silent=now - client.heard,
-                )
-                for worker, client in sorted(self._clients.items())
-            ],
+            failure=None if self.failure is None else str(self.failure),
+            held=len(self._recovery.held),
+            looks_back=self._looks_back,
+            stages=overview.stages(
+                {session.worker: session.state.value for session in self._sessions},
+                {session.worker: round(now - session.heard, 3) for session in self._sessions},
+                self._sync_graphs(),
+            ),
         )
 
-    def _from_a_stranger(self, request: m.Request, identity: bytes, now: float) -> list[Frame]:
+    def validate(self) -> None:
+        """Raise AssertionError if what is known here contradicts itself; for tests, after each step."""
+        assert self._recovery.holds == (self._recovery.until < math.inf)
+        self._sessions.validate()
+        held = {session.worker for session in self._sessions if session.state is HELD}
+        assert held == self._recovery.held.keys(), (held, self._recovery.held)
+        assert not held or self._recovery.holds
+        assert not self._outbox
+
+    # ---------------------------------------------------------------- requests
+
+    def _from_a_stranger(self, request: m.Request, peer: bytes, now: float) -> None:
         """The session is not the worker's current one: a new client, an ended one, or a restart of ours."""
-        worker = request.worker
-        if request.session in self._ended_sessions.get(worker, ()):
-            return self._ignore("replayed", identity, f"its session of worker {worker} has ended")
+        if self._sessions.has_ended(request.worker, request.session):
+            self.ignore("replayed", peer, f"its session of worker {request.worker} has ended")
+            return
         match request:
             case m.Join():
-                return self._join_anew(request, identity, now)
-            case m.Failed():
-                return self._failed(request, identity)
-            case m.AskFailure():
-                return [(identity, m.encode(m.FirstFailure(request.number, self.failure)))]
-            case m.AskMissing():
-                return [(identity, m.encode(m.Missing(request.number, self._missing(worker.stage))))]
+                self._join_anew(request, peer, now)
             case m.Heartbeat(joined=False):
-                return [(identity, m.encode(m.Pulse(self.failure)))]
+                self._say(peer, m.Pulse(self.failure))
+            case m.Hello() | m.Failed() | m.AskFailure() | m.AskMissing():
+                self._from_anybody(request, peer)
             case _:
-                return [(identity, m.encode(m.Unknown(request.number)))]
+                self._say(peer, m.Unknown(request.number))
 
-    def _carry_out(self, client: _Client, request: m.Request, identity: bytes, now: float) -> list[Frame]:
-        worker = request.worker
+    def _from_its_client(self, session: Session, request: m.Request, peer: bytes, now: float) -> None:
         match request:
             case m.Ready():
-                return self._ready(client, request, identity, now)
+                self._ready(session, request, peer, now)
             case m.Heartbeat():
-                client.beats = True
-                client.averaging = request.averaging
-                if request.joined and not client.active and request.number > client.left_at:
-                    return [(identity, m.encode(m.Unknown(request.number)))]
-                return [(identity, m.encode(m.Pulse(self.failure)))]
+                self._heartbeat(session, request, peer, now)
             case m.Join():
-                return self._join(client, request, identity, now)
+                self._join(session, request, peer, now)
             case m.Leave():
-                client.left_at = request.number
-                frames = self._leave(worker, client, now) if client.active else []
-                client.lost = False
-                return [*frames, (identity, m.encode(m.Acknowledged(request.number, client.invitations)))]
+                session.received.left_at = request.number
+                self._leave(session, now)
+                self._say(peer, m.Acknowledged(request.number, session.invitations))
+            case m.Broken():
+                self._broken(session, request, peer, now)
+            case _:
+                self._from_anybody(request, peer)
+
+    def _from_anybody(self, request: m.Hello | m.Failed | m.AskFailure | m.AskMissing, peer: bytes) -> None:
+        """What needs no session."""
+        match request:
+            case m.Hello():
+                self._check_mesh(request)
+                if self.failure is not None:
+                    raise RefusedEvent(f"its run is over, since {self.failure}; start it again for the next run")
+                self._say(peer, m.Welcome(request.number, self._description))
             case m.AskMissing():
-                return [(identity, m.encode(m.Missing(request.number, self._missing(worker.stage))))]
+                self._say(peer, m.Missing(request.number, self._missing(request.worker.stage)))
             case m.AskFailure():
-                return [(identity, m.encode(m.FirstFailure(request.number, self.failure)))]
+                self._say(peer, m.FirstFailure(request.number, self.failure))
             case m.Failed():
-                return self._failed(request, identity)
+                self._fail(m.Failure(request.worker, request.reason[: m.MAX_REASON_CHARACTERS]), peer)
 
-    def _ready(self, client: _Client, request: m.Ready, identity: bytes, now: float) -> list[Frame]:
-        worker, iteration = request.worker, request.iteration
+    def _ready(self, session: Session, request: m.Ready, peer: bytes, now: float) -> None:
+        iteration, recovery = request.iteration, self._recovery
         if self.failure is not None:
-            return [(identity, m.encode(m.Abort(self.failure)))]
-        if not client.active:
-            return [(identity, m.encode(m.Unknown(request.number)))]
-        if client.waiting == iteration:
-            return []  # asked again; the answer is on its way to be decided
-        if client.answered == iteration:
-            return [(identity, client.answer_frame)]
-        if client.waiting is not None:
-            return self._refuse(request, identity, f"iteration {client.waiting} waits for an answer")
-        if self._recovery is not None:
-            client.waiting = client.reported = iteration
-            self._recovery.held[worker] = iteration
-            return []
-        try:
-            groups = self._policy.ready(worker, iteration, now)
-        except RefusedEvent as error:
-            return self._refuse(request, identity, str(error))
-        client.waiting = client.reported = iteration
-        self._statistics.signal(now)
-        return self._send(groups)
+            self._say(peer, m.Abort(self.failure))
+        elif session.state is not COMPUTING:
+            if not session.active:
+                self._say(peer, m.Unknown(request.number))
+            elif session.iteration != iteration:
+                self._refuse(request, peer, f"iteration {session.iteration} waits for an answer")
+            # else it asks again; the answer is on its way to be decided
+        elif session.answer is not None and session.iteration == iteration:
+            self._say(peer, session.answer)
+        elif recovery.holds:
+            session.is_ready(iteration, IS_HELD)
+            recovery.held[request.worker] = iteration
+        elif recovery.answers and (answer := recovery.answer_to(request.worker, iteration)) is not None:
+            session.is_ready(iteration, IS_HELD)  # it came back late
+            self._answer(session, answer)
+        else:
+            self._decide_ready(session, iteration, now)
 
-    def _join_anew(self, request: m.Join, identity: bytes, now: float) -> list[Frame]:
+    def _decide_ready(self, session: Session, iteration: int, now: float) -> None:
+        if self._decider.deadline <= now:
+            self._let_time_pass(now)
+        decisions = self._decider.tell(Ready(session.worker, iteration), now)
+        session.is_ready(iteration, IS_READY)
+        self._carry_out(decisions)
+
+    def _heartbeat(self, session: Session, request: m.Heartbeat, peer: bytes, now: float) -> None:
+        session.beats = True
+        if request.joined and not session.active and request.number > session.received.left_at:
+            self._say(peer, m.Unknown(request.number))
+            return
+        if request.steps is not None and session.active:
+            steps = request.steps
+            event = Progress(request.worker, steps.iteration, steps.count, steps.seconds, steps.waiting)
+            self._let_time_pass(now)
+            self._carry_out(self._decider.tell(event, now))
+        self._say(peer, m.Pulse(self.failure))
+
+    def _broken(self, session: Session, request: m.Broken, peer: bytes, now: float) -> None:
+        group = self.log.group(request.sequence)
+        if group is not None and request.worker not in group.members:
+            self._refuse(request, peer, f"worker {request.worker} was no member of group {request.sequence}")
+            return
+        self._let_time_pass(now)
+        self._carry_out(self._decider.tell(Broken(request.sequence), now))
+        self._say(peer, m.Acknowledged(request.number, session.invitations))
+
+    # -------------------------------------------------------- coming and going
+
+    def _join_anew(self, request: m.Join, peer: bytes, now: float) -> None:
         """The first join of a session; an older session of the worker ends."""
         worker = request.worker
-        frames: list[Frame] = []
-        before = self._clients.get(worker)
+        self._check_mesh(request)
+        self._check_exists(worker)
+        before = self._sessions.get(worker)
         if before is not None and before.active:
-            log.warning("worker %s came back as a new client; the old one never left", worker)
-            frames += self._leave(worker, before, now)
-        if before is not None:
-            ended = self._ended_sessions.setdefault(worker, [])
-            ended.append(before.session)
-            del ended[:-REMEMBERED_SESSIONS]
-        client = _Client(request.session, m.routing_id(worker))
-        client.numbers[HEARTBEATS if identity == m.heartbeat_id(worker) else TRAINING] = request.number
-        client.heard = now
-        try:
-            frames += self._join(client, request, identity, now)
-        except RefusedEvent as error:  # no such worker
-            return frames + self._refuse(request, identity, str(error))
-        self._clients[worker] = client
-        self._names[m.routing_id(worker)] = (worker, TRAINING)
-        self._names[m.heartbeat_id(worker)] = (worker, HEARTBEATS)
-        return frames
-
-    def _join(self, client: _Client, request: m.Join, identity: bytes, now: float) -> list[Frame]:
-        worker = request.worker
-        if self.failure is not None:
-            return [(identity, m.encode(m.Abort(self.failure)))]
-        if request.number < client.left_at:
-            return []  # the heartbeats' socket was slower than the leave that came after
-        frames: list[Frame] = []
-        if not client.active:
-            frames = self._send(self._policy.join(worker, now))
-            client.active, client.lost = True, False
-            client.waiting = client.reported = client.answered = None
-            if request.resumed:
-                self._resume(client, request, now)
-        return [*frames, (identity, m.encode(m.Acknowledged(request.number, client.invitations)))]
-
-    def _resume(self, client: _Client, request: m.Join, now: float) -> None:
-        if self._recovery is None and self._statistics.signals == 0:
-            log.warning(
-                "worker %s resumes a run that this scheduler did not start; it waits %g s for the others",
-                request.worker,
-                self._recovery_grace,
-            )
-            self._recovery = Recovery(self._num_workers, self._recovery_grace, now)
-        if request.last is not None:
-            client.reported = request.last.iteration_of(request.worker)
-        if self._recovery is not None:
-            self._recovery.resumed(request.worker, request.last)
-
-    def _end_recovery(self, now: float) -> list[Frame]:
-        recovery = self._recovery
-        assert recovery is not None
-        self._recovery = None
-        self._first_sequence = recovery.next_sequence
-        frames: list[Frame] = []
-        for worker, iteration in recovery.held.items():
-            client = self._clients[worker]
-            answer = recovery.answer_heard_by_others(worker, iteration)
-            if answer is not None:
-                client.waiting, client.answered = None, iteration
-                client.answer_frame, client.last_group = m.encode(answer), answer.group
-                frames.append((client.identity, client.answer_frame))
-                continue
-            self._statistics.signal(now)
-            frames += self._send(self._policy.ready(worker, iteration, now))
-        return frames
-
-    def _leave(self, worker: Worker, client: _Client, now: float) -> list[Frame]:
-        groups = self._policy.leave(worker, now)
-        # A window of this very moment may still have answered the worker: send first.
-        frames = self._send(groups)
-        client.active = False
-        client.waiting = client.answered = None
-        if self._recovery is not None:
-            self._recovery.held.pop(worker, None)
-        return frames
-
-    def _failed(self, request: m.Failed, identity: bytes) -> list[Frame]:
+            logger.warning("worker %s came back as a new client; the old one never left", worker)
+            self._leave(before, now)
+        session = self._sessions.begin(worker, request.session, now)
+        session.received.is_new(request.number, peer)
         if self.failure is None:
-            self.failure = m.Failure(request.worker, request.reason[: m.MAX_REASON_CHARACTERS])
-            log.error("worker %s failed: %s; the run is over", request.worker, self.failure.reason)
-        abort = m.encode(m.Abort(self.failure))
-        others = [m.routing_id(worker) for worker in self._clients]
-        return [(peer, abort) for peer in sorted({identity, *others})]
+            self._recovery.joins(worker, request.heard is not None, now)
+        self._join(session, request, peer, now)
 
-    def _call_the_roll(self, now: float) -> list[Frame]:
-        """Workers that were silent for too long are treated as left."""
+    def _join(self, session: Session, request: m.Join, peer: bytes, now: float) -> None:
+        if self.failure is not None:
+            self._say(peer, m.Abort(self.failure))
+            return
+        if request.number < session.received.left_at:
+            return  # the heartbeats' socket was slower than the leave that came after
+        if not session.active:
+            self._check_mesh(request)
+            self._let_time_pass(now)
+            if request.heard is not None:
+                self._carry_out(self._decider.number_from(request.heard + 1, now))
+            decisions = self._decider.tell(Joined(session.worker), now)
+            session.move(JOINS)
+            if not request.resumed:
+                session.iteration = session.answer = None
+                self._recovery.forget(session.worker)
+            self._carry_out(decisions)
+            self._recovery.keep(request.answers, session.worker)
+        self._say(peer, m.Acknowledged(request.number, session.invitations))
+
+    def _leave(self, session: Session, now: float) -> None:
+        decisions: list[Decision] = []
+        if session.active:
+            self._let_time_pass(now)  # a window of this very moment may still answer the worker
+            decisions = self._decider.tell(Left(session.worker), now)
+            self._recovery.held.pop(session.worker, None)
+        session.move(LEAVES)
+        session.answer = None
+        self._carry_out(decisions)
+
+    def _call_the_roll(self, now: float) -> None:
+        """Workers that were silent for too long are lost."""
         late = now - self._next_roll_call
         self._next_roll_call = now + self._worker_timeout / 4
         if late > self._worker_timeout / 4:
             # We were away ourselves (a machine asleep, a stopped process): first hear what has come meanwhile.
-            log.warning("the scheduler was held up for %.1f s; nobody is called lost for that", late)
-            return []
-        frames: list[Frame] = []
-        for worker, client in list(self._clients.items()):
-            silent = now - client.heard
-            if not (client.active and client.beats and silent >= self._worker_timeout):
+            logger.warning("the scheduler was held up for %.1f s; nobody is called lost for that", late)
+            return
+        for session in self._sessions:
+            worker, silent = session.worker, now - session.heard
+            if not (session.active and session.beats and silent >= self._worker_timeout):
                 continue
-            log.warning("worker %s was silent for %.1f s: the others go on without it", worker, silent)
-            groups = self._leave(worker, client, now)
-            client.lost = True
-            lost = m.encode(m.Lost(worker, silent))
-            frames += [(m.routing_id(peer), lost) for peer, other in self._clients.items() if other.active]
-            frames += groups
-        return frames
+            logger.warning("worker %s was silent for %.1f s: the others go on without it", worker, silent)
+            self._let_time_pass(now)
+            decisions = self._decider.tell(Lost(worker), now)
+            self._recovery.held.pop(worker, None)
+            session.move(FALLS_SILENT)
+            lost = m.Lost(worker, silent)
+            for other in self._sessions:
+                if other.active:
+                    self._say(other.peer, lost)
+            self._carry_out(decisions)
+
+    def _end_recovery(self, now: float) -> None:
+        for worker, iteration in self._recovery.end().items():
+            session = self._sessions[worker]
+            answer = self._recovery.answer_to(worker, iteration)
+            if answer is None:
+                self._decide_ready(session, iteration, now)
+            else:
+                self._answer(session, answer)
+
+    # --------------------------------------------------------------- decisions
+
+    def _let_time_pass(self, now: float) -> None:
+        if self._decider.deadline <= now:
+            self._carry_out(self._decider.tell(Tick(), now))
+
+    def _carry_out(self, decisions: list[Decision]) -> None:
+        """Answer the members of each group."""
+        if not decisions:
+            return
+        verbose = logger.isEnabledFor(logging.DEBUG)
+        for group in decisions:
+            if verbose:
+                logger.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason)
+            try:
+                sessions = [self._sessions[member] for member in group.members]
+                if group.passive:
+                    self._answer_and_invite(sessions, group)
+                    continue
+                answer = m.Answer(group, tuple([session.iteration for session in sessions]))
+                for session in sessions:
+                    self._answer(session, answer)
+            except (IllegalInput, KeyError) as error:
+                raise PolicyFailed(f"{group} cannot go out: {error}") from error
+
+    def _answer_and_invite(self, sessions: list[Session], group: Group) -> None:
+        """Passive members are invited; the others are answered."""
+        answer = m.Answer(group, tuple(None if s.worker in group.passive else s.iteration for s in sessions))
+        invitation = m.Invitation(group)
+        for session in sessions:
+            if session.worker in group.passive:
+                session.invitations += 1
+                self._say(m.heartbeat_id(session.worker), invitation)
+            else:
+                self._answer(session, answer)
+
+    def _answer(self, session: Session, answer: m.Answer) -> None:
+        session.is_answered(answer)
+        self._outbox.append((session.peer, answer))
+
+    # ----------------------------------------------------------------- replies
+
+    def _say(self, peer: bytes, message: m.Reply) -> None:
+        self._outbox.append((peer, message))
+
+    def _sent(self) -> list[Addressed]:
+        sent, self._outbox = self._outbox, []
+        return sent
+
+    def _refuse(self, request: m.Request, peer: bytes, reason: str) -> None:
+        self.ignore("refused", peer, reason)
+        self._say(peer, m.Refused(request.number, reason))
+
+    def _give_up(self, error: Exception) -> None:
+        """The policy, or this service, cannot go on, and so nobody can."""
+        logger.error("the scheduler cannot go on", exc_info=error)
+        self._decider.fail()
+        self._outbox.clear()  # a group may have gone out to some of its members only
+        what = f"its policy {self._name} failed on {error}" if isinstance(error, PolicyFailed) else repr(error)
+        self._fail(m.Failure(None, what[: m.MAX_REASON_CHARACTERS]))
+
+    def _fail(self, failure: m.Failure, teller: bytes | None = None) -> None:
+        """Everybody hears of the first failure."""
+        if self.failure is None:
+            self.failure = failure
+            logger.error("%s; the run is over", failure)
+        abort = m.Abort(self.failure)
+        peers = {session.peer for session in self._sessions} | ({teller} if teller is not None else set())
+        for peer in sorted(peers):
+            self._say(peer, abort)
+
+    def _sync_graphs(self) -> list[SyncGraph]:
+        """Of each stage: what the policy goes by, or else what the log says."""
+        stages, pipelines = self._mesh
+        graphs = []
+        for stage in range(stages):
+            graph = self._decider.sync_graph(stage)
+            if graph is None:
+                active = [session.worker.pipeline for session in self._sessions.of_stage(stage) if session.active]
+                graph = graph_of(self.log.recent, stage, active, pipelines, self._looks_back)
+            graphs.append(graph)
+        return graphs
 
     def _missing(self, stage: int) -> tuple[Worker, ...]:
-        return tuple(
-            sorted(
-                worker
-                for worker, client in self._clients.items()
-                if worker.stage == stage and client.active and client.waiting is None
+        """Those of ``stage`` that others may wait for."""
+        return tuple(session.worker for session in self._sessions.of_stage(stage) if session.state is COMPUTING)
+
+    def _check_mesh(self, request: m.Hello | m.Join) -> None:
+        if request.mesh is not None and request.mesh != self._mesh:
+            (stages, pipelines), (theirs, its) = self._mesh, request.mesh
+            raise RefusedEvent(
+                f"it serves a run of {stages} stages × {pipelines} pipelines, and worker {request.worker} belongs to "
+                f"one of {theirs} × {its}; give the address of its own scheduler, or start this one with "
+                f"--num-stages {theirs} --num-pipelines {its}"
             )
-        )
 
-    def _send(self, groups: list[Group]) -> list[Frame]:
-        frames: list[Frame] = []
-        if not groups:
-            return frames
-        verbose = log.isEnabledFor(logging.DEBUG)
-        for group in groups:
-            if self._first_sequence:
-                group = msgspec.structs.replace(group, sequence=group.sequence + self._first_sequence)
-            self._statistics.group(group)
-            if verbose:
-                log.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason.value)
-            if group.passive:
-                frames += self._send_with_bystanders(group)
-                continue
-            clients = [self._clients[member] for member in group.members]
-            frame = m.encode(m.Answer(group, tuple([client.waiting for client in clients])))
-            for client in clients:
-                client.answered, client.waiting = client.waiting, None
-                client.answer_frame, client.last_group = frame, group
-                frames.append((client.identity, frame))
-        return frames
-
-    def _send_with_bystanders(self, group: Group) -> list[Frame]:
-        """Passive members are invited; the others are answered."""
-        frames: list[Frame] = []
-        clients = {member: self._clients[member] for member in group.members}
-        iterations = [None if w in group.passive else client.waiting for w, client in clients.items()]
-        frame = m.encode(m.Answer(group, tuple(iterations)))
-        invitation = m.encode(m.Invitation(group))
-        for worker, client in clients.items():
-            client.last_group = group
-            if worker in group.passive:
-                client.invitations += 1
-                frames.append((m.heartbeat_id(worker), invitation))
-            else:
-                client.answered, client.waiting, client.answer_frame = client.waiting, None, frame
-                frames.append((client.identity, frame))
-        return frames
-
-    def _refuse(self, request: m.Request, identity: bytes, reason: str) -> list[Frame]:
-        self._ignore("refused", identity, reason)
-        return [(identity, m.encode(m.Refused(request.number, reason)))]
-
-    def _ignore(self, kind: str, identity: bytes, detail: str) -> list[Frame]:
-        self.refused[kind] += 1
-        if self.refused[kind] <= LOGGED_PER_KIND:
-            more = "" if self.refused[kind] < LOGGED_PER_KIND else "; more of them will only be counted"
-            log.warning("%s frame from %r ignored: %s%s", kind, identity[:32], detail[:200], more)
-        return []
-
-
-def _owner(identity: bytes, claimed: Worker) -> tuple[Worker | None, int]:
-    """Whose socket ``identity`` is, if it is one of the claimed worker's, and which of the two."""
-    if identity == m.routing_id(claimed):
-        return claimed, TRAINING
-    if identity == m.heartbeat_id(claimed):
-        return claimed, HEARTBEATS
-    return None, TRAINING
-
-
-def _state(client: _Client) -> str:
-    if client.lost:
-        return "lost"
-    if not client.active:
-        return "away"
-    if client.waiting is not None:
-        return "ready"
-    return "sync" if client.averaging else "compute"
+    def _check_exists(self, worker: Worker) -> None:
+        stages, pipelines = self._mesh
+        if not (0 <= worker.stage < stages and 0 <= worker.pipeline < pipelines):
+            raise RefusedEvent(f"worker {worker} does not exist in {stages} stages × {pipelines} pipelines")

@@ -1,19 +1,93 @@
-"""What an operator sees of a run: plain data, counted as events pass by."""
+"""What an operator sees of a run: a reader of its events and decisions, and the plain data that it makes of them.
+
+The data travels in columns, a value per pipeline, and a group once however many workers were in it, so that the state
+of thousands of workers is a fraction of the largest reply that is allowed. What follows from it (who is connected, who
+met whom, ρ) is worked out by who looks, not by the scheduler.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from lightning_sdpipe.scheduler.policy import Group, Reason, Worker
+from lightning_sdpipe.policies import sync_graph
+from lightning_sdpipe.policies.decisions import Decision, Group
+from lightning_sdpipe.policies.events import Broken, Event, Joined, Left, Lost, Progress, Ready, Worker
+from lightning_sdpipe.policies.policy import Unit
+from lightning_sdpipe.policies.sync_graph import Meeting, SyncGraph
 
 RATE_SECONDS = 10
 """Signals per second are counted over this many whole seconds."""
 
+GROUPS_COST = 60_000
+"""What the groups of a status may cost, over all stages: each its members and 4 more. The newest are told."""
+
+
+STATES = {name[0]: name for name in ("computing", "waiting", "held", "away", "lost", "-")}
+"""What a worker does, by the letter for it: the states of a session, and "-" for who has never joined."""
+
+ACTIVE = ("c", "w", "h")
+
+
+class GroupRow(msgspec.Struct, frozen=True, array_like=True):
+    """A group of a stage, or (number -1) workers that entered the run together."""
+
+    number: int
+    round: int
+    pipelines: list[int]
+    reason: str
+    weights: tuple[float, ...] = ()
+    """Empty if equal."""
+
+
+class StageStatus(msgspec.Struct, frozen=True):
+    """One stage, a value for each of its pipelines in every column."""
+
+    states: str
+    """Letters of :data:`STATES`."""
+    iterations: list[int | None]
+    """The last one reported."""
+    last_groups: list[int | None]
+    """The number of the last group."""
+    silent: list[float | None]
+    """Seconds since it was last heard of."""
+    seconds: list[float | None]
+    """Length of a step, lately."""
+    waiting: list[float | None]
+    """Seconds of it that passed in waiting for other replicas."""
+    round: int
+    since: int
+    """The round from which on all groups are told."""
+    groups: list[GroupRow]
+
+    def active(self) -> list[int]:
+        """The pipelines whose worker takes part."""
+        return [i for i, letter in enumerate(self.states) if letter in ACTIVE]
+
+    def components(self) -> list[set[int]]:
+        """Active pipelines by who is joined by a chain of meetings."""
+        return sync_graph.components(self._meetings(), self.active())
+
+    def rounds_since_connected(self) -> int | None:
+        """How far one must look back for the stage to be connected; None: farther than is told."""
+        return sync_graph.rounds_since_connected(self._meetings(), self.active(), self.round)
+
+    def rounds_since_met(self) -> dict[tuple[int, int], int]:
+        """For each pair of pipelines that met in the rounds that are told: how many rounds ago."""
+        return sync_graph.rounds_since_met(self._meetings(), self.round)
+
+    def rho(self) -> float:
+        """Of the groups of the rounds that are told; needs numpy."""
+        return sync_graph.spectral_radius(self._meetings(), self.active())
+
+    def _meetings(self) -> list[Meeting]:
+        return [Meeting(row.round, row.pipelines, _group(row)) for row in self.groups if row.round >= self.since]
+
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker: ``state`` is compute, ready, sync, lost, or away (never joined, or left)."""
+    """One worker."""
 
     worker: Worker
     state: str
@@ -21,50 +95,193 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """The last one reported."""
     staleness: int | None
     """How many iterations it is behind the furthest worker of its stage."""
-    last_group: Group | None
+    last_group: int | None
+    """Its number."""
     silent: float | None
     """Seconds since it was last heard of."""
+    seconds: float | None
+    """Length of a step, lately."""
+    waiting: float | None
+    """Seconds of it that passed in waiting for other replicas."""
 
 
 class Status(msgspec.Struct, frozen=True):
     """The whole run."""
 
     policy: str
+    """Its values, as JSON."""
     uptime: float
     signals: int
     signals_per_second: float
     groups_by_size: dict[int, int]
     groups_by_reason: dict[str, int]
+    broken: int
+    """Groups whose members did not average."""
     refused: dict[str, int]
     failure: str | None
-    workers: list[WorkerStatus]
+    held: int
+    """Readies that wait until all workers have come back to a scheduler that was restarted."""
+    looks_back: tuple[int, Unit]
+    stages: list[StageStatus]
+
+    def workers(self) -> list[WorkerStatus]:
+        """Everybody that ever joined, by stage and pipeline."""
+        rows = []
+        for number, stage in enumerate(self.stages):
+            furthest = max((iteration for iteration in stage.iterations if iteration is not None), default=0)
+            for pipeline, letter in enumerate(stage.states):
+                iteration = stage.iterations[pipeline]
+                if letter != "-":
+                    row = WorkerStatus(
+                        Worker(number, pipeline),
+                        STATES[letter],
+                        iteration,
+                        None if iteration is None else furthest - iteration,
+                        stage.last_groups[pipeline],
+                        stage.silent[pipeline],
+                        stage.seconds[pipeline],
+                        stage.waiting[pipeline],
+                    )
+                    rows.append(row)
+        return rows
 
 
-class Statistics:
-    """Counts signals and groups."""
+class _WorkerView:
+    __slots__ = ("iteration", "last_group", "seconds", "waiting")
 
     def __init__(self) -> None:
+        self.iteration: int | None = None
+        self.last_group: Group | None = None
+        self.seconds: float | None = None
+        self.waiting: float | None = None
+
+
+class Overview:
+    """Reads the events and decisions of a run as they come. Every signal passes here, so it only notes and counts."""
+
+    def __init__(self, num_stages: int, num_pipelines: int) -> None:
         self.signals = 0
         self.sizes: Counter[int] = Counter()
-        self.reasons: Counter[Reason] = Counter()
-        self._per_second: deque[list[int]] = deque(maxlen=RATE_SECONDS + 1)
+        self.reasons: Counter[str] = Counter()
+        self.broken: set[int] = set()
+        self._views = [[_WorkerView() for _ in range(num_pipelines)] for _ in range(num_stages)]
+        self._second = 0
+        self._per_second: deque[list[int]] = deque([[0, 0]], maxlen=RATE_SECONDS + 1)
 
-    def signal(self, now: float) -> None:
-        """A ready was accepted."""
-        self.signals += 1
-        second = int(now)
-        if self._per_second and self._per_second[-1][0] == second:
+    def on(self, now: float, event: Event, decisions: list[Decision]) -> None:
+        """``event`` happened at ``now``, and ``decisions`` followed."""
+        if type(event) is Ready:
+            worker = event.worker
+            self._views[worker.stage][worker.pipeline].iteration = event.iteration
+            self.signals += 1
+            if now >= self._second + 1:
+                self._second = int(now)
+                self._per_second.append([self._second, 0])
             self._per_second[-1][1] += 1
-        else:
-            self._per_second.append([second, 1])
-
-    def group(self, group: Group) -> None:
-        """A group went out."""
-        self.sizes[len(group.members)] += 1
-        self.reasons[group.reason] += 1
+        elif type(event) is Progress:
+            worker = event.worker
+            view = self._views[worker.stage][worker.pipeline]
+            view.seconds, view.waiting = event.seconds, event.waiting
+        elif type(event) is Broken:
+            self.broken.add(event.sequence)
+        for group in decisions:
+            members = group.members
+            self.sizes[len(members)] += 1
+            self.reasons[group.reason] += 1
+            views = self._views[members[0].stage]
+            for worker in members:
+                views[worker.pipeline].last_group = group
 
     def rate(self, now: float, uptime: float) -> float:
         """Signals per second lately."""
         oldest = int(now) - RATE_SECONDS
         recent = sum(count for second, count in self._per_second if second >= oldest)
         return recent / max(1.0, min(uptime, RATE_SECONDS + now - int(now)))
+
+    def stages(
+        self, states: Mapping[Worker, str], silent: Mapping[Worker, float], graphs: Sequence[SyncGraph]
+    ) -> list[StageStatus]:
+        """Every stage; ``silent`` are seconds since each worker was last heard of."""
+        budget = GROUPS_COST // len(self._views)
+        return [self._stage(number, states, silent, graph, budget) for number, graph in enumerate(graphs)]
+
+    def _stage(
+        self,
+        number: int,
+        states: Mapping[Worker, str],
+        silent: Mapping[Worker, float],
+        graph: SyncGraph,
+        budget: int,
+    ) -> StageStatus:
+        views = self._views[number]
+        since = graph.round - graph.rounds + 1
+        rows: list[GroupRow] = []
+        for made, members, group in reversed(graph.meetings()):
+            budget -= len(members) + 4
+            if budget < 0:
+                since = made + 1
+                break
+            rows.append(_row(made, members, group))
+        workers = [Worker(number, pipeline) for pipeline in range(len(views))]
+        return StageStatus(
+            states="".join(states.get(worker, "-")[0] for worker in workers),
+            iterations=[view.iteration for view in views],
+            last_groups=[None if view.last_group is None else view.last_group.sequence for view in views],
+            silent=[silent.get(worker) for worker in workers],
+            seconds=[view.seconds for view in views],
+            waiting=[view.waiting for view in views],
+            round=graph.round,
+            since=since,
+            groups=rows[::-1],
+        )
+
+
+def graph_of(
+    entries: Iterable[tuple[float, Event, list[Decision]]],
+    stage: int,
+    active: Iterable[int],
+    num_pipelines: int,
+    looks_back: tuple[int, Unit],
+) -> SyncGraph:
+    """Who met whom in ``stage``, for a policy that does not keep account: from the newest ``entries`` of its log.
+
+    ``active`` are the pipelines that take part now. Those that are not said to join in between did so before.
+    """
+    entries = list(entries)
+    joining = [
+        (event.worker, isinstance(event, Joined)) for _, event, _ in entries if isinstance(event, Joined | Left | Lost)
+    ]
+    first: dict[int, bool] = {}
+    for worker, joins in joining:
+        if worker.stage == stage:
+            first.setdefault(worker.pipeline, joins)
+    graph = SyncGraph(num_pipelines, *looks_back)
+    for pipeline in sorted({*active, *first}):
+        if not first.get(pipeline, False):
+            graph.join(pipeline)
+    for _, event, decisions in entries:
+        match event:
+            case Joined(worker) if worker.stage == stage:
+                graph.join(worker.pipeline)
+            case Left(worker) | Lost(worker) if worker.stage == stage:
+                graph.leave(worker.pipeline)
+            case Broken(sequence):
+                graph.forget(sequence)
+        groups = [group for group in decisions if group.stage == stage]
+        if groups:
+            graph.record(groups)
+    return graph
+
+
+def _row(made: int, members: list[int], group: Group | None) -> GroupRow:
+    if group is None:
+        return GroupRow(-1, made, members, "")
+    equal = min(group.weights) == max(group.weights)
+    return GroupRow(group.sequence, made, members, group.reason, () if equal else group.weights)
+
+
+def _group(row: GroupRow) -> Group | None:
+    if row.number < 0:
+        return None
+    weights = row.weights or (1 / len(row.pipelines),) * len(row.pipelines)
+    return Group(tuple(Worker(0, pipeline) for pipeline in row.pipelines), weights, row.number, row.reason)

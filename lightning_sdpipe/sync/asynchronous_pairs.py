@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.scheduler.policy import Group
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -45,6 +45,11 @@ class AsynchronousPairs(Synchronizer):
     def announce(self, iteration: int) -> None:
         """Does not ask the scheduler yet: a neighbour's thread would serve nobody else until the backward has ended."""
         self._iteration = iteration
+
+    @property
+    def shares_next(self) -> bool:
+        """See the base class."""
+        return True
 
     def synchronise(self) -> None:
         """Publishes the update, averages with the neighbour, and takes over what is published by then.

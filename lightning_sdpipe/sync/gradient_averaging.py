@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.averaging.gradient_buckets import GradientBuckets
+from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -21,8 +22,9 @@ class GradientAveraging(Synchronizer):
 
     def __init__(self, replica: Replica, bucket_bytes: int) -> None:
         super().__init__(replica)
-        self._buckets = GradientBuckets(replica.trained, replica.groups.stage, bucket_bytes)
+        self._buckets = GradientBuckets(replica.trained, replica.groups.stage, bucket_bytes, replica.watch)
         self._rounds = 0
+        self._update = 0
         self.gradients = self
 
     def ready(self, number: int, gradient: Tensor) -> None:
@@ -34,14 +36,23 @@ class GradientAveraging(Synchronizer):
 
     def finish(self) -> list[Tensor | None]:
         outcome = self._buckets.finish()
+        if outcome.nonfinite:
+            ranks = sorted(self.replica.ranks)
+            pipelines = [self.replica.ranks.index(ranks[number]) for number in outcome.nonfinite]
+            raise NonFiniteError(
+                f"the gradients of pipelines {pipelines}, stage {self.replica.stage}, for update {self._update}, "
+                "counted from 0 since training started"
+            )
         self._rounds += 1
         self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
         return outcome.gradients
 
     def synchronise(self) -> None:
-        """Nothing: equal parameters took an equal step."""
+        """Nothing to do: equal parameters took an equal step."""
+        self._update += 1
 
     def _enter(self) -> None:
+        self._buckets.arrange()  # what trains may have changed
         self._rounds = 0
 
     def _arrive(self) -> None:

@@ -1,4 +1,8 @@
-"""The synchronisation methods that a user chooses from: values, checked when they are made."""
+"""The synchronisation methods that a user chooses from: values, checked when they are made.
+
+Those that average models are the values of a policy; :func:`method_of` gives each the worker's half that carries its
+decisions out, any policy of the user's own included.
+"""
 
 from __future__ import annotations
 
@@ -6,61 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.scheduler.specification import (
-    ADPSGDSpec,
-    LocalSGDSpec,
-    NoSyncSpec,
-    PolicySpec,
-    SemiDecentralizedSpec,
-)
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
 from lightning_sdpipe.sync.model_averaging import ModelAveraging
 from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
-
-
-class SemiDecentralized(SemiDecentralizedSpec, frozen=True):
-    """SDPipe: models are averaged after every step, in groups of those that are ready within a window.
-
-    ``window`` is in seconds, ``"auto"``, or inf, which makes one group of everybody. ``connectivity`` is P in rounds,
-    None to enforce nothing. Groups below ``min_group`` widen the window of who opened them; larger ones than
-    ``max_group`` are split; None is 4 beyond eight pipelines, else no limit.
-    """
-
-    @property
-    def policy(self) -> PolicySpec:
-        return self
-
-    def build(self, replica: Replica) -> Synchronizer:
-        return ModelAveraging(replica)
-
-
-class LocalSGD(LocalSGDSpec, frozen=True):
-    """Models are averaged with everybody in each update that ``every`` divides, and nobody waits in the others."""
-
-    @property
-    def policy(self) -> PolicySpec:
-        return self
-
-    def build(self, replica: Replica) -> Synchronizer:
-        return ModelAveraging(replica, self.every)
-
-
-class ADPSGD(ADPSGDSpec, frozen=True):
-    """AD-PSGD: models are averaged in pairs after every step.
-
-    As SDPipe §5.1 compares with it, pairs are drawn from ``seed``, afresh for every iteration, and the two wait for
-    each other. ``asynchronous`` is the algorithm of Lian et al. 2018: a worker averages at once with a random
-    neighbour, which goes on computing.
-    """
-
-    @property
-    def policy(self) -> PolicySpec:
-        return self
-
-    def build(self, replica: Replica) -> Synchronizer:
-        return AsynchronousPairs(replica) if self.asynchronous else ModelAveraging(replica)
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 
 
 @dataclass(frozen=True)
@@ -77,23 +35,11 @@ class AllReduce:
             raise ConfigurationError(f"bucket_mib={self.bucket_mib} is not allowed; give MiB above 0.")
 
     @property
-    def policy(self) -> PolicySpec:
-        return NoSyncSpec()  # everybody meets everybody: there is nothing to decide
+    def policy(self) -> PolicyConfig:
+        return NoSync()  # everybody meets everybody: there is nothing to decide
 
     def build(self, replica: Replica) -> Synchronizer:
         return GradientAveraging(replica, int(self.bucket_mib * 2**20))
-
-
-@dataclass(frozen=True)
-class NoSync:
-    """Pipelines train alone until the next pause: the bound on throughput that no method can beat."""
-
-    @property
-    def policy(self) -> PolicySpec:
-        return NoSyncSpec()
-
-    def build(self, replica: Replica) -> Synchronizer:
-        return Synchronizer(replica)
 
 
 @dataclass(frozen=True)
@@ -119,9 +65,47 @@ class HetPipe:
             raise ConfigurationError(f'combine={self.combine!r} is not allowed; give "sum" or "mean".')
 
     @property
-    def policy(self) -> PolicySpec:
-        return NoSyncSpec()  # the parameter servers keep the clocks
+    def policy(self) -> PolicyConfig:
+        return NoSync()  # the parameter servers keep the clocks
 
     def build(self, replica: Replica) -> Synchronizer:
         staleness = replica.groups.mesh.num_stages if self.staleness is None else self.staleness
         return StaleSynchronous(replica, staleness, self.sync_every, self.combine == "mean")
+
+
+@dataclass(frozen=True)
+class ByPolicy:
+    """What the scheduler decides by ``policy``, and the worker's half that carries it out."""
+
+    policy: PolicyConfig
+
+    def build(self, replica: Replica) -> Synchronizer:
+        match self.policy:
+            case NoSync():
+                return Synchronizer(replica)
+            case LocalSGD(every):
+                return ModelAveraging(replica, every)
+            case ADPSGD(asynchronous=True):
+                return AsynchronousPairs(replica)
+            case _:
+                return ModelAveraging(replica)
+
+
+def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
+    """How ``sync`` is carried out: a method, the values of a policy, or the import path of a user's own.
+
+    Raises:
+        ConfigurationError: it is none of these, or the scheduler's process could not make the policy.
+    """
+    if isinstance(sync, str) and ":" in sync:
+        sync = registry.make(sync, {})
+    if isinstance(sync, PolicyConfig):
+        registry.check(sync)
+        return ByPolicy(sync)
+    if not isinstance(sync, SyncMethod):
+        raise ConfigurationError(
+            f"sync={sync!r} is no synchronisation method; use one of lightning_sdpipe.sync, such as "
+            "SemiDecentralized(), or a policy of your own, as in sync=RoundRobin() or "
+            'sync="my_package.policies:RoundRobin".'
+        )
+    return sync

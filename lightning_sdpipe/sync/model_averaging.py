@@ -26,10 +26,15 @@ class ModelAveraging(Synchronizer):
         return len(self.replica.ranks)
 
     def announce(self, iteration: int) -> None:
-        """Tells the scheduler that the last backward of ``iteration`` is under way; does not wait."""
+        """Tells the scheduler that this worker is ready; see the base class."""
         if self._active and iteration % self._every == 0:
             self.replica.client.ready(iteration)
             self.announced = True
+
+    @property
+    def shares_next(self) -> bool:
+        """See the base class."""
+        return self.announced
 
     def synchronise(self) -> None:
         """Learns the group that answers :meth:`announce` and averages the parameters with its members, whose last

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, read_worker_keys
-from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
-from lightning_sdpipe.scheduler.specification import PolicySpec
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,17 @@ def standing_scheduler(address: str | None, key_file: str | Path | None) -> Sche
     return SchedulerAddress(address, read_worker_keys(Path(key_file)) if key_file else None)
 
 
-def start_scheduler(spec: PolicySpec, mesh: Mesh, bind: str) -> tuple[EmbeddedScheduler | None, SchedulerAddress]:
-    """Rank 0 starts the run's own scheduler; every rank must call it and gets its address.
+def start_scheduler(
+    policy: PolicyConfig, mesh: Mesh, bind: str, log: Path | None = None
+) -> tuple[EmbeddedScheduler | None, SchedulerAddress]:
+    """Rank 0 starts the run's own scheduler, which writes a ``log``; every rank must call it and gets its address.
 
     Its keys, which it has when ``bind`` is not loopback, go through the run's process group: not through the command
     line, the environment or a file.
     """
     scheduler, told = None, b""
     if dist.get_rank() == 0:
-        scheduler = EmbeddedScheduler.start(spec, mesh.num_stages, mesh.num_pipelines, bind)
+        scheduler = EmbeddedScheduler.start(policy, mesh.num_stages, mesh.num_pipelines, bind, log=log)
         keys = msgspec.to_builtins(scheduler.credentials)
         told = json.dumps({"address": scheduler.address, "keys": keys}).encode()
     everybody = dist.group.WORLD
@@ -65,13 +67,24 @@ def connect(
     on_abort: Callable[[Failure], None],
     embedded: bool = False,
 ) -> SchedulerClient:
-    """This rank's line to the scheduler; an ``embedded`` one lives as long as rank 0, and is not restarted."""
+    """This rank's line to the scheduler; an ``embedded`` one lives as long as rank 0, and is not restarted.
+
+    Raises:
+        SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another mesh.
+    """
     worker = Worker(*mesh.locate(dist.get_rank()))
-    return SchedulerClient(
+    client = SchedulerClient(
         scheduler.address,
         worker,
+        mesh=(mesh.num_stages, mesh.num_pipelines),
         timeout=timeout,
         credentials=scheduler.keys,
         on_abort=on_abort,
         host=Worker(*mesh.locate(0)) if embedded else None,
     )
+    try:
+        client.greet()
+    except BaseException:
+        client.close()
+        raise
+    return client

@@ -38,6 +38,11 @@ class StaleSynchronous(Synchronizer):
         self._pulled: list[Tensor] = []
         self._updates = 0
 
+    @property
+    def shares_next(self) -> bool:
+        """See the base class."""
+        return (self._updates + 1) % self._every == 0
+
     def synchronise(self) -> None:
         """At the end of a clock, pushes what the parameters have changed by since the last pull, and pulls."""
         self._updates += 1

@@ -16,8 +16,8 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.gradients import GradientExchange
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import SchedulerClient
-from lightning_sdpipe.scheduler.specification import PolicySpec
 from lightning_sdpipe.sync.meeting import Meeting, meet
 
 
@@ -53,10 +53,11 @@ class Replica:
 
     client: SchedulerClient
     groups: ProcessGroups
-    parameters: Sequence[FlatBucket]
+    parameters: Sequence[FlatBucket]  # like `trained`, it may change while nobody takes part
     buffers: Sequence[Tensor]  # that only a full average makes equal, such as BatchNorm statistics
     trained: Sequence[nn.Parameter]  # in the order by which the pipeline numbers their gradients
     timeout: timedelta  # of every wait
+    watch: bool = True  # end the run when gradients of one replica are not finite, rather than average them
 
     @property
     def stage(self) -> int:
@@ -80,9 +81,9 @@ class Replica:
 class Synchronizer:
     """A worker's half of a synchronisation method. This one never synchronises, except at :meth:`pause`.
 
-    For every update of the parameters the strategy calls :meth:`announce`, when the last backward is under way, and
-    :meth:`synchronise`, when the optimizer has stepped. A method that averages gradients offers ``gradients`` to the
-    pipeline, which tells it of every gradient that the backward completes, and waits for the means before it ends.
+    For every update of the parameters the strategy calls :meth:`announce`, when it waits for no other stage any more,
+    and :meth:`synchronise`, when the optimizer has stepped. A method that averages gradients offers ``gradients`` to
+    the pipeline, which tells it of every gradient that the backward completes, and waits for the means before it ends.
 
     A worker takes part from :meth:`resume` on, until it meets the others (:meth:`come_together`, :meth:`pause`) or
     runs out of data (:meth:`sit_out`). All workers of a stage meet at the same points of training, which are told by
@@ -174,7 +175,12 @@ class Synchronizer:
         self._active = self._apart = self._unequal = self.announced = False
 
     def announce(self, iteration: int) -> None:
-        """The last backward of update ``iteration`` is under way. Does not wait."""
+        """Nothing but this worker's own computing can hold up update ``iteration`` any more. Does not wait."""
+
+    @property
+    def shares_next(self) -> bool:
+        """Will :meth:`synchronise` give this worker's model to others?"""
+        return False
 
     def synchronise(self) -> None:
         """The optimizer has stepped. Returns when the next iteration may start."""
@@ -223,7 +229,7 @@ class SyncMethod(Protocol):
     """What ``SDPipeStrategy(sync=...)`` takes: the values of a method, which build each worker's half of it."""
 
     @property
-    def policy(self) -> PolicySpec:
+    def policy(self) -> PolicyConfig:
         """What the scheduler decides for it."""
 
     def build(self, replica: Replica) -> Synchronizer:

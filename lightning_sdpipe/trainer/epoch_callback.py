@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ class EpochCallback(Callback):
         pause: Callable[[], None],
         random_states: Callable[[], dict[str, Any]],
         appointments: Appointments,
+        first_failure: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._groups = groups
         self._pause = pause
         self._random_states = random_states
         self._appointments = appointments
+        self._first_failure = first_failure
         self._to_load: Mapping[str, Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,8 +71,9 @@ class EpochCallback(Callback):
         self._share_metrics(trainer)
 
     def _share_metrics(self, trainer: Trainer) -> None:
-        mine = {name: float(value) for name, value in trainer.callback_metrics.items()}  # reduces: on every rank
-        data = p2p.broadcast_bytes(json.dumps(mine).encode(), 0, self._groups.everybody)
+        with self._first_failure():
+            mine = {name: float(value) for name, value in trainer.callback_metrics.items()}  # reduces: on every rank
+            data = p2p.broadcast_bytes(json.dumps(mine).encode(), 0, self._groups.everybody)
         if self._groups.rank != 0:
             _adopt(trainer, {name: torch.tensor(value) for name, value in json.loads(data).items()})
 

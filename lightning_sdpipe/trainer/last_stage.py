@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -12,34 +13,106 @@ from torch.distributed import ProcessGroup
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.trainer.epoch_callback import EpochCallback
+
 # These work on what the evaluation steps returned or collected. The end of a *training* epoch is also where modules
 # change their own parameters, so that hook runs on every stage.
-_RESULT_HOOKS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 _BATCH_END_HOOKS = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
+_RESULT_HOOKS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end", *_BATCH_END_HOOKS)
+_EPOCH_END = "on_train_epoch_end"
+_WRITER_HOOKS = ("on_predict_batch_end", "on_predict_epoch_end")
+
+Within = Callable[[str], AbstractContextManager[None]]
 
 
 def leave_results_to_the_last_stage(
-    module: LightningModule, callbacks: Sequence[Callback], is_last: bool
+    module: LightningModule, callbacks: Sequence[Callback], is_last: bool, within: Within
 ) -> Callable[[], None]:
-    """On every other stage, hooks that deal with the results of evaluation do nothing: those of ``module``, and those
-    of callbacks that write predictions. Returns what undoes it."""
-    if is_last:
-        return lambda: None
-    silenced: list[tuple[Any, str]] = [(module, name) for name in (*_RESULT_HOOKS, *_BATCH_END_HOOKS)]
+    """Hooks that deal with the results of evaluation, those of ``module`` and of callbacks that write predictions, run
+    on last stages only; ``within(hook)`` is held meanwhile. Those of other callbacks run everywhere, and end on the
+    other stages where they use a result. Returns what undoes it."""
     writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
-    silenced += [(writer, name) for writer in writers for name in ("on_predict_batch_end", "on_predict_epoch_end")]
-    for owner, name in silenced:
-        owner.__dict__[name] = _nothing
+    own = [(module, name) for name in _RESULT_HOOKS] + [(writer, name) for writer in writers for name in _WRITER_HOOKS]
+    changed: list[tuple[Any, str, Any]] = []  # what, its hook, and what its instance had in its place
+
+    def put(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        changed.append((owner, name, owner.__dict__.get(name)))
+        owner.__dict__[name] = hook
+
+    for owner, name in own:
+        put(owner, name, _held(getattr(owner, name), within, name) if is_last else _nothing)
+    if not is_last:
+        put(module, _EPOCH_END, _ending(getattr(module, _EPOCH_END), module, _EPOCH_END))
+        for callback in (c for c in callbacks if not isinstance(c, EpochCallback)):
+            for name in (_EPOCH_END, *(_RESULT_HOOKS if callback not in writers else ())):
+                if getattr(type(callback), name) is not getattr(Callback, name) or name in callback.__dict__:
+                    put(callback, name, _ending(getattr(callback, name), callback, name))
 
     def undo() -> None:
-        for owner, name in silenced:
-            owner.__dict__.pop(name, None)
+        for owner, name, before in changed:
+            owner.__dict__.pop(name)
+            if before is not None:
+                owner.__dict__[name] = before
 
     return undo
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     """In the place of a hook."""
+
+
+def _held(hook: Callable[..., Any], within: Within, name: str) -> Callable[..., Any]:
+    def held(*arguments: Any, **kwargs: Any) -> Any:
+        with within(name):
+            return hook(*arguments, **kwargs)
+
+    return held
+
+
+def _ending(hook: Callable[..., Any], owner: Callback | LightningModule, name: str) -> Callable[..., None]:
+    place = f"{type(owner).__name__}.{name}"
+
+    def ending(*arguments: Any, **kwargs: Any) -> None:
+        if name in _BATCH_END_HOOKS:
+            trainer, module, _, *more = arguments
+            arguments = (trainer, module, _NoResult(place), *more)
+        try:
+            hook(*arguments, **kwargs)
+        except _NoResultError:
+            return
+        except (ConfigurationError, NonFiniteError, WorkerFailedError, SchedulerError):
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"{place} failed on a stage where the results of steps do not exist, neither what they return nor what "
+                f"they collect: {type(error).__name__}: {error}. If it works on them, let it return at once unless "
+                "trainer.strategy.has_results."
+            ) from error
+
+    return ending
+
+
+class _NoResultError(ConfigurationError):
+    """A result was used where there is none."""
+
+
+class _NoResult:
+    """What a step would have returned, on a stage that does not come to its end. It cannot be used for anything."""
+
+    def __init__(self, place: str) -> None:
+        self.__dict__["_place"] = place
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise _NoResultError(f"{self.__dict__['_place']} uses what a step returned, which exists on last stages only.")
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __contains__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
+        raise _NoResultError(f"{getattr(function, '__name__', function)} was given what a step returned elsewhere.")
 
 
 class _GatherOverStage:

@@ -6,22 +6,38 @@ micro-batch is scaled there, and the gradients are divided by that scale when Li
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 
 
-def agree_on_overflow(precision: Precision, groups: ProcessGroups) -> None:
-    """Makes the stages of a pipeline skip the same steps: an overflow on one of them counts on all."""
+class _VotingScaler(ShardedGradScaler):
+    """Calls ``voted`` when it is known whether any stage has overflowed."""
+
+    voted: Callable[[], None]
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        super().unscale_(optimizer)
+        self.voted()
+
+
+def agree_on_overflow(precision: Precision, groups: ProcessGroups, voted: Callable[[], None] = lambda: None) -> None:
+    """Makes the stages of a pipeline skip the same steps: an overflow on one of them counts on all. ``voted`` is called
+    when all of them have been waited for."""
     if not isinstance(precision, MixedPrecision) or precision.scaler is None:
         return
     scaler = precision.scaler
-    if isinstance(scaler, ShardedGradScaler):  # of an earlier run of this strategy
+    if isinstance(scaler, _VotingScaler):  # of an earlier run of this strategy
+        scaler.voted = voted
         return
-    precision.scaler = ShardedGradScaler(
+    precision.scaler = _VotingScaler(
         device=scaler._device,
         init_scale=scaler.get_scale(),
         growth_factor=scaler.get_growth_factor(),
@@ -30,6 +46,17 @@ def agree_on_overflow(precision: Precision, groups: ProcessGroups) -> None:
         enabled=scaler.is_enabled(),
         process_group=groups.pipeline,
     )
+    precision.scaler.voted = voted
+
+
+def refuse_own_unscaling(optimizer: Optimizer, precision: Precision) -> None:
+    """Raises ConfigurationError for an optimizer that looks for overflows by itself, in its own stage only."""
+    scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
+    if scaled and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}(fused=True) with precision='16-mixed' decides by itself whether to skip a "
+            "step that overflowed, and other stages would not skip it. Use fused=False, or precision='bf16-mixed'."
+        )
 
 
 def loss_scale(precision: Precision, device: torch.device) -> Tensor | None:

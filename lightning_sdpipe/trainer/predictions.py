@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler, _IndexBatchSamplerWrapper
+from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.partition.structure import Structure, take_apart
+from lightning_sdpipe.partition.structure import Constant, Number, Opaque, Structure, TensorMeta, take_apart
 
 _TAG = 2**31 - 2
 
@@ -81,23 +82,35 @@ def collect(predictions: list[list[Any]], loaders: Iterable[Any], groups: Proces
 
 
 def _send(predictions: Sequence[Any], groups: ProcessGroups) -> None:
-    try:
-        tensors, structure = take_apart(list(predictions), "predict_step")
-    except ConfigurationError as error:
+    leaves, structure = take_apart(list(predictions))
+    opaque = next((part.kind for part in structure.parts if isinstance(part, Opaque)), None)
+    if opaque is not None:
         raise ConfigurationError(
-            "predict_step returned something other than tensors, numbers, strings and None in tuples, lists and "
-            "dicts, and only these are brought to rank 0. Return such, or call predict(return_predictions=False) and "
-            "write them with a BasePredictionWriter."
-        ) from error
-    header = json.dumps(structure.encode()).encode()
+            f"predict_step returned a {opaque}, and only tensors, numbers, strings and None in tuples, lists and dicts "
+            "are brought to rank 0. Return such, or call predict(return_predictions=False) and write them with a "
+            "BasePredictionWriter."
+        )
+    numbers = [leaf for leaf, part in zip(leaves, structure.parts, strict=True) if isinstance(part, Number)]
+    header = json.dumps([structure.encode(), numbers]).encode()
     p2p.send_bytes(header, 0, groups.stage, _TAG, "rank 0").wait()
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     p2p.send(tensors, 0, groups.stage, _TAG, "rank 0").wait()
 
 
 def _receive(source: int, groups: ProcessGroups) -> list[Any]:
     peer = f"rank {source}"
-    structure = Structure.decode(json.loads(p2p.receive_bytes(source, groups.stage, _TAG, peer)))
-    tensors = [meta.empty(torch.device("cpu")) for meta in structure.tensors]
+    encoded, numbers = json.loads(p2p.receive_bytes(source, groups.stage, _TAG, peer))
+    structure, left = Structure.decode(encoded), iter(numbers)
+    leaves: list[Any] = []
+    for part in structure.parts:
+        match part:
+            case TensorMeta():
+                leaves.append(part.empty(torch.device("cpu")))
+            case Number():
+                leaves.append(part.restore(next(left)))
+            case Constant(value):
+                leaves.append(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     p2p.receive(tensors, source, groups.stage, _TAG, peer).wait()
-    parts: list[Any] = structure.rebuild(lambda i, _: tensors[i])
-    return parts
+    predictions: list[Any] = structure.rebuild(leaves)
+    return predictions

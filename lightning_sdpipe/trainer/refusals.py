@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.ownership import Ownership
 
 
 def refuse_unsupported(trainer: Trainer, schedule: str, num_stages: int) -> None:
@@ -73,6 +76,11 @@ def _refuse_callback(trainer: Trainer, callback: Callback) -> None:
             f"{name} keeps a second copy of the whole model, and each worker holds its own stage only. Leave it out; "
             "average the weights of several checkpoints afterwards instead."
         )
+    if isinstance(callback, ModelPruning):
+        raise ConfigurationError(
+            f"{name} replaces parameters by others while training goes on, when the model has been cut. Prune the "
+            "trained model afterwards, with torch.nn.utils.prune."
+        )
     if isinstance(callback, LearningRateFinder):
         raise ConfigurationError(
             f"{name} stops where the loss grows, and the loss exists on last stages only. Find the learning rate with "
@@ -83,6 +91,34 @@ def _refuse_callback(trainer: Trainer, callback: Callback) -> None:
         raise ConfigurationError(
             f"{name} would save a checkpoint after a failure, when the stages that are gone cannot give their part. "
             "Save at intervals: ModelCheckpoint(every_n_train_steps=...)."
+        )
+
+
+def leave_out_example(module: LightningModule) -> Callable[[], None]:
+    """Takes ``example_input_array`` off the module, with a warning: the summary and loggers would run it through the
+    whole model, which no worker has. Returns what puts it back."""
+    example = module.example_input_array
+    if example is None:
+        return lambda: None
+    module.example_input_array = None
+    rank_zero_warn(
+        "example_input_array is left out in this run, since no worker holds the whole model to run it through: the "
+        "model summary shows no sizes, and loggers get no graph."
+    )
+
+    def undo() -> None:
+        module.example_input_array = example
+
+    return undo
+
+
+def refuse_new_parameters(module: LightningModule, ownership: Ownership) -> None:
+    """Raises ConfigurationError if ``module`` has parameters that it had not when it was cut."""
+    new = [name for name, _ in module.named_parameters() if name not in ownership.stages]
+    if new:
+        raise ConfigurationError(
+            f"{new[0]!r} was added to {type(module).__name__} after it had been cut, so no stage owns it. Make all "
+            "parameters in __init__, configure_model or setup."
         )
 
 
@@ -100,8 +136,10 @@ def refuse_several_optimizers() -> Iterator[None]:
         ) from error
 
 
-def refuse_shared(module: LightningModule, shared: Sequence[tuple[tuple[int, ...], str]]) -> None:
-    """Raises ConfigurationError if a trained parameter is among those that live on several stages."""
+def refuse_shared(module: LightningModule, shared: Sequence[tuple[tuple[int, ...], str]], schedule: str) -> None:
+    """Raises ConfigurationError if a trained parameter lives on several stages, without a flush."""
+    if schedule != "pipedream":
+        return
     trained = [name for _, name in shared if module.get_parameter(name).requires_grad]
     if trained:
         raise ConfigurationError(

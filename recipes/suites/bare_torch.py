@@ -117,7 +117,7 @@ def _compare(
     seed: int,
 ) -> list[dict[str, Timing]]:
     """What each runtime took on this rank in each repeat."""
-    batch = _batch(samples * num_micro_batches, sequence, seed)
+    batch = random_batch(samples * num_micro_batches, sequence, seed)
     runtimes = {
         "ours": _ours(MaskedLM(hidden_size, sequence, seed), num_micro_batches),
         "bare torch": _bare_torch(MaskedLM(hidden_size, sequence, seed), hidden_size, batch, num_micro_batches),
@@ -129,7 +129,8 @@ def _compare(
     ]
 
 
-def _batch(size: int, sequence: int, seed: int) -> Batch:
+def random_batch(size: int, sequence: int, seed: int) -> Batch:
+    """Tokens and labels."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (2, size, sequence), generator=generator)
     return {"input_ids": tokens[0], "labels": tokens[1]}
@@ -190,7 +191,7 @@ def _loss(scores: Tensor, labels: Tensor) -> Tensor:
 def _warm_up(runtimes: dict[str, TrainStep], batch: Batch) -> None:
     """Two steps, which must give both the same losses: else they would not be comparable."""
     losses = torch.stack([torch.stack([step(batch), step(batch)]) for step in runtimes.values()])
-    dist.all_reduce(losses)  # each is zero on all ranks but the one with the last stage
+    dist.all_reduce(losses, dist.ReduceOp.MAX)  # bare torch's are zero on all ranks but the one with the last stage
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
 
 

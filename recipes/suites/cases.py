@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import hydra
 import lightning as L
@@ -21,7 +21,11 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.heterogeneity import Delays, Heterogeneity, Slowed, ThroughputBound, bound
+from lightning_sdpipe.heterogeneity import Delays, Heterogeneity, Slowed
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.simulate import Schedule, Work, simulate
 from recipes.suites import machine
 from recipes.suites.emulated import FEATURES, EmulatedChain
 from recipes.suites.ratios import Row
@@ -104,14 +108,22 @@ class Case:
         scaled = replace(built, scale=built.scale * self.scale) if isinstance(built, Delays) else built
         return scaled if self.workload == EMULATED else Slowed(scaled, self.pace)
 
-    @property
-    def bound(self) -> ThroughputBound | None:
-        """What the drawn delays leave possible; None if nothing is known."""
-        slowness = self.slowness
-        if self.workload != EMULATED or self.schedule == "pipedream" or not isinstance(slowness, Delays):
+    def bound(self, policy: PolicyConfig) -> float | None:
+        """Mini-batches per second of all pipelines that are possible under ``policy``, by simulation, where only
+        computing takes time; None if it is not simulated."""
+        if self.workload != EMULATED or self.schedule not in get_args(Schedule):
             return None
-        counted = self.iterations - self.warm_up
-        return bound(slowness, self.num_stages, self.num_pipelines, counted, self.iteration_seconds, first=self.warm_up)
+        m = 1 if self.schedule == "pipedream" else self.num_micro_batches
+        work = Work(
+            self.num_stages,
+            self.num_pipelines,
+            self.iterations,
+            m * self.micro_batch_seconds * self.scale,
+            cast(Schedule, self.schedule),
+            m,
+            self.slowness,
+        )
+        return sum(simulate(policy, work).rates(self.warm_up))
 
 
 def run(case: Case) -> Row:
@@ -122,9 +134,9 @@ def run(case: Case) -> Row:
     """
     reports, samples = _emulated(case) if case.workload == EMULATED else _real(case)
     row = summary(reports, samples, machine.cores())
-    limit, per_step = case.bound, samples * case.num_pipelines
-    row["bound"] = limit and per_step * limit.no_synchronization
-    row["all_reduce_bound"] = limit and per_step * limit.all_reduce
+    for name, policy in (("bound", NoSync()), ("all_reduce_bound", AllReduceModels())):
+        limit = case.bound(policy)
+        row[name] = limit and samples * limit
     return row
 
 

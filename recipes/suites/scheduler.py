@@ -22,11 +22,14 @@ from contextlib import ExitStack, contextmanager
 
 import zmq
 
+from lightning_sdpipe.heterogeneity import Delays
+from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.events import Joined, Ready, Tick, Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
-from lightning_sdpipe.scheduler.semi_decentralized import SemiDecentralizedPolicy
-from lightning_sdpipe.scheduler.specification import ADPSGDSpec, PolicySpec, SemiDecentralizedSpec
+from lightning_sdpipe.simulate import Work, jittered, simulate
 from recipes.suites.ratios import Ratios, Row, ratio
 
 ECHO = """
@@ -38,16 +41,17 @@ with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
     while True:
         router.send_multipart(router.recv_multipart())
 """
-POLICIES: dict[str, PolicySpec] = {
-    "one group": SemiDecentralizedSpec(window=math.inf),
-    "pairs": ADPSGDSpec(seed=0),
-    "alone": SemiDecentralizedSpec(window=0.0, connectivity=None),
+POLICIES: dict[str, PolicyConfig] = {
+    "one group": SemiDecentralized(window=math.inf),
+    "pairs": ADPSGD(seed=0),
+    "alone": SemiDecentralized(window=0.0, connectivity=None),
 }
 LOWER_IS_BETTER = frozenset(
     {*(f"echo{kind}_{p}" for kind in ("", "_pairs", "_alone") for p in ("p50", "p99")), "policy_growth"}
 )
 SIGNALS_PER_MEASUREMENT = 8192
 POLICY_SIZES = (16, 256, 4096)
+SIMULATED_ITERATIONS = 100
 PATIENCE_MS = 30_000
 
 
@@ -79,6 +83,7 @@ def run(*, clients: tuple[int, ...] = (16, 64, 256), repeats: int = 5, seed: int
                 meaning = f"signals per second of one core, {kind}, {count} clients: ours over the echo's"
                 ratios[key] = ratio(quotients, 0.5, meaning)
     policy = _policy(repeats, seed)
+    rows += [_simulation(repeat, seed) for repeat in range(repeats)]
     rows += [row for kind in policy.values() for row in kind]
     smallest, *larger = policy
     for size in larger:
@@ -220,7 +225,7 @@ def _connected(kind: str, count: int, server: _Server, session: int) -> Iterator
             socket.setsockopt(zmq.ROUTING_ID, m.routing_id(worker))
             socket.connect(server.address)
             if kind != "echo":
-                socket.send(m.encode(m.Join(worker, session, 1)))
+                socket.send(m.encode(m.Join(worker, session, 1, None)))
             sockets.append(socket)
         for socket in sockets if kind != "echo" else []:
             if not socket.poll(PATIENCE_MS):
@@ -246,24 +251,36 @@ def _policy(repeats: int, seed: int) -> dict[int, list[Row]]:
     return measured
 
 
+def _simulation(repeat: int, seed: int) -> Row:
+    """What a signal costs with the pipelines around the policy: 64000 signals of 4 × 16 workers are 1000 iterations."""
+    work = Work(
+        4, 16, SIMULATED_ITERATIONS, jittered(0.1, 0.05, seed + repeat), heterogeneity=Delays(0.1, 0.3, seed=seed)
+    )
+    start = time.perf_counter()
+    run = simulate(SemiDecentralized(), work)
+    signals = sum(len(group.members) for _, group in run.groups)
+    cost = (time.perf_counter() - start) / signals
+    return {"what": "simulation", "clients": 64, "repeat": repeat, "us_per_signal": 1e6 * cost}
+
+
 def _policy_cost(size: int, rng: random.Random) -> float:
     """Workers of unequal speed under a virtual clock; about four arrive within a window."""
-    policy = SemiDecentralizedPolicy(1, size, window=4.0 / size, connectivity=10, max_group=size)
+    policy = SemiDecentralized(window=4.0 / size, connectivity=10, max_group=size).make_policy(1, size)
     workers = [Worker(0, pipeline) for pipeline in range(size)]
     for worker in workers:
-        policy.join(worker, 0.0)
+        policy.on(Joined(worker), 0.0)
     rounds = max(4, 40_000 // size)
     arrivals = sorted(
         (k + rng.random(), pipeline, k) for k in range(rounds) for pipeline in range(size)
     )  # a worker's next arrival comes after its last one was answered, or is skipped
-    waiting = policy.roster.waiting[0]
+    waiting = policy.participants.waiting[0]
     signals = 0
     start = time.perf_counter()
     for now, pipeline, k in arrivals:
         due = policy.deadline()
         if due is not None and due <= now:
-            policy.tick(due)
+            policy.on(Tick(), due)
         if pipeline not in waiting:
-            policy.ready(workers[pipeline], k, now)
+            policy.on(Ready(workers[pipeline], k), now)
             signals += 1
     return (time.perf_counter() - start) / signals

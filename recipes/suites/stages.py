@@ -62,7 +62,7 @@ def open_stage(module: L.LightningModule, blocks: Sequence[str], groups: Process
     ownership = assign_owners(module, chain, spans)
     shared = SharedParameters(module, ownership, groups, TRANSFER_TIMEOUT)
     keep_only(module, ownership, stage, CPU)
-    parameters = [p for p in module.parameters() if p.device.type != "meta"]
+    parameters = [p for p in module.parameters() if not p.is_meta]
     flatten(parameters)
     link = StageLink(groups.pipeline, mesh.pipeline_ranks(pipeline), stage, CPU)
     runner = StageRunner(module, CutModel(module, chain, [spans[stage]], CPU), spans[stage], link)

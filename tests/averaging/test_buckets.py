@@ -24,10 +24,14 @@ def test_a_parameter_that_moved_away_is_noticed() -> None:
         bucket.check()
 
 
-def test_frozen_parameters_are_kept_apart_until_they_train() -> None:
+def test_frozen_parameters_are_kept_apart_until_they_are_flattened_again() -> None:
     model = nn.Sequential(nn.Linear(2, 3).requires_grad_(False), nn.Linear(3, 1))
     frozen, trained = flatten(model.parameters())
     assert (frozen.trains, trained.trains) == (False, True)
     assert (frozen.buffer.numel(), trained.buffer.numel()) == (9, 4)
     model[0].bias.requires_grad_()
-    assert frozen.trains
+    assert not frozen.trains
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    frozen, trained = flatten(model.parameters())
+    assert (frozen.buffer.numel(), trained.buffer.numel()) == (6, 7)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -27,6 +27,13 @@ def test_a_checkpoint_takes_the_place_of_any_kind(tmp_path: Path, make: Callable
 def test_what_was_there_is_kept_until_the_new_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     directory(path)
-    with pytest.raises(OSError, match="disk full"), replacing(path):
-        raise OSError("disk full")
-    assert is_distributed(tmp_path / ".last.ckpt.old")
+
+    def replace() -> None:
+        with replacing(path):
+            path.write_text("the beginn")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        replace()
+    assert is_distributed(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]

@@ -109,7 +109,7 @@ def eval_loader(count: int = SAMPLES) -> DataLoader[Any]:
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """What this rank holds."""
-    return {name: value.clone() for name, value in module.state_dict().items() if value.device.type != "meta"}
+    return {name: value.clone() for name, value in module.state_dict().items() if not value.is_meta}
 
 
 def assert_same(parts: list[dict[str, Tensor]], whole: dict[str, Tensor], **tolerance: float) -> None:

@@ -37,7 +37,7 @@ def refused(area: str, name: str, error: str, note: str = "") -> Callable[[Test]
 
 def _marked(feature: Feature) -> Callable[[Test], Test]:
     def mark(test: Test) -> Test:
-        test.__dict__["feature"] = feature
+        test.__dict__.setdefault("features", []).insert(0, feature)  # decorators run from below
         return test
 
     return mark
@@ -48,7 +48,8 @@ def features() -> Iterator[Feature]:
     here = [module.name for module in pkgutil.iter_modules(tests.features.__path__)]
     for name in [*(f"tests.features.{name}" for name in here if name.startswith("test_")), *OTHERS]:
         found = importlib.import_module(name)
-        yield from (test.feature for test in vars(found).values() if hasattr(test, "feature"))
+        for test in vars(found).values():
+            yield from getattr(test, "features", [])
 
 
 def table() -> str:

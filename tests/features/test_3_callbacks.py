@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
     ModelSummary,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
@@ -189,6 +190,14 @@ def test_weight_averaging(tmp_path: Path) -> None:
 @refused("Callbacks", "`WeightAveraging`, `EMAWeightAveraging`", _SECOND_COPY)
 def test_stochastic_weight_averaging(tmp_path: Path) -> None:
     on_four_ranks(_refuse, tmp_path, WeightAveraging(), _SECOND_COPY)
+
+
+_REPLACES = "replaces parameters by others while training goes on, when the model has been cut"
+
+
+@refused("Callbacks", "`ModelPruning`", _REPLACES)
+def test_pruning(tmp_path: Path) -> None:
+    on_four_ranks(_refuse, tmp_path, ModelPruning("l1_unstructured", amount=0.5), _REPLACES, count=2)
 
 
 _AFTER_FAILURE = "would save a checkpoint after a failure, when the stages that are gone cannot give their part"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_sdpipe import SDPipeStrategy
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from tests.features.running import (
     Regression,
     assert_same,
@@ -93,6 +94,24 @@ def test_16_mixed(tmp_path: Path) -> None:
     assert_same([parts for parts, _, _ in ranks], expected[0], rtol=0.02, atol=0.005)
 
 
+class Fused(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+_BY_ITSELF = "decides by itself whether to skip a step that overflowed"
+
+
+def _refuse_fused(directory: Path) -> None:
+    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    _refuse(directory, SDPipeStrategy(num_stages=2), Fused(), _BY_ITSELF, plugins=[half])
+
+
+@refused("Precision", "`16-mixed` with a fused optimizer", _BY_ITSELF)
+def test_16_mixed_with_a_fused_optimizer(tmp_path: Path) -> None:
+    on_four_ranks(_refuse_fused, tmp_path, count=2)
+
+
 class Tied(Regression):
     """The first and the last stage share a parameter, which counts once in the norm."""
 
@@ -121,7 +140,7 @@ _CLIP = "clips by the norm over all stages, which with schedule='pipedream' step
 
 
 def _refuse(directory: Path, strategy: SDPipeStrategy, module: Regression, error: str, **options: Any) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(error)):
+    with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
         pipelines(directory, strategy, **options).fit(module, train_loader())
 
 
@@ -236,3 +255,119 @@ def _refuse_several(directory: Path) -> None:
 @refused("Optimizers", "several optimizers", _SEVERAL, "Lightning wants manual optimization for them")
 def test_several_optimizers(tmp_path: Path) -> None:
     on_four_ranks(_refuse_several, tmp_path)
+
+
+class Twice(Regression):
+    """Steps twice on each batch."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        optimizer.step(closure=optimizer_closure)
+
+
+class Skipping(Regression):
+    """Steps on every other batch; Lightning wants the closure to be called on the others, too."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@supported("Gradients", "`optimizer_step` that steps twice on a batch, or skips some")
+@pytest.mark.parametrize("module", [Twice, Skipping])
+def test_own_steps(tmp_path: Path, module: type[Regression]) -> None:
+    _compare(tmp_path, module)
+
+
+class Unsynchronised(Regression):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Takes the gradient for its step at other parameters."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        closure()
+        return super().step(closure)
+
+
+class TwoEvaluations(Regression):
+    def configure_optimizers(self) -> Any:
+        return SharpnessAware(self.parameters(), lr=0.1)
+
+
+class Quasi(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def _refuse_step(directory: Path, module: Regression, error: str) -> None:
+    _refuse(directory, SDPipeStrategy(num_stages=2), module, error)
+
+
+_SEVERAL_TIMES = "evaluates its closure several times in a step"
+
+
+@refused("Optimizers", "optimizers that evaluate their closure several times (`LBFGS`, SAM)", _SEVERAL_TIMES)
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [(TwoEvaluations, _SEVERAL_TIMES), (Quasi, "LBFGS evaluates the loss several times in a step")],
+)
+def test_several_evaluations(tmp_path: Path, module: type[Regression], error: str) -> None:
+    on_four_ranks(_refuse_step, tmp_path, module(), error, count=2)
+
+
+_WITHOUT = "was called without the closure that optimizer_step was given"
+
+
+@refused("Gradients", "`optimizer_step` that does not pass its closure on", _WITHOUT)
+def test_a_step_without_its_closure(tmp_path: Path) -> None:
+    on_four_ranks(_refuse_step, tmp_path, Unsynchronised(), _WITHOUT, count=2)
+
+
+class LateFirstStage(Regression):
+    """Writes down when the last gradient of each update was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[float] = []
+
+    def on_train_start(self) -> None:
+        def late(gradient: Tensor) -> None:
+            time.sleep(0.05)
+            self.computed.append(time.monotonic())
+
+        self.net[0].weight.register_hook(late)
+
+
+def _announced(directory: Path, options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """When this rank computed its gradients, and when it was announced."""
+    strategy, model = SDPipeStrategy(2, num_micro_batches=1), LateFirstStage()
+    trainer = pipelines(directory, strategy, max_epochs=1, **options)
+    announced: list[float] = []
+
+    def note() -> None:
+        announced.append(time.monotonic())
+        SDPipeStrategy._announce(strategy)
+
+    strategy.__dict__["_announce"] = note
+    trainer.fit(model, train_loader(16))
+    return model.computed, announced
+
+
+def _announced_with_each(directory: Path) -> list[tuple[list[float], list[float]]]:
+    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
+    return [_announced(directory, options) for options in ({}, {"gradient_clip_val": 0.05}, {"plugins": [half]})]
+
+
+def test_a_worker_is_ready_when_it_has_waited_for_a_late_stage(tmp_path: Path) -> None:
+    """After clipping by norm, and after the vote on an overflow; without them before its last backward."""
+    last, first = on_four_ranks(_announced_with_each, tmp_path, count=2)
+    for number, waits in enumerate([False, True, True]):
+        announced, late = last[number][1], first[number][0]
+        assert len(announced) == len(late) == 4
+        assert [ready > computed for ready, computed in zip(announced, late, strict=True)] == [waits] * 4

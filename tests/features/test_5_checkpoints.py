@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
 from lightning_sdpipe.checkpoints.distributed import is_distributed
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.sync import NoSync
 from tests.features.running import (
     Regression,
@@ -131,7 +132,41 @@ def test_distributed_checkpoint(tmp_path: Path, distributed: Literal[True, "asyn
     assert not list((tmp_path / "whole").glob(".*"))
 
 
-@supported("Checkpoints", "a crash while a checkpoint is written leaves the one before it")
+class OnMeta(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
+
+
+def _afterwards(directory: Path) -> list[bool]:
+    """Is what each run leaves whole, and if not, is it refused to be saved?"""
+    outcomes = []
+    for gather, model in ((None, Regression()), (None, OnMeta()), (False, Regression()), (True, OnMeta())):
+        pipelines(directory, SDPipeStrategy(2, AllReduce(), gather_module=gather)).fit(model, train_loader())
+        whole = all(p.device.type == "cpu" for p in model.parameters())
+        if whole:
+            torch.save(model.state_dict(), directory / f"{model.global_rank}.pt")
+        else:
+            with pytest.raises(ConfigurationError, match="This worker holds only its own stage of the module"):
+                torch.save(model.state_dict(), directory / f"{model.global_rank}.pt")
+        outcomes.append(whole)
+    return outcomes
+
+
+@supported("Checkpoints", "after a run, the module is whole and trained in every process",
+           "`torch.save(model.state_dict())` and `trainer.save_checkpoint` work. One that was built on `meta` is not "
+           "gathered, and refuses to be saved, unless `SDPipeStrategy(gather_module=True)`")  # fmt: skip
+def test_the_module_afterwards(tmp_path: Path) -> None:
+    assert on_four_ranks(_afterwards, tmp_path) == [[True, False, False, True]] * 4
+    saved = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    assert all(torch.equal(saved[0][name], other[name]) for other in saved for name in saved[0])
+
+
+@supported("Checkpoints", "a crash, or a full disk, while a checkpoint is written leaves the one before it")
 @pytest.mark.parametrize("distributed", [False, True])
 def test_crash(tmp_path: Path, distributed: bool) -> None:
     path = tmp_path / "last.ckpt"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.heterogeneity import DelayInjector, Delays, bound, condition
+from lightning_sdpipe.heterogeneity import DelayInjector, Delays, condition
 
 PASSES = ("forward", "backward")
 
@@ -68,35 +68,6 @@ def test_injector_sleeps_what_was_drawn_in_any_order() -> None:
     assert 0.0 not in slept
 
 
-def test_bounds_follow_the_papers_arithmetic() -> None:
-    delays = Delays(probability=0.1, seconds=0.3, seed=1)
-    stages, pipelines, iterations, compute = 4, 4, 1500, 0.1
-    found = bound(delays, stages, pipelines, iterations, compute)
-
-    def expected(workers: int) -> float:
-        return 1 / (compute + 0.3 * (1 - 0.9**workers))
-
-    assert found.undisturbed == pytest.approx(10.0)
-    assert found.no_synchronization == pytest.approx(expected(stages), rel=0.04)
-    assert found.all_reduce == pytest.approx(expected(stages * pipelines), rel=0.04)
-    assert found.headroom == pytest.approx(1.7, rel=0.06)
-
-
-@pytest.mark.parametrize("draws", ["iteration", "pass"])
-def test_bounds_are_those_of_the_drawn_delays(draws: Any) -> None:
-    delays = Delays(probability=0.3, seconds=0.2, draws=draws, seed=5)
-    fast = slow = 0.0
-    for iteration in range(7):
-        own = [sum(delays.delay(0, p, iteration, d) for d in PASSES) for p in range(2)]  # type: ignore[arg-type]
-        fast, slow = fast + own[0], slow + max(own)
-    other = sum(delays.delay(0, 1, i, d) for i in range(7) for d in PASSES)  # type: ignore[arg-type]
-
-    found = bound(delays, num_stages=1, num_pipelines=2, iterations=7, iteration_seconds=0.1)
-    assert found.all_reduce == pytest.approx(7 / (0.7 + slow))
-    assert found.no_synchronization == pytest.approx((7 / (0.7 + fast) + 7 / (0.7 + other)) / 2)
-    assert found.all_reduce <= found.no_synchronization <= found.undisturbed
-
-
 @pytest.mark.parametrize(
     ("name", "model", "seconds"),
     [("A", "resnet", 0.1), ("A", "bert", 0.2), ("B", "resnet", 0.3), ("B", "bert", 0.6)],
@@ -124,11 +95,3 @@ def test_unknown_condition_names_the_known() -> None:
 def test_impossible_delays_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         Delays(**wrong)
-
-
-@pytest.mark.parametrize("position", range(4))
-def test_impossible_bounds_are_refused(position: int) -> None:
-    values: list[Any] = [2, 2, 10, 0.1]
-    values[position] = 0
-    with pytest.raises(ConfigurationError):
-        bound(Delays(), *values)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 
 from lightning_sdpipe.partition.chain import find_blocks
+from lightning_sdpipe.partition.one_process import Made, compute
 from tests.partition.families import FAMILIES
-from tests.partition.pieces import backward_in_two
 
 BLOCKS = {
     "resnet": ["conv1 bn1 layer1.0", "layer1.1", "layer2.0", "layer2.1", "fc"],
@@ -51,18 +51,22 @@ def test_every_cut_gives_the_loss_and_the_gradients_of_the_whole(family: str, tr
     model.train(training)
     blocks = find_blocks(model)
     chain = [path for block in blocks for path in block]
-    initial = copy.deepcopy(model.state_dict())
-    torch.manual_seed(1)
-    expected = loss_of(model)
-    expected.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    for at in list(accumulate(len(block) for block in blocks))[:-1]:
-        model.load_state_dict(initial)
-        model.zero_grad()
-        torch.manual_seed(1)  # dropout
-        assert torch.equal(backward_in_two(model, chain, at, lambda: loss_of(model)), expected)
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-6, msg=name)
-        for name, buffer in model.named_buffers():
-            assert torch.equal(buffer, buffers[name]), name
+    ends = [0, *accumulate(len(block) for block in blocks)]
+
+    def make() -> Made:
+        module = copy.deepcopy(model)
+        return module, [lambda: loss_of(module)]
+
+    whole = compute(make, chain, [range(len(chain))])
+    for cuts in [[end] for end in ends[1:-1]] + [ends[1:-1]]:
+        spans = [range(*span) for span in pairwise([0, *cuts, ends[-1]])]
+        cut = compute(make, chain, spans)
+        assert torch.equal(cut.outcomes[0], whole.outcomes[0])
+        assert cut.gradients.keys() == whole.gradients.keys()
+        for name, gradient in cut.gradients.items():
+            torch.testing.assert_close(gradient, whole.gradients[name], rtol=1e-5, atol=1e-6, msg=name)
+        for module, span in zip(cut.modules, spans, strict=True):
+            for path in chain[span.start : span.stop]:
+                own = dict(whole.modules[0].get_submodule(path).named_buffers())
+                for name, buffer in module.get_submodule(path).named_buffers():
+                    assert torch.equal(buffer, own[name]), f"{path}.{name}"

@@ -1,8 +1,11 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_sdpipe.partition.ghost import Ghost, SkippedCutError, refuse_ghosts
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.ghost import Absent, Ghost, SkippedCutError, refuse_ghosts
 
 
 @pytest.fixture
@@ -46,7 +49,25 @@ def test_using_its_value_names_the_block_it_comes_from(ghost: Ghost) -> None:
         torch.ones(4, 5).add_(ghost)
 
 
-def test_dropout_of_a_ghost_draws_no_random_numbers(ghost: Ghost) -> None:
-    before = torch.get_rng_state()
-    assert nn.Dropout(0.5)(ghost).shape == (4, 5)
-    assert torch.equal(torch.get_rng_state(), before)
+@pytest.mark.parametrize("draw", [nn.Dropout(0.5), torch.bernoulli, lambda t: t.uniform_(), torch.rand_like])
+def test_random_operations_on_a_ghost_draw_as_many_numbers_as_on_the_value(ghost: Ghost, draw: Any) -> None:
+    torch.manual_seed(1)
+    assert draw(ghost).shape == (4, 5)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    draw(torch.ones(4, 5))
+    assert torch.equal(torch.rand(1), after)
+
+
+def test_shapes_that_depend_on_values_are_refused(ghost: Ghost) -> None:
+    for read in (ghost.nonzero, ghost.tolist, ghost.numpy, lambda: torch.arange(4)[ghost[:, 0] > 0]):
+        with pytest.raises(SkippedCutError, match=r"block 'net\.0'"):
+            read()
+
+
+def test_an_object_that_is_absent_may_be_passed_on_only() -> None:
+    absent = Absent("Cache", "net.0")
+    assert [absent, 1][0] is absent
+    for use in (lambda: absent.size, lambda: absent[0], lambda: bool(absent), lambda: list(absent), absent):
+        with pytest.raises(ConfigurationError, match=r"'net\.0'.* made a Cache"):
+            use()

@@ -39,7 +39,7 @@ class Model(L.LightningModule):
 
     def on_fit_start(self) -> None:  # later, one process has drawn the seed of its data loader
         assert self.net is not None
-        here = {name: t.clone() for name, t in self.state_dict().items() if t.device.type != "meta"}
+        here = {name: t.clone() for name, t in self.state_dict().items() if not t.is_meta}
         torch.save((here, torch.get_rng_state()), self.directory / f"{self.global_rank}.pt")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

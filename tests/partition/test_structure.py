@@ -1,30 +1,57 @@
+import json
+from collections import OrderedDict
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.structure import decode_structures, encode_structures, take_apart
-
-
-def test_nested_outputs_survive_the_journey() -> None:
-    hidden, mask = torch.randn(2, 3, requires_grad=True), torch.ones(2, dtype=torch.bool)
-    output = (hidden, None, {"mask": mask, "scale": 2.5}, [hidden, "text"])
-    tensors, structure = take_apart(output, "block")
-    travelled, nothing = decode_structures(encode_structures([structure, None]))
-    assert nothing is None
-    assert travelled == structure
-    rebuilt = travelled.rebuild(lambda i, _: tensors[i])
-    assert rebuilt[0] is hidden
-    assert rebuilt[1] is None
-    assert rebuilt[2]["mask"] is mask
-    assert rebuilt[2]["scale"] == 2.5
-    assert rebuilt[3] == [hidden, "text"]
-    assert [(t.shape, t.dtype, t.requires_grad) for t in travelled.tensors] == [
-        ((2, 3), torch.float32, True),
-        ((2,), torch.bool, False),
-        ((2, 3), torch.float32, True),
-    ]
+from lightning_sdpipe.partition.structure import Constant, Number, Opaque, Structure, TensorMeta, take_apart
 
 
-def test_what_cannot_travel_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"Block 'net\.2' returns a .*set"):
-        take_apart({1, 2}, "net.2")
+class Pair(NamedTuple):
+    left: Tensor
+    right: int
+
+
+def sent(structure: Structure) -> Structure:
+    return Structure.decode(json.loads(json.dumps(structure.encode())))
+
+
+def test_a_value_is_put_together_again_elsewhere() -> None:
+    x = torch.ones(2, 3, dtype=torch.float16, requires_grad=True)
+    value = (x, [None, "text", 1.5], {"a": Pair(x, 3), "b": OrderedDict(c=True)}, torch.float32, 2**60)
+    leaves, structure = take_apart(value)
+    meta = TensorMeta((2, 3), torch.float16, True)
+    assert structure.parts[:4] == (meta, Constant(None), Constant("text"), Number("float"))
+    assert structure.parts[4:] == (meta, Number("int"), Number("bool"), Constant(torch.float32), Constant(2**60))
+    assert sent(structure) == structure
+    rebuilt = sent(structure).rebuild(leaves)
+    assert rebuilt == value
+    assert type(rebuilt[2]["a"]) is Pair
+
+
+def test_the_outputs_of_transformers_are_put_together_again() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    output = outputs.BaseModelOutput(last_hidden_state=torch.ones(2), hidden_states=(torch.zeros(1), torch.ones(1)))
+    leaves, structure = take_apart(output)
+    rebuilt = sent(structure).rebuild(leaves)
+    assert type(rebuilt) is outputs.BaseModelOutput
+    assert rebuilt.hidden_states[1] is leaves[2]
+
+
+@pytest.mark.parametrize("value", [{1, 2}, {(1, 2): 3}, torch.ones(2, 2).max(0)], ids=["set", "keys", "structseq"])
+def test_what_cannot_be_described_is_one_part(value: object) -> None:
+    leaves, structure = take_apart(value)
+    assert leaves[0] is value
+    assert isinstance(structure.parts[0], Opaque)
+    assert sent(structure) == structure
+
+
+@pytest.mark.parametrize("number", [True, -3, 2**53, 0.1, float("inf")])
+def test_numbers_keep_their_type_and_value(number: float) -> None:
+    _, structure = take_apart(number)
+    (part,) = sent(structure).parts
+    assert isinstance(part, Number)
+    restored = part.restore(float(number))
+    assert (restored, type(restored)) == (number, type(number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.chain import find_chain
+from lightning_sdpipe.partition.one_process import Made, compute
 from tests.partition.families import FAMILIES
-from tests.partition.pieces import backward_in_two
 
 
 class Layer(nn.Module):
@@ -45,20 +46,18 @@ X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), requires_grad=
 def assert_equal_when_cut(model: nn.Module, whole: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> None:
     """``model`` in two pieces, against ``whole``, which has the same parameters."""
     chain = find_chain(model)
-    torch.manual_seed(1)
-    expected = loss_of(whole)
-    expected.backward()
-    gradients = [p.grad for p in whole.parameters()]
+    expected = compute(lambda: made(whole, loss_of), chain, [range(len(chain))])
     for at in range(1, len(chain)):
-        whole.zero_grad()
-        model.zero_grad()
-        torch.manual_seed(1)
-        torch.testing.assert_close(backward_in_two(model, chain, at, lambda: loss_of(model)), expected.detach())
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            if gradient is None:
-                assert parameter.grad is None
-                continue
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+        cut = compute(lambda: made(model, loss_of), chain, [range(at), range(at, len(chain))])
+        torch.testing.assert_close(cut.outcomes, expected.outcomes)
+        assert cut.gradients.keys() == expected.gradients.keys()
+        for name, gradient in cut.gradients.items():
+            torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-5, atol=1e-6)
+
+
+def made(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Made:
+    module = copy.deepcopy(model)
+    return module, [lambda: loss_of(module)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -77,7 +76,7 @@ def test_checkpointing_around_a_block() -> None:
 def test_reentrant_checkpointing_around_the_last_block_of_a_stage_is_refused() -> None:
     model = Layers(outside=True)
     with pytest.raises(ConfigurationError, match=r"'layers\.0'.*use_reentrant=False"):
-        backward_in_two(model, find_chain(model), 1, lambda: model(X).sum())
+        compute(lambda: made(model, lambda m: m(X).sum()), find_chain(model), [range(1), range(1, 3)])
 
 
 def test_frozen_blocks_may_run_without_gradients() -> None:

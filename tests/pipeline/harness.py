@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,8 +16,10 @@ from torch import Tensor
 from lightning_sdpipe.assembly import Options, assemble
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.mesh import Mesh
-from lightning_sdpipe.partition import plan
+from lightning_sdpipe.partition import plan, rehearsal
+from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation
+from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.stage_runner import Step
 
@@ -27,19 +31,39 @@ Make = Callable[[], L.LightningModule]
 Outcome = tuple[Tensor, dict[str, Tensor]]  # the loss, and the gradients or the weights by name
 
 
-def one_process(make: Make, batches: Sequence[Any], num_micro_batches: int) -> tuple[list[Outcome], Any]:
+def planned(
+    model: L.LightningModule, num_stages: int, batch: Any, num_micro_batches: int, blocks: Sequence[str] | None
+) -> plan.Plan:
+    """As the strategy plans it, on every rank."""
+    parts = [part.batch for part in split(batch, num_micro_batches)]
+    steps = [
+        StepCalls("training_step", [(part, (0,)) for part in (parts[0], parts[-1])], True),
+        StepCalls("validation_step", [(batch, (0,))] * 2, False),
+    ]
+    rehearse = partial(rehearsal.rehearse, model, steps=steps, device=CPU)
+    return plan.plan(model, num_stages, "uniform", blocks, _no_measure, rehearse)
+
+
+def one_process(
+    make: Make, batches: Sequence[Any], num_micro_batches: int, blocks: Sequence[str] | None = None, num_stages: int = 2
+) -> tuple[list[Outcome], Any]:
     """Loss and gradients of every batch, accumulated over its micro-batches, with an SGD step after each; then what
     ``validation_step`` returns for the first batch."""
     model, outcomes = make(), []
-    for batch in batches:
+    chain = planned(model, num_stages, batches[0], num_micro_batches, blocks).chain
+    whole = range(len(chain))
+    cut_model = CutModel(model, chain, [whole], CPU)  # for its random streams
+    for iteration, batch in enumerate(batches):
         model.zero_grad()
         total = torch.zeros(())
-        for part in split(batch, num_micro_batches):
-            loss = model.training_step(part.batch, 0) * part.weight
+        for number, part in enumerate(split(batch, num_micro_batches)):
+            cut_model.streams.begin(iteration, number)
+            loss = cut_model.run(whole, partial(model.training_step, part.batch, 0), None, None) * part.weight
             loss.backward()
             total += loss.detach()
         outcomes.append((total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}))
         _step(model)
+    cut_model.restore()
     model.eval()
     with torch.no_grad():
         return outcomes, model.validation_step(batches[0], 0)
@@ -56,17 +80,17 @@ def pipeline(
     blocks: Sequence[str] | None = None,
     dynamic_shapes: bool = False,
 ) -> tuple[list[Outcome], Any]:
-    """This rank's share of what :func:`one_process` returns; the loss is real on rank 0 only."""
+    """This rank's share of what :func:`one_process` returns, and the losses."""
     groups = ProcessGroups.open(Mesh.build(num_stages, num_stages), TIMEOUT)
     model = make()
-    stages = plan.plan(model, num_stages * stages_per_worker, "uniform", blocks, _no_measure)
+    stages = planned(model, num_stages * stages_per_worker, batches[0], num_micro_batches, blocks)
     options = Options(num_stages, schedule, stages_per_worker, num_micro_batches, dynamic_shapes, timeout=TIMEOUT)
     parts = assemble(model, stages, groups, options, Initialisation(), CPU)
     runtime, runners = parts.pipeline, parts.runners
     outcomes = []
     for iteration, batch in enumerate(batches):
         model.zero_grad()
-        loss = runtime.train(batch, TRAIN, iteration)
+        loss = runtime.train(batch, replace(TRAIN, stream=(iteration,)), iteration)
         loss.backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         outcomes.append((loss.detach(), gradients))
@@ -93,9 +117,9 @@ def _no_measure(_: Any) -> plan.Profile:
 def assert_same(by_rank: Sequence[tuple[list[Outcome], Any]], expected: tuple[list[Outcome], Any]) -> None:
     """Every rank's gradients are those of the one process, together they are all, and so are losses and outputs."""
     for step, (loss, gradients) in enumerate(expected[0]):
-        torch.testing.assert_close(by_rank[0][0][step][0], loss, rtol=1e-5, atol=1e-5)
         found = set()
         for outcomes, _ in by_rank:
+            torch.testing.assert_close(outcomes[step][0], loss, rtol=1e-5, atol=1e-5)
             for name, gradient in outcomes[step][1].items():
                 torch.testing.assert_close(gradient, gradients[name], rtol=1e-5, atol=1e-5, msg=name)
                 found.add(name)

@@ -1,7 +1,10 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.micro_batches import split
@@ -17,6 +20,54 @@ def test_a_split_keeps_every_sample_once(size: int, count: int) -> None:
     parts = split(batch, count)
     assert torch.equal(torch.cat([part.batch["x"] for part in parts]), batch["x"])
     assert all(part.batch["scale"] is batch["scale"] for part in parts)
-    assert [part.size for part in parts] == [len(part.batch["x"]) for part in parts]
+    assert [part.weight for part in parts] == [len(part.batch["x"]) / size for part in parts]
     assert sum(part.weight for part in parts) == pytest.approx(1)
-    assert len({part.signature for part in parts}) == len({part.size for part in parts})
+    assert len({part.signature for part in parts}) == len({part.weight for part in parts})
+
+
+class TimeFirst(nn.Module):
+    def split_batch(self, batch: tuple[Tensor, Tensor], n: int) -> list[Any]:
+        x, y = batch
+        return list(zip(x.chunk(n, dim=1), y.chunk(n), strict=True))
+
+    def weigh_batch(self, batch: tuple[Tensor, Tensor]) -> float:
+        return float(batch[1].sum())
+
+
+def test_a_modules_own_split_and_weights() -> None:
+    x, y = torch.ones(5, 4, 3), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    first, second = split((x, y), 2, TimeFirst())
+    assert first.batch[0].shape == second.batch[0].shape == (5, 2, 3)
+    assert (first.weight, second.weight) == (0.3, 0.7)
+    with pytest.raises(ConfigurationError, match=r"batch\[0\]: \(5, 4, 3\), .* Define split_batch\(batch, n\)"):
+        split((x, y), 2)
+
+
+def test_weights_of_ones_own_for_a_split_that_is_not() -> None:
+    class Weighing(nn.Module):
+        def weigh_batch(self, batch: Tensor) -> int:
+            return int(batch[0])
+
+    assert [part.weight for part in split(torch.tensor([1, 0, 3, 0]), 2, Weighing())] == [0.25, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (lambda batch, n: [batch], r"returned 1 batches; it must return 2"),
+        (lambda batch: batch, r"split_batch does not take \(batch, n\)"),
+        (lambda batch, n: [object()] * n, r"batch: object.*Define weigh_batch\(batch\)"),
+    ],
+)
+def test_methods_that_do_something_else_are_refused(method: Any, message: str) -> None:
+    module = nn.Module()
+    module.split_batch = method
+    with pytest.raises(ConfigurationError, match=message):
+        split(torch.ones(4), 2, module)
+
+
+def test_one_micro_batch_is_the_mini_batch_whatever_it_is() -> None:
+    batch = object()
+    (part,) = split(batch, 1)
+    assert part.batch is batch
+    assert part.weight == 1.0

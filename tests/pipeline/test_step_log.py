@@ -8,8 +8,8 @@ from lightning_sdpipe.pipeline.step_log import StepLog
 
 def test_micro_batches_are_combined_by_their_samples() -> None:
     log, logged = StepLog(), {}
-    for size, loss in ((3, 1.0), (1, 5.0)):
-        record = log.record(size)
+    for weight, loss in ((0.75, 1.0), (0.25, 5.0)):
+        record = log.record(weight)
         record("loss", torch.tensor(loss), True, on_step=True)
         record("largest", loss, reduce_fx="max")
         record("count", loss, reduce_fx=torch.sum)
@@ -19,7 +19,7 @@ def test_micro_batches_are_combined_by_their_samples() -> None:
         logged[name] = float(value), options
 
     log.replay(take)
-    assert logged["loss"] == (2.0, {"batch_size": 4, "prog_bar": True, "on_step": True, "sync_dist": True})
+    assert logged["loss"] == (2.0, {"batch_size": None, "prog_bar": True, "on_step": True, "sync_dist": True})
     assert logged["largest"][0] == 5.0
     assert logged["count"][0] == 6.0
     assert logged["own"][0] == pytest.approx(3.0)

@@ -55,6 +55,7 @@ def _train(
         placement=placement,
         partition="placed" if placement and "blocks" in str(placement) else "uniform",
         delays=Static(FACTORS),
+        gather_module=False,
     )
     model = module()
     slowness = []

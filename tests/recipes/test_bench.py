@@ -24,11 +24,12 @@ from recipes.suites.ratios import ratio, rotated
 ROOT = Path(__file__).parents[2]
 SUITES = sorted(file.stem for file in (ROOT / "conf/suite").glob("*.yaml"))
 SMALL = (
-    *(f"suite.{part}.repeats=2" for part in ("bare_torch", "pipedream", "memory")),
+    *(f"suite.{part}.repeats=2" for part in ("bare_torch", "pipedream", "memory", "rehearsal")),
     *("suite.bare_torch.stages=[2]", "suite.bare_torch.hidden_size=64", "suite.bare_torch.sequence=4"),
     *("suite.bare_torch.samples=1", "suite.bare_torch.num_micro_batches=2", "suite.bare_torch.steps=1"),
     *("suite.pipedream.num_stages=2", "suite.pipedream.num_micro_batches=[2]", "suite.pipedream.steps=1"),
     *("suite.pipedream.forward_seconds=0.001", "suite.pipedream.backward_seconds=0.001"),
+    *("suite.rehearsal.hidden_size=64", "suite.rehearsal.sequence=4", "suite.rehearsal.num_micro_batches=2"),
     *("suite.memory.num_stages=2", "suite.memory.width=512", "suite.memory.blocks=4"),
 )
 
@@ -54,13 +55,15 @@ def test_the_app_prints_tables_and_writes_the_file(tmp_path: Path) -> None:
     assert (report["suite"], report["seed"]) == ("pipeline", 3)
     assert report["command"].startswith("python -m recipes.bench suite=pipeline")
     assert report["versions"]["torch"] == torch.__version__
-    assert set(report["ratios"]) == {"bare_torch/M2", "bare_torch_processor/M2", "pipedream/m2", "memory/M2"}
+    measured = {"bare_torch/M2", "bare_torch_processor/M2", "pipedream/m2", "memory/M2", "rehearsal/steps"}
+    assert set(report["ratios"]) == measured
     for key, value in report["ratios"].items():
         assert list(value) == ["value", "low", "high", "goal", "meaning"]
         assert 0 < value["low"] <= value["value"] <= value["high"]
         assert key in done.stdout
     assert {row["what"] for row in report["rows"]} == {
-        *("ours", "bare torch", "1f1b, emulated", "pipedream, emulated", "one process", "fullest of 2 ranks")
+        *("ours", "bare torch", "1f1b, emulated", "pipedream, emulated", "one process", "fullest of 2 ranks"),
+        *("plan", "training step"),
     }
 
 

@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.configuration import check
 from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -48,6 +49,28 @@ def _with_a_placement(option: str, directory: Path) -> list[str]:
     path = directory / "placement.json"
     write_placement(path, Placement(FORMAT, "a test", {}, True, (3, 3), rows))
     return ["placement=file", f"placement.path={path}"]
+
+
+GROUPS = {
+    group: sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+    for group in ("heterogeneity", "sync", "schedule", "partition", "size")
+}
+
+
+@pytest.mark.parametrize("experiment", sorted(file.stem for file in (CONF / "experiment").glob("*.yaml")))
+def test_an_experiment_composes_with_every_option_of_every_group(experiment: str, tmp_path: Path) -> None:
+    """Each option with each experiment, several groups at once."""
+    for number in range(max(map(len, GROUPS.values()))):
+        chosen = [f"{group}={options[number % len(options)]}" for group, options in GROUPS.items()]
+        placement = [each for option in chosen for each in _with_a_placement(option, tmp_path)]
+        config = composed(f"experiment={experiment}", *chosen, *placement)
+        check(config)
+        assert isinstance(hydra.utils.instantiate(config.strategy), SDPipeStrategy), chosen
+
+
+def test_the_demonstration_scales_the_papers_delays_only() -> None:
+    assert hydra.utils.instantiate(composed("experiment=digits", "heterogeneity=b").strategy).delays.scale == 0.5
+    assert hydra.utils.instantiate(composed("experiment=resnet50", "heterogeneity=b").strategy).delays.scale == 1.0
 
 
 def test_every_value_can_be_overridden() -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Delays, Trace
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.local_sgd import NoSync
 from recipes.suites import cases, figures, headroom, machine, throughput
 from recipes.suites.worker_reports import SHARES, Counters, WorkerReport, summary
 from tests.recipes.composed import parameters_of
@@ -93,15 +95,18 @@ def test_delays_are_scaled_and_speeds_are_not() -> None:
     assert case.iteration_seconds == pytest.approx(0.15, rel=1e-3)
     trace = replace(planned("pipedream", "suite.grid.pipedream.heterogeneity=[trace]")[0][0], scale=1.5)
     assert trace.slowness == Trace(time_scale=0.1)
-    assert trace.bound is None
+    assert trace.bound(NoSync()) > trace.bound(AllReduceModels()) > 0
 
 
 def test_bounds_count_the_measured_iterations_only() -> None:
-    case = replace(planned("flush", "suite.grid.flush.heterogeneity=[b]")[0][0], iterations=400, warm_up=100)
-    assert case.bound is not None
-    assert case.bound.headroom == pytest.approx(1.7, rel=0.1)
-    assert replace(case, warm_up=0).bound != case.bound
-    assert replace(case, schedule="pipedream").bound is None
+    case = replace(planned("flush", "suite.grid.flush.heterogeneity=[b]")[0][0], iterations=200, warm_up=50)
+    assert case.bound(NoSync()) / case.bound(AllReduceModels()) == pytest.approx(1.7, rel=0.1)
+    assert replace(case, warm_up=0).bound(NoSync()) != case.bound(NoSync())
+    undisturbed = replace(
+        case, heterogeneity=planned("flush", "suite.grid.flush.heterogeneity=[none]")[0][0].heterogeneity
+    )
+    assert undisturbed.bound(NoSync()) == pytest.approx(4 / case.iteration_seconds)
+    assert replace(case, schedule="zero_bubble").bound(NoSync()) is None
 
 
 @pytest.mark.parametrize(("processor", "scale"), [(0.01, 1.0), (0.08, 1.0), (0.12, 1.5), (0.121, 1.6), (0.48, 6.0)])

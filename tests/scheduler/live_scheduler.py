@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import SchedulerClient
-from lightning_sdpipe.scheduler.policy import Worker
 from lightning_sdpipe.scheduler.server import Server
-from lightning_sdpipe.scheduler.specification import PolicySpec
 
 
 @contextmanager
-def serving(spec: PolicySpec, num_stages: int, num_pipelines: int, **options: Any) -> Iterator[Server]:
+def serving(spec: PolicyConfig, num_stages: int, num_pipelines: int, **options: Any) -> Iterator[Server]:
     """A server in a thread of this process."""
     stop, tell = os.pipe()
     with Server(spec, num_stages, num_pipelines, **options) as server:

@@ -11,18 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from live_scheduler import clients, serving
 
 from lightning_sdpipe.cli import main
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.credentials import (
     make_keys,
     read_scheduler_keys,
     read_worker_keys,
     write_keys,
 )
-from lightning_sdpipe.scheduler.policy import Worker
-from lightning_sdpipe.scheduler.specification import SemiDecentralizedSpec
+from tests.scheduler.live_scheduler import clients, serving
 
 W = Worker
 
@@ -60,7 +60,7 @@ def test_bad_key_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = SemiDecentralizedSpec(window=60.0)
+    spec = SemiDecentralized(window=60.0)
     with serving(spec, 2, 2) as server, clients(server.address, W(0, 0), W(0, 1), W(1, 0)) as (a, b, c):
         for client in (a, b, c):
             client.join()
@@ -73,11 +73,16 @@ def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -
         assert main(["status", server.address]) == 0
         page = capsys.readouterr().out
         assert page.splitlines()[:3] == [
-            "pipeline  stage 0               stage 1",
-            "0         ready 5 {0,1}         compute",
-            "1         compute 3 (-2) {0,1}",
+            "pipeline  stage 0                 stage 1",
+            "0         waiting 5 {0,1}         computing",
+            "1         computing 3 (-2) {0,1}",
         ]
         assert "groups by size  2: 1" in page
+        assert page.splitlines()[-3:] == [
+            "sync-graph of stage 0 in the last 10 rounds: connected by the last 2 of them; ρ 0.000",
+            "  rounds since  0",
+            "  1             1",
+        ]
         assert main(["status", server.address, "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert told["policy"]["window"] == 60.0
@@ -85,11 +90,22 @@ def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -
         assert told["workers"][0] == {
             "stage": 0,
             "pipeline": 0,
-            "state": "ready",
+            "state": "waiting",
             "iteration": 5,
             "staleness": 0,
-            "last_group": {"sequence": 0, "pipelines": [0, 1], "reason": "everybody came"},
+            "last_group": 0,
             "silent": told["workers"][0]["silent"],
+            "step_seconds": None,
+            "waiting_seconds": None,
+        }
+        assert told["stages"][0] == {
+            "round": 1,
+            "since": -8,
+            "components": [[0, 1]],
+            "rounds_since_connected": 1,
+            "rho": pytest.approx(0.0),
+            "groups": [{"number": 0, "round": 0, "pipelines": [0, 1], "reason": "everybody came", "weights": None}],
+            "rounds_since_met": [[0, 1, 1]],
         }
 
 

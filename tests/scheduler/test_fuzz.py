@@ -8,33 +8,39 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from live_scheduler import clients, serving
 
+from lightning_sdpipe.policies import Group, Reason, Worker
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.policy import Group, Reason, Worker
-from lightning_sdpipe.scheduler.specification import SemiDecentralizedSpec
+from tests.scheduler.live_scheduler import clients, serving
 
 A, B = Worker(0, 0), Worker(0, 1)
 GROUP = Group((A, B), (0.5, 0.5), 3, Reason.ENFORCED)
+ANSWER = m.Answer(GROUP, (4, 5))
 REQUESTS = [
-    m.Join(A, 1 << 60, 1),
-    m.Join(B, 5, 9, True, m.Answer(GROUP, (4, 5))),
+    m.Hello(A, 1 << 60, 1, (2, 3)),
+    m.Join(A, 1 << 60, 1, None),
+    m.Join(B, 5, 9, (1, 2), True, 3, (ANSWER, ANSWER)),
     m.Ready(A, 1 << 60, 2, 7),
     m.Leave(B, 5, 6),
+    m.Broken(B, 5, 6, 3),
     m.Failed(A, 1, 3, "out of memory"),
     m.AskFailure(A, 1, 4),
     m.AskMissing(B, 1, 5),
-    m.Heartbeat(A, 1, 6, True, False),
+    m.Heartbeat(A, 1, 6, True),
+    m.Heartbeat(A, 1, 6, True, m.Steps(7, 3, 0.25, 0.05)),
     m.AskStatus(),
 ]
 REPLIES = [
+    m.Welcome(1, "{}"),
     m.Acknowledged(4),
-    m.Answer(GROUP, (4, 5)),
+    ANSWER,
+    m.Answer(Group((A, B), (0.25, 0.75), 3, "its turn", (B,), ((B,), (A,))), (4, None)),
     m.Refused(3, "no"),
     m.Unknown(1),
     m.Missing(4, (A, B)),
     m.FirstFailure(4, m.Failure(A, "no")),
-    m.Abort(m.Failure(A, "no")),
+    m.Abort(m.Failure(None, "no")),
     m.Pulse(None),
     m.Lost(B, 30.5),
     m.Invitation(GROUP),
@@ -109,7 +115,7 @@ def iterate(address: str, count: int) -> list[Group]:
 
 def test_a_hundred_thousand_frames_at_a_live_server() -> None:
     """It answers the workers in between exactly as it would have without."""
-    spec = SemiDecentralizedSpec(window=60.0)
+    spec = SemiDecentralized(window=60.0)
     with serving(spec, 1, 2) as server:
         undisturbed = iterate(server.address, 200)
     valid = [m.encode(request) for request in REQUESTS]
@@ -136,18 +142,22 @@ def test_a_hundred_thousand_frames_at_a_live_server() -> None:
                 groups += [a.group(), b.group()]
         assert groups == undisturbed
         stranger.send(ask)
-        for _ in range(asked):
+        asks, told_the_version = asked, 0
+        while asked:
             assert stranger.poll(30_000)
             reply = m.decode_reply(stranger.recv())
+            asked -= isinstance(reply, m.StatusReply)
+            told_the_version += isinstance(reply, m.Refused)
         assert isinstance(reply, m.StatusReply)
-        assert set(reply.status.refused) == {"malformed", "impersonating"}
-        assert sum(reply.status.refused.values()) == 100_000 + 1 - asked, "all others were ignored"
+        assert set(reply.status.refused) == {"malformed", "other version", "impersonating"}
+        assert sum(reply.status.refused.values()) == 100_000 + 1 - asks, "all others were ignored"
+        assert reply.status.refused["other version"] == told_the_version
         assert reply.status.failure is None
 
 
 def test_bytes_that_are_not_even_zeromq_close_their_own_connection_only() -> None:
     rng = random.Random(3)
-    with serving(SemiDecentralizedSpec(window=60.0), 1, 2) as server:
+    with serving(SemiDecentralized(window=60.0), 1, 2) as server:
         host, _, port = server.address.removeprefix("tcp://").rpartition(":")
         for _ in range(50):
             with sockets.create_connection((host, int(port)), timeout=10) as raw:
@@ -157,7 +167,7 @@ def test_bytes_that_are_not_even_zeromq_close_their_own_connection_only() -> Non
 
 def test_a_frame_above_the_limit_is_not_even_read() -> None:
     with (
-        serving(SemiDecentralizedSpec(window=60.0), 1, 2) as server,
+        serving(SemiDecentralized(window=60.0), 1, 2) as server,
         zmq.Context() as context,
         context.socket(zmq.DEALER) as stranger,
     ):

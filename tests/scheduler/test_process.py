@@ -12,35 +12,36 @@ from pathlib import Path
 
 import pytest
 import zmq
-from live_scheduler import clients, serving
 
 from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.policies import Group, Reason, Worker
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.client import SchedulerClient
-from lightning_sdpipe.scheduler.policy import Group, Reason, Worker
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
 from lightning_sdpipe.scheduler.server import Server
-from lightning_sdpipe.scheduler.specification import AllReduceSpec, SemiDecentralizedSpec
+from tests.scheduler.live_scheduler import clients, serving
 
 W = Worker
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:
-    with serving(AllReduceSpec(), 1, 1) as server:
+    with serving(AllReduceModels(), 1, 1) as server:
         with pytest.raises(SchedulerError, match=f"{server.address}.*another program listens"):
-            Server(AllReduceSpec(), 1, 1, server.address).open()
+            Server(AllReduceModels(), 1, 1, server.address).open()
         with pytest.raises(SchedulerError, match=f"{server.address}.*another program listens"):
-            EmbeddedScheduler.start(AllReduceSpec(), 1, 1, server.address)
+            EmbeddedScheduler.start(AllReduceModels(), 1, 1, server.address)
 
 
 def test_the_embedded_scheduler_serves_and_ends() -> None:
-    spec = SemiDecentralizedSpec(window=math.inf)
+    spec = SemiDecentralized(window=math.inf)
     with EmbeddedScheduler.start(spec, 1, 2) as scheduler:
         with clients(scheduler.address, W(0, 0), W(0, 1)) as (a, b):
             for client in (a, b):
                 client.join()
             a.ready(0)
             b.ready(0)
-            assert a.group().reason is Reason.EVERYBODY_CAME
+            assert a.group().reason == Reason.EVERYBODY_CAME
         assert scheduler.running
     assert not scheduler.running
     assert scheduler._process.returncode == 0
@@ -48,7 +49,7 @@ def test_the_embedded_scheduler_serves_and_ends() -> None:
 
 def test_the_embedded_scheduler_starts_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    EmbeddedScheduler.start(AllReduceSpec(), 1, 1).close()
+    EmbeddedScheduler.start(AllReduceModels(), 1, 1).close()
 
 
 def test_the_embedded_scheduler_ends_with_its_parent() -> None:
@@ -58,8 +59,8 @@ def test_the_embedded_scheduler_ends_with_its_parent() -> None:
             "-c",
             "import os\n"
             "from lightning_sdpipe.scheduler.process import EmbeddedScheduler\n"
-            "from lightning_sdpipe.scheduler.specification import AllReduceSpec\n"
-            "scheduler = EmbeddedScheduler.start(AllReduceSpec(), 1, 1)\n"
+            "from lightning_sdpipe.policies.all_reduce import AllReduceModels\n"
+            "scheduler = EmbeddedScheduler.start(AllReduceModels(), 1, 1)\n"
             "print(scheduler._process.pid, flush=True)\n"
             "os.kill(os.getpid(), 9)\n",
         ],
@@ -90,7 +91,7 @@ def test_the_scheduler_needs_no_torch() -> None:
 def test_training_goes_on_when_a_killed_scheduler_is_restarted() -> None:
     """Every iteration of every worker is answered once, by a group all of whose members got it."""
     # nothing is enforced, since a worker that waits at the barrier below could be the one that others had to wait for
-    spec = SemiDecentralizedSpec(window=0.005, connectivity=None)
+    spec = SemiDecentralized(window=0.005, connectivity=None)
     workers = [W(j, i) for j in range(2) for i in range(3)]
     first = EmbeddedScheduler.start(spec, 2, 3)
     halfway, restarted = threading.Barrier(len(workers) + 1), threading.Event()
@@ -133,7 +134,7 @@ def test_training_goes_on_when_a_killed_scheduler_is_restarted() -> None:
 
 
 def test_an_embedded_scheduler_beyond_this_machine_makes_its_keys() -> None:
-    with EmbeddedScheduler.start(AllReduceSpec(), 1, 1, "tcp://0.0.0.0:*") as scheduler:
+    with EmbeddedScheduler.start(AllReduceModels(), 1, 1, "tcp://0.0.0.0:*") as scheduler:
         assert scheduler.credentials is not None
         with open(f"/proc/{scheduler._process.pid}/cmdline") as file:
             assert scheduler.credentials.scheduler_public not in file.read()

@@ -6,7 +6,9 @@ import json
 import sys
 
 import lightning as L
+import torch
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import SDPipeStrategy
@@ -29,13 +31,18 @@ def main(directory: str) -> None:
     train, val = DataLoader(data(48), 4), DataLoader(data(20), 5)
     trainer.fit(model, train, val)
     fitted = trainer.callback_metrics["val_loss"].item()
+    x, y = data(20).tensors
+    alone = nn.functional.mse_loss(model.net(x), y).item()  # on every rank
+    torch.save(model.state_dict(), f"{directory}/{trainer.global_rank}.pt")
+    trainer.save_checkpoint(f"{directory}/after.ckpt")
     trainer.validate(model, val, verbose=False)
     validated = trainer.callback_metrics["val_loss"].item()
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, train, val)
     again = trainer.callback_metrics["val_loss"].item()
     if trainer.is_global_zero:
-        print("\n" + json.dumps({"fitted": fitted, "validated": validated, "fitted_again": again}))
+        seen = {"fitted": fitted, "alone": alone, "validated": validated, "fitted_again": again}
+        print("\n" + json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from lightning_sdpipe.averaging.buckets import flatten
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.sync import ADPSGD
+from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import connect, start_scheduler
 from lightning_sdpipe.sync.synchronizer import Replica
 from tests.workers import run_workers
@@ -27,7 +28,7 @@ def train(rank: int, learn: bool) -> tuple[float, Tensor, Tensor]:
     mesh = Mesh.build(WORKERS, 1)
     groups = ProcessGroups.open(mesh, TIMEOUT)
     parameter = nn.Parameter(torch.full((5,), float(rank)))
-    method = ADPSGD(asynchronous=True)
+    method = method_of(ADPSGD(asynchronous=True))
     embedded, where = start_scheduler(method.policy, mesh, "tcp://127.0.0.1:*")
     client = connect(where, mesh, 20, lambda _: None)
     try:

@@ -30,7 +30,7 @@ class EqualReplicas(L.Callback):
         trainer.callback_metrics["groups"] = torch.tensor(statistics.groups)
         trainer.callback_metrics["mean_group_size"] = torch.tensor(statistics.mean_group_size)
         for name, tensor in pl_module.state_dict().items():
-            if tensor.device.type != "meta":
+            if not tensor.is_meta:
                 largest, smallest = tensor.clone(), tensor.clone()
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=trainer.strategy.groups.stage)  # type: ignore[attr-defined]
                 dist.all_reduce(smallest, dist.ReduceOp.MIN, group=trainer.strategy.groups.stage)  # type: ignore[attr-defined]
@@ -172,7 +172,9 @@ def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync:
         (lambda: HetPipe(combine="max"), "combine='max'"),  # type: ignore[arg-type]
         (lambda: AllReduce(bucket_mib=0), "bucket_mib=0"),
         (lambda: LocalSGD(every=0), "every=0"),
-        (lambda: SDPipeStrategy(2, sync="all_reduce"), "sync='all_reduce'"),  # type: ignore[arg-type]
+        (lambda: SDPipeStrategy(2, sync="all_reduce"), "sync='all_reduce' is no synchronisation method"),
+        (lambda: SDPipeStrategy(2, sync=AllReduce), "sync=AllReduce is a class; give an object of it"),  # type: ignore[arg-type]
+        (lambda: SDPipeStrategy(2, sync="no_such.module:Policy"), "No module named 'no_such'"),
     ],
 )
 def test_wrong_values_are_refused(wrong: Any, message: str) -> None:

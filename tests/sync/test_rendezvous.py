@@ -4,10 +4,11 @@ import pytest
 import torch.distributed as dist
 
 from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import process
 from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, write_keys
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
-from lightning_sdpipe.scheduler.specification import AllReduceSpec, SemiDecentralizedSpec
 from lightning_sdpipe.sync.rendezvous import connect, standing_scheduler, start_scheduler
 from tests.workers import run_workers
 
@@ -18,7 +19,7 @@ def take_part(rank: int, address: str | None) -> tuple[int, bool]:
     mesh = Mesh.build(*MESH)
     embedded, where = None, standing_scheduler(address, None)
     if where is None:
-        embedded, where = start_scheduler(AllReduceSpec(), mesh, "tcp://127.0.0.1:*")
+        embedded, where = start_scheduler(AllReduceModels(), mesh, "tcp://127.0.0.1:*")
     client = connect(where, mesh, timeout=20, on_abort=lambda _: None)
     try:
         client.join()
@@ -43,7 +44,7 @@ def test_rank_zero_starts_one_and_everybody_finds_it(encrypted: bool, monkeypatc
 
 @pytest.mark.distributed
 def test_a_scheduler_that_runs_already_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EmbeddedScheduler.start(SemiDecentralizedSpec(window=30.0), 2, 2) as standing:
+    with EmbeddedScheduler.start(SemiDecentralized(window=30.0), 2, 2) as standing:
         monkeypatch.setenv("SDPIPE_SCHEDULER", standing.address)
         assert run_workers(4, take_part, None) == [(2, False)] * 4
 

@@ -1,0 +1,115 @@
+"""``sdpipe check IMPORT.PATH:factory --stages M``: does the cut model compute what the whole one does?
+
+A training step runs on two micro-batches, whole and cut into stages, each stage on a module that the factory has built
+anew. So it finds what nothing else can: values that leave a block where neither a stand-in nor an operation of torch
+shows it, as Python's numbers in a global variable do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition import factory
+from lightning_sdpipe.partition.one_process import Computed, Made, compute
+from lightning_sdpipe.partition.plan import Plan, plan
+from lightning_sdpipe.pipeline.micro_batches import split
+
+TOLERANCE = 1e-4
+"""Largest difference of a gradient, over the largest value of the parameter's gradient, that rounding may explain."""
+_SHOWN = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the comparison; the exit status is 1 where they differ, and 2 when the model cannot be cut as asked."""
+    options = factory.parser("check", "Compares the loss and every gradient of a cut model with the whole one's.")
+    given = options.parse_args(arguments)
+    try:
+        built, batch = factory.build(given.factory)
+        if batch is None:
+            raise ConfigurationError(f"{given.factory} returned no batch. Let it return (module, batch).")
+        parts = [part.batch for part in split(batch, 2, built)]
+        make = partial(_make, given.factory, parts)
+        module, _ = make()
+        rehearse = partial(factory.rehearse, module, batches=parts)
+        cut = plan(module, given.stages, factory.partition(given), given.blocks, None, rehearse)
+        differences, report = compare(make, cut)
+    except ConfigurationError as error:
+        print(f"sdpipe check: {error}", file=sys.stderr)
+        return 2
+    print(report)
+    return int(differences > TOLERANCE)
+
+
+def compare(make: Callable[[], Made], cut: Plan) -> tuple[float, str]:
+    """Runs what ``make`` builds whole and cut.
+
+    Returns:
+        The largest relative difference of a loss or gradient, and a table of the largest ones.
+
+    Raises:
+        ConfigurationError: the factory builds another model each time, or the model cannot be cut so.
+    """
+    (first, _), (second, _) = make(), make()
+    for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        if not torch.equal(one, other):
+            raise ConfigurationError(
+                f"The factory gives {name!r} other values each time, so nothing can be compared. Let what it draws "
+                "come from torch's generator, which is seeded before each call."
+            )
+    travel = cut.travel.get("training_step")
+    whole = compute(make, cut.chain, [range(len(cut.chain))])
+    parts = compute(make, cut.chain, cut.module_spans, travel, cut.readers)
+    differences = _differences(whole, parts)
+    worst = max(difference for _, difference in differences)
+    shown = sorted(differences, key=lambda row: -row[1])[:_SHOWN]
+    rows = "\n".join(f"{difference:10.1e}  {name}" for name, difference in shown)
+    verdict = "the same" if worst <= TOLERANCE else "NOT the same"
+    return worst, (
+        f"{len(cut.spans)} stages compute {verdict} as the whole model. Relative differences, largest first:\n{rows}"
+    )
+
+
+def _make(path: str, parts: Sequence[Any]) -> Made:
+    torch.manual_seed(0)
+    module, _ = factory.build(path)
+    if hasattr(module, "log"):
+        vars(module)["log"] = lambda *_, **__: None
+    step: Any = module.training_step
+    return module, [partial(step, part, 0) for part in parts]
+
+
+def _differences(whole: Computed, cut: Computed) -> list[tuple[str, float]]:
+    losses = [
+        (f"loss of micro-batch {number}", _relative(_loss(one), _loss(other)))
+        for number, (one, other) in enumerate(zip(whole.outcomes, cut.outcomes, strict=True))
+    ]
+    scale = max((float(gradient.abs().max()) for gradient in whole.gradients.values()), default=1.0)
+    gradients = []
+    for name in whole.gradients.keys() | cut.gradients.keys():
+        one, other = whole.gradients.get(name), cut.gradients.get(name)
+        nothing = torch.zeros_like(one if one is not None else other)  # type: ignore[arg-type]  # not both are None
+        gradients.append(
+            (name, _relative(nothing if one is None else one, nothing if other is None else other, 1e-4 * scale))
+        )
+    return [*losses, *gradients]
+
+
+def _loss(outcome: Any) -> Tensor:
+    return torch.as_tensor(outcome["loss"] if isinstance(outcome, dict) else outcome)
+
+
+def _relative(one: Tensor, other: Tensor, least: float = 1e-12) -> float:
+    """The largest difference over the largest value; infinite where only one is a number."""
+    difference = (one - other).abs().max() / (one.abs().max() + least)
+    return float("inf") if bool(difference.isnan()) else float(difference)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

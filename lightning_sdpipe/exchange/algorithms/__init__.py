@@ -1,0 +1,1 @@
+"""What members of a group compute from each other's messages, without knowing how these travel."""

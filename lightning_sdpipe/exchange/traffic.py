@@ -1,0 +1,44 @@
+"""Bytes that are sent in one round of an exchange of ``n`` values, headers of the transport left out.
+
+For methods that exchange every so many updates, divide. Gradients and models cost the same.
+"""
+
+from __future__ import annotations
+
+from lightning_sdpipe.exchange.algorithms.centralised import parts
+from lightning_sdpipe.exchange.payloads import Payload
+
+
+def pair(payload: Payload, n: int) -> int:
+    """By each of two partners: b(n), of modulo messages as many as of ``EightBit``."""
+    return payload.nbytes(n)
+
+
+def ring(payload: Payload, n: int, neighbours: int = 2) -> int:
+    """By each worker of a ring, the same to each neighbour: 2 b(n)."""
+    return neighbours * payload.nbytes(n)
+
+
+def group(payload: Payload, n: int, members: int, place: int = 0) -> int:
+    """By the member at ``place`` of a group, or of an all-reduce, of k: 2 (k − 1) b(n/k) if k divides n."""
+    sizes = _sizes(payload, n, members)
+    return sum(sizes) - sizes[place] + (members - 1) * sizes[place]
+
+
+def server(payload: Payload, n: int, workers: int) -> int:
+    """By a parameter server that shares a worker's process, to the others: (n − 1) b(n)."""
+    return (workers - 1) * payload.nbytes(n)
+
+
+def leaving_a_host(payload: Payload, n: int, hosts: int, workers: int, hierarchical: bool) -> int:
+    """From the first of some ``hosts`` with ``workers`` each, when they all average: that many times less if each
+    worker averages its own part of the sum over its host with its like on other hosts."""
+    if hierarchical:
+        return sum(group(payload, part.stop - part.start, hosts) for part in parts(n, workers))
+    sizes = _sizes(payload, n, hosts * workers)
+    elsewhere = (hosts - 1) * workers
+    return workers * sum(sizes[workers:]) + elsewhere * sum(sizes[:workers])
+
+
+def _sizes(payload: Payload, n: int, members: int) -> list[int]:
+    return [payload.nbytes(part.stop - part.start) for part in parts(n, members)]

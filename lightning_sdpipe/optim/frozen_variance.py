@@ -1,0 +1,186 @@
+"""Adam whose second moment is measured first and kept then, for gradients that arrive with few bits."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, Optimizer
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.optim.wrapper import OptimizerWrapper
+
+# What the wrapper adds to a parameter's optimizer state.
+_MEASURED = "variance_steps"
+"""Gradients in the second moment."""
+_SINCE = "frozen_steps"
+"""Gradients after those."""
+
+_BUCKET_ELEMENTS = 1 << 20  # updated at a time: their denominators take memory
+
+
+class FrozenVariance(OptimizerWrapper):
+    """Freezes Adam's second moment of each parameter after ``after`` of its gradients (1-bit Adam, Tang et al. 2021).
+
+    Until then every parameter and moment is bit-equal to the wrapped optimizer's. From then on the step divides by the
+    second moment as it is, with *its* bias correction frozen too; the first moment and its bias correction, weight
+    decay and the learning rate go on. So it does no harm that squares of gradients of a few bits mean nothing.
+
+    A value that had nearly no gradient so far would be thrown away by its next one, or by an error of compression,
+    which is as large for all values of a block: it would be divided by nearly nothing for good. So frozen second
+    moments are raised to `floor` times the mean of their tensor; and a tensor whose gradients were all zero is not
+    updated any more. The published algorithm is `floor=0`.
+
+    It shares `param_groups` and `state` with the wrapped optimizer, as
+    :class:`~lightning_sdpipe.optim.VarianceCorrection` does. What a checkpoint has frozen stays frozen, also with a
+    larger `after`. A checkpoint of the bare optimizer counts with all of its gradients.
+
+    Memory: no tensor beside Adam's; during a step one of the size of the largest parameter.
+
+    Args:
+        optimizer: torch's Adam or AdamW; any of for-loop, foreach and fused until the variance is frozen, foreach from
+            then on; amsgrad, maximize and both kinds of weight decay are respected.
+        after: gradients that the second moment is made of, at least 1: as many as the payload's `after`, and enough for
+            it to settle, which it has not before the learning rate's warm-up ends.
+        floor: from 0 to 1.
+
+    Raises:
+        ConfigurationError: another kind of optimizer; `capturable` or `differentiable` set; complex parameters; `after`
+            below 1; `floor` outside of [0, 1].
+    """
+
+    _kept = ("after", "floor")
+
+    def __init__(self, optimizer: Optimizer, after: int, floor: float = 0.01) -> None:
+        if not isinstance(optimizer, Adam):
+            raise ConfigurationError(
+                f"FrozenVariance freezes Adam and AdamW of torch.optim, not {type(optimizer).__name__}: use one of "
+                "these, without VarianceCorrection, which has nothing to correct in a frozen variance."
+            )
+        if isinstance(after, bool) or not isinstance(after, int) or after < 1:
+            raise ConfigurationError(
+                f"after={after!r} is not allowed; give gradients to measure the variance by, from 1."
+            )
+        if not 0 <= floor <= 1:
+            raise ConfigurationError(
+                f"floor={floor!r} is not allowed; give a share of the mean second moment, such as 0.01."
+            )
+        self.after = after
+        self.floor = floor
+        super().__init__(optimizer)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Performs one step: the wrapped optimizer's for parameters that are not frozen yet, and ours for the others.
+
+        Args:
+            closure: evaluates the model and returns the loss; it runs first, and its value is returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        frozen = [(group, [p for p in _trained(group) if self._is_frozen(p)]) for group in self.param_groups]
+        gradients = {param: param.grad for _, params in frozen for param in params}
+        measured = [p for group in self.param_groups for p in _trained(group) if p not in gradients]
+        try:
+            for param in gradients:
+                param.grad = None
+            self.optimizer.step()
+        finally:
+            for param, gradient in gradients.items():
+                param.grad = gradient
+        for param in measured:
+            state = self.state[param]
+            state.update({_MEASURED: state.get(_MEASURED, 0) + 1, _SINCE: 0})
+        for group, params in frozen:
+            self._step_frozen(group, params)
+        return loss
+
+    def _is_frozen(self, param: Tensor) -> bool:
+        state = self.state.get(param)
+        if not state:
+            return False
+        if _MEASURED not in state:  # a checkpoint of the bare optimizer
+            state.update({_MEASURED: int(state["step"]), _SINCE: 0})
+        return bool(state[_SINCE] or state[_MEASURED] >= self.after)
+
+    def _step_frozen(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        for param in params:
+            state = self.state[param]
+            if not state[_SINCE] and self.floor:
+                _raise_to(self.floor, state)
+            state["step"] += 1
+            state[_SINCE] += 1
+            alike[param.device, param.dtype, state[_MEASURED], state[_SINCE]].append(param)
+        for (_, _, measured, since), kin in alike.items():
+            for bucket in _buckets(kin):
+                self._update(group, bucket, measured, measured + since)
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], measured: int, step: int) -> None:
+        """What Adam does without updating the second moment."""
+        lr, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), float(group["weight_decay"])
+        states = [self.state[param] for param in params]
+        grads: list[Tensor] | tuple[Tensor, ...] = [param.grad for param in params if param.grad is not None]
+        if group["maximize"]:
+            grads = torch._foreach_neg(grads)
+        if decay and group["decoupled_weight_decay"]:
+            torch._foreach_mul_(params, 1 - lr * decay)
+        elif decay:
+            grads = torch._foreach_add(grads, params, alpha=decay)
+        firsts = [state["exp_avg"] for state in states]
+        torch._foreach_lerp_(firsts, grads, 1 - beta1)
+        divisors = torch._foreach_sqrt(
+            [state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"] for state in states]
+        )
+        torch._foreach_div_(divisors, (1 - beta2**measured) ** 0.5)
+        torch._foreach_add_(divisors, group["eps"])
+        torch._foreach_addcdiv_(params, firsts, divisors, -lr / (1 - beta1**step))
+
+    def _check(self, group: dict[str, Any]) -> None:
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise ConfigurationError(
+                    f"FrozenVariance cannot wrap an optimizer with {option}=True, since it stops calling it: set "
+                    f"{option}=False."
+                )
+        for param in group["params"]:
+            if param.is_complex():
+                raise ConfigurationError(
+                    f"FrozenVariance needs real parameters, not {param.dtype}: optimize torch.view_as_real of them."
+                )
+
+
+def _trained(group: dict[str, Any]) -> Iterator[Tensor]:
+    """The parameters of a group that have a gradient."""
+    for param in group["params"]:
+        if param.grad is None:
+            continue
+        if param.grad.is_sparse:
+            raise RuntimeError("FrozenVariance does not support sparse gradients; use dense ones")
+        yield param
+
+
+def _raise_to(floor: float, state: dict[str, Any]) -> None:
+    for key in ("exp_avg_sq", "max_exp_avg_sq"):
+        if key in state:
+            mean = state[key].mean()
+            least = torch.where(mean > 0, floor * mean, torch.inf)  # divided by infinity, values stay
+            torch.maximum(state[key], least.to(mean.dtype), out=state[key])
+
+
+def _buckets(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for param in params:
+        if bucket and size + param.numel() > _BUCKET_ELEMENTS:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(param)
+        size += param.numel()
+    yield bucket

@@ -1,0 +1,51 @@
+"""What optimizers have in common that add something to the steps of another one."""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from torch.optim import Optimizer
+
+from lightning_sdpipe.errors import ConfigurationError
+
+
+class OptimizerWrapper(Optimizer):
+    """Shares ``param_groups`` and ``state`` with the optimizer that it wraps, ``self.optimizer``.
+
+    So learning-rate schedulers, hooks, ``state_dict`` and ``GradScaler`` treat it as that optimizer, and a checkpoint
+    of the bare optimizer can be loaded.
+    """
+
+    _kept: ClassVar[tuple[str, ...]] = ()  # names of attributes that copies and pickles take over
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    @abstractmethod
+    def _check(self, group: dict[str, Any]) -> None:
+        """Raises ConfigurationError for a group of parameters that the wrapper cannot do right."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to this and the wrapped optimizer, which share them.
+
+        Raises:
+            ConfigurationError: as for the class.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1])
+        except ConfigurationError:
+            del self.param_groups[-1]
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in self._kept}
+        return {**super().__getstate__(), "optimizer": self.optimizer, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "optimizer" in state:  # unpickled or copied
+            super().__setstate__(state)
+        else:  # load_state_dict; the wrapped class brings old checkpoints up to date
+            self.optimizer.__setstate__(state)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state

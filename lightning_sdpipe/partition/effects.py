@@ -1,0 +1,222 @@
+"""What the call of a block leaves behind where user code can see it, and doing the same again without the block.
+
+On the stages after a block's own, a stand-in takes its place. User code may look for more than what the call returned:
+forward hooks on the block's modules record intermediate values (the outputs that Hugging Face's models record), a
+module keeps a value in an attribute, a block appends to a list that it was given. All of these are effects. What a
+block does elsewhere (a global list, an object of the user's own) is none; :mod:`~lightning_sdpipe.partition.labels`
+finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+
+from lightning_sdpipe.partition.intercept import INTERCEPTED, Original
+
+Kind: TypeAlias = Literal["output", "hook", "attribute", "extend", "update", "replace"]
+Place: TypeAlias = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One of the things that a call did.
+
+    ======================  ====================  ==============================================
+    ``kind``                ``place``             ``value``
+    ======================  ====================  ==============================================
+    output                  ()                    what the call returned
+    hook                    (module,)             the arguments and the output of a module that has forward hooks;
+                                                  the block's own arguments are None, since a stand-in has some
+    attribute               (module, name)        what an attribute of a module was set to
+    extend, update,         where the list or     what was appended to the list, the entries of the dict that are new,
+    replace                 dict is               all that it holds now
+    ======================  ====================  ==============================================
+
+    A list or dict is either an attribute, ``("attribute", module, name, ...)``, or in the arguments,
+    ``("argument", 0 or 1, ...)``, of which 0 are the positional ones. Modules are named by their path in the root.
+    """
+
+    kind: Kind
+    place: Place
+    value: Any
+
+
+_Container: TypeAlias = list[Any] | dict[Any, Any]
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), INTERCEPTED}
+
+
+class Watch:
+    """Sees the effects of one block's calls. Attributes are seen while :func:`hear_assignments` holds.
+
+    Args:
+        path: of the block in the root module.
+        block: a module.
+        in_hooks: called with True before the user's hooks of a module run, and with False after them.
+    """
+
+    def __init__(self, path: str, block: nn.Module, in_hooks: Callable[[bool], None] | None = None) -> None:
+        self._block = block
+        self._modules = {m: f"{path}.{name}".rstrip(".") for name, m in block.named_modules()}
+        self._in_hooks = in_hooks
+        self._kept: list[tuple[Place, _Container]] = []  # in attributes
+        self._looked = -1  # when there had been so many assignments of containers
+
+    def call(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Effect]]:
+        """What ``original(*args, **kwargs)`` returns, and its effects, the output first."""
+        hooked: list[Effect] = []
+        attributes: dict[tuple[nn.Module, str], None] = {}
+        containers = [(place, c, c.copy()) for place, c in self._containers(args, kwargs)]
+        handles = [handle for m in self._modules if m._forward_hooks for handle in self._listen(m, hooked)]
+        _assignments.listeners.append(lambda module, name: attributes.setdefault((module, name)))
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            _assignments.listeners.pop()
+            for handle in handles:
+                handle.remove()
+        effects = [Effect("output", (), output), *hooked]
+        effects += (
+            Effect("attribute", (self._modules[m], name), getattr(m, name))
+            for m, name in attributes
+            if m in self._modules and name in vars(m) | m._buffers and name not in _OF_EVERY_MODULE
+        )
+        effects += (effect for place, now, before in containers for effect in _changes(place, now, before))
+        return output, effects
+
+    def _listen(self, module: nn.Module, hooked: list[Effect]) -> Iterator[Any]:
+        note = partial(self._note, hooked)
+        yield module.register_forward_hook(note, prepend=True, with_kwargs=True)
+        if self._in_hooks is not None:
+            after = self._in_hooks
+            yield module.register_forward_hook(lambda *_: after(False))
+
+    def _note(self, hooked: list[Effect], module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        arguments = None if module is self._block else (args, kwargs)
+        hooked.append(Effect("hook", (self._modules[module],), (arguments, output)))
+        if self._in_hooks is not None:
+            self._in_hooks(True)
+
+    def _containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Place, _Container]]:
+        for place, value in enumerate(args):
+            yield from _nested(("argument", 0, place), value)
+        for name, value in kwargs.items():
+            yield from _nested(("argument", 1, name), value)
+        if self._looked != _assignments.of_containers:
+            self._looked = _assignments.of_containers
+            self._kept = [
+                found
+                for module, path in self._modules.items()
+                for name, value in vars(module).items()
+                if name not in _OF_EVERY_MODULE
+                for found in _nested(("attribute", path, name), value)
+            ]
+        yield from self._kept
+
+
+def _nested(place: Place, value: Any) -> Iterator[tuple[Place, _Container]]:
+    if type(value) in (list, dict):
+        yield place, value
+    if type(value) in (list, tuple, dict):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(key, (str, int)) and not isinstance(item, Tensor):
+                yield from _nested((*place, key), item)
+
+
+def _changes(place: Place, now: _Container, before: _Container) -> Iterator[Effect]:
+    if isinstance(now, list):
+        if len(now) >= len(before) and all(x is y for x, y in zip(now, before, strict=False)):
+            if len(now) > len(before):
+                yield Effect("extend", place, now[len(before) :])
+            return
+    elif before.keys() <= now.keys():  # type: ignore[union-attr]  # both are dicts
+        new = {key: value for key, value in now.items() if key not in before or before[key] is not value}
+        if new:
+            yield Effect("update", place, new)
+        return
+    yield Effect("replace", place, now.copy())
+
+
+def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Does to ``root``, and to the arguments that a stand-in was called with, what the call of a block did.
+
+    Returns:
+        The output.
+    """
+    output, *others = effects
+    for effect in others:
+        match effect:
+            case Effect("hook", (path,), (arguments, returned)):
+                module = root.get_submodule(str(path))
+                given, named = (args, kwargs) if arguments is None else arguments
+                _run_hooks(module, given, named, returned)
+            case Effect("attribute", (path, name), value):
+                setattr(root.get_submodule(str(path)), str(name), value)
+            case Effect(kind, ("attribute", path, name, *inside), value):
+                module = root.get_submodule(str(path))
+                _change(_reach(getattr(module, str(name)), inside), kind, value)
+            case Effect(kind, (_, *inside), value):
+                _change(_reach((args, kwargs), inside), kind, value)
+    return output.value
+
+
+def _run_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    for number, hook in list(module._forward_hooks.items()):
+        with_kwargs = number in module._forward_hooks_with_kwargs
+        changed = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
+        output = output if changed is None else changed
+
+
+def _reach(value: Any, path: Sequence[str | int]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _change(container: Any, kind: Kind, value: Any) -> None:
+    if kind == "replace":
+        container.clear()
+    if isinstance(container, list):
+        container.extend(value)
+    else:
+        container.update(value)
+
+
+class _Assignments:
+    """Every assignment to an attribute of a module, heard as it happens: comparing the attributes of all modules of a
+    block before and after each call would take longer than many a block."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[nn.Module, str], None]] = []
+        self.of_containers = 0  # so many so far
+        self._hearers = 0
+        self._original = nn.Module.__setattr__
+
+    def hear(self) -> Callable[[], None]:
+        """Returns a function that undoes it."""
+        self._hearers += 1
+        if self._hearers == 1:
+            self._original = original = nn.Module.__setattr__
+
+            def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+                original(module, name, value)
+                for listener in self.listeners:
+                    listener(module, name)
+                self.of_containers += type(value) in (list, dict, tuple)
+
+            nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
+        return self._stop
+
+    def _stop(self) -> None:
+        self._hearers -= 1
+        if self._hearers == 0:
+            nn.Module.__setattr__ = self._original  # type: ignore[method-assign]
+
+
+_assignments = _Assignments()
+hear_assignments = _assignments.hear

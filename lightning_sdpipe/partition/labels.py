@@ -1,0 +1,379 @@
+"""Where every tensor of a step comes from: which block made it, from what, and what of it the block hands on.
+
+The whole step runs in one process, under a mode that sees each operation of torch. A *value* is known by the write that
+last changed its storage, by its place in that storage, and by its gradient's identity: storage alone cannot tell a
+Flatten from its input, nor a value from its detached alias. Nothing here keeps a tensor or an autograd graph alive.
+
+:mod:`~lightning_sdpipe.partition.needs` reads what is written down here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric
+
+from lightning_sdpipe.partition.effects import Watch, hear_assignments
+from lightning_sdpipe.partition.ghost import FROM_METADATA, READS
+from lightning_sdpipe.partition.intercept import Original, intercept
+from lightning_sdpipe.partition.message import EffectLayout, LeafKey, leaves_of
+from lightning_sdpipe.partition.structure import take_apart
+
+OUTSIDE = -1
+"""In the place of a block: user code between blocks, hooks included."""
+
+Origin: TypeAlias = Literal["operation", "weight", "given", "unseen"]
+Place: TypeAlias = tuple[Any, ...]
+Gradient: TypeAlias = tuple[Any, ...] | None
+
+
+@dataclass(eq=False)
+class Write:
+    """What put its contents into a storage.
+
+    ``origin`` is an "operation"; or it was there before: a "weight" (a parameter or buffer, whose ``name`` it is),
+    "given" (the batch, a tensor in an attribute, a constant of user code outside of blocks), or "unseen" (first read
+    within a block).
+    """
+
+    origin: Origin
+    block: int
+    position: int  # the code at position p runs before block p has returned, and after block p − 1 has
+    step: int
+    name: str = ""  # of the operation and the module that it ran in
+    reads: Sequence[Value] = ()
+
+
+@dataclass(eq=False)
+class Storage:
+    """One storage. ``aliases`` are the views that were taken of it, by their place: in which block, and the place and
+    gradient of what they are views of."""
+
+    reference: StorageWeakRef  # as long as it lives, no other storage gets this one's address
+    write: Write
+    aliases: dict[Place, set[tuple[int, Place, Gradient]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Value:
+    """The contents of a part of a storage after a write, as something that gradients flow through in one way."""
+
+    write: Write
+    storage: Storage
+    place: Place
+    gradient: Gradient
+
+
+@dataclass(frozen=True)
+class Use:
+    """``values`` are needed by ``what``, at ``position`` (see :class:`Write`) in user code outside of blocks."""
+
+    values: Sequence[Value]
+    what: str
+    position: int
+
+
+@dataclass
+class Trace:
+    """One step: in which order blocks were called; what the operations of each block read, with their names; where user
+    code outside of blocks turned values into Python's, or into a shape, and where it wrote them into a tensor (the
+    first of the values); what the step returned, logged and kept in buffers; what the blocks handed on, with the bytes
+    of each tensor and of its gradient; and which of that is written to later."""
+
+    order: list[int] = field(default_factory=list)
+    reads: dict[int, list[tuple[Sequence[Value], str]]] = field(default_factory=dict)
+    python_reads: list[Use] = field(default_factory=list)
+    writes: list[Use] = field(default_factory=list)
+    results: list[Use] = field(default_factory=list)
+    leaves: dict[LeafKey, Value] = field(default_factory=dict)
+    sizes: dict[LeafKey, tuple[int, int]] = field(default_factory=dict)
+    changed: frozenset[LeafKey] = frozenset()
+
+
+class Labels(TorchDispatchMode):
+    """Labels the tensors of ``module``'s steps; see the text of this file.
+
+    Args:
+        module: whole.
+        chain: paths of its blocks.
+    """
+
+    def __init__(self, module: nn.Module, chain: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.traces: list[Trace] = []
+        self._module = module
+        self._chain = chain
+        self._storages: dict[int, Storage] = {}
+        self._block = OUTSIDE
+        self._called = OUTSIDE  # the block whose call is under way, hooks included
+        self._position = 0
+        self._paths: list[str] = []
+        self._names = {m: name for name, m in module.named_modules()}
+        self._watches = [Watch(path, module.get_submodule(path), self._enter_hooks) for path in chain]
+        self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            self._begin(tensor, "weight", name)
+        for kept in (value for m in self._names for value in vars(m).values() if isinstance(value, Tensor)):
+            if _address(kept) not in self._storages:
+                self._begin(kept, "given")
+
+    def run(self, step: Callable[[], Any], batch: Any) -> None:
+        """Runs one whole step on ``batch``, and adds its trace."""
+        self.traces.append(Trace())
+        self._position = 0
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                self._begin(leaf, "given")
+        with ExitStack() as undo:
+            undo.callback(hear_assignments())
+            for index, path in enumerate(self._chain):
+                undo.callback(intercept(self._module.get_submodule(path), partial(self._call, index)))
+            hooks = nn.modules.module
+            undo.callback(hooks.register_module_forward_pre_hook(self._enter_module).remove)
+            undo.callback(hooks.register_module_forward_hook(self._leave_module, always_call=True).remove)
+            undo.enter_context(_logging_to(self._module, self._log))
+            # else another block's cast of a shared weight would be taken for that block's work
+            undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
+            undo.enter_context(_FunctionsOfPython(self))
+            undo.enter_context(self)
+            self._result("the result of the step", step())
+        for name, tensor in _kept_over_steps(self._module):
+            value = self._value(tensor)
+            if value is not None and value.write.origin == "operation" and value.write.block == OUTSIDE:
+                self._result(name, tensor)
+        trace = self.traces[-1]
+        trace.changed = frozenset(key for key, v in trace.leaves.items() if v.storage.write is not v.write)
+
+    def restore(self) -> None:
+        """Undoes what the steps have written to tensors that were there before."""
+        for storage, before in self._before:
+            storage.copy_(before)
+        self._before.clear()
+
+    def blocks_of_weights(self) -> dict[str, set[int]]:
+        """The blocks that hold each parameter and buffer, by its first name; none for those that lie outside."""
+        inside = [
+            {id(t) for t in (*block.parameters(), *block.buffers())}
+            for block in map(self._module.get_submodule, self._chain)
+        ]
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        return {name: {block for block, held in enumerate(inside) if id(t) in held} for name, t in named}
+
+    # ------------------------------------------------------------------ operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        reads = [] if func in FROM_METADATA else [v for t in inputs if (v := self._value(t)) is not None]
+        written = {a for t in tree_leaves(written_by(func, args, kwargs)) if (a := _address(t)) is not None}
+        given: dict[int | None, set[tuple[Place, Gradient]]] = {}
+        for tensor in inputs:
+            given.setdefault(_address(tensor), set()).add((_place(tensor), _gradient(tensor)))
+            if _address(tensor) in written:
+                self._save(tensor)
+        outcome = func(*args, **kwargs)
+        self._note_reads(reads, func)
+        write = Write("operation", self._block, self._position, self._step, self._place_of(func), reads)
+        for changed in written:
+            self._note_write([v for v in reads if v.storage is self._storages[changed]], reads, func)
+            self._storages[changed].write = write
+        for tensor in tree_leaves(outcome):
+            address = _address(tensor)
+            if address is not None and address not in given:
+                self._storages[address] = Storage(_weak(tensor), write)
+            elif address is not None and address not in written:
+                self._alias(tensor, given[address])
+        return outcome
+
+    def read_by_python(self, tensor: Tensor, function: str) -> None:
+        """User code asks for the tensor's values without an operation."""
+        value = self._value(tensor)
+        if value is not None and self._block == OUTSIDE:
+            self.traces[-1].python_reads.append(Use([value], function, self._position))
+
+    def alias(self, alias: Tensor, original: Tensor) -> None:
+        """User code has taken an alias without an operation."""
+        if self._value(original) is not None:
+            self._alias(alias, {(_place(original), _gradient(original))})
+
+    def _alias(self, alias: Tensor, originals: set[tuple[Place, Gradient]]) -> None:
+        aliases = self._storages[alias.untyped_storage()._cdata].aliases
+        aliases.setdefault(_place(alias), set()).update((self._block, *original) for original in originals)
+
+    def _note_reads(self, reads: Sequence[Value], func: Any) -> None:
+        trace = self.traces[-1]
+        if not reads:
+            return
+        if self._block != OUTSIDE:
+            trace.reads.setdefault(self._block, []).append((reads, self._place_of(func)))
+        elif func is _LOCAL_SCALAR or torch.Tag.dynamic_output_shape in func.tags:
+            trace.python_reads.append(Use(reads, str(func), self._position))
+
+    def _note_write(self, target: Sequence[Value], reads: Sequence[Value], func: Any) -> None:
+        if self._block == OUTSIDE and target and len(reads) > 1:
+            self.traces[-1].writes.append(Use([target[0], *reads], str(func), self._position))
+
+    def _value(self, tensor: Tensor) -> Value | None:
+        address = _address(tensor)
+        if address is None:
+            return None
+        if address not in self._storages:
+            self._begin(tensor, "given" if self._block == OUTSIDE else "unseen")
+        storage = self._storages[address]
+        return Value(storage.write, storage, _place(tensor), _gradient(tensor))
+
+    def _begin(self, tensor: Tensor, origin: Origin, name: str = "") -> None:
+        write = Write(origin, self._block, self._position, self._step, name)
+        address = _address(tensor)
+        if address is not None:
+            self._storages[address] = Storage(_weak(tensor), write)
+
+    def _save(self, tensor: Tensor) -> None:
+        storage: Any = tensor.untyped_storage()
+        if self._storages[storage._cdata].write.origin != "operation":
+            self._before.append((storage, storage.clone()))
+
+    @property
+    def _step(self) -> int:
+        return len(self.traces) - 1
+
+    # ------------------------------------------------------------- blocks and modules
+
+    def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        trace = self.traces[-1]
+        trace.order.append(index)
+        self._block = self._called = index
+        try:
+            output, effects = self._watches[index].call(original, args, kwargs)
+        finally:
+            self._block = self._called = OUTSIDE
+            self._position = max(self._position, index + 1)
+        apart = [take_apart(effect.value) for effect in effects]
+        layout = [EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True)]
+        leaves = (leaf for of_effect, _ in apart for leaf in of_effect)
+        for leaf, (key, _) in zip(leaves, leaves_of(index, layout), strict=True):
+            value = self._value(leaf) if isinstance(leaf, Tensor) else None
+            if value is not None:
+                size = leaf.numel() * leaf.element_size()
+                trace.leaves[key], trace.sizes[key] = value, (size, size if leaf.requires_grad else 0)
+        return output
+
+    def _enter_hooks(self, entered: bool) -> None:
+        self._block = OUTSIDE if entered else self._called
+
+    def _enter_module(self, module: nn.Module, *_: Any) -> None:
+        self._paths.append(self._names.get(module, type(module).__name__))
+
+    def _leave_module(self, *_: Any) -> None:
+        self._paths.pop()
+
+    def _place_of(self, func: Any) -> str:
+        return f"{func} in {self._paths[-1]!r}" if self._paths and self._paths[-1] else str(func)
+
+    # ------------------------------------------------------------------------ results
+
+    def _log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+        self._result(f"self.log({name!r})", value)
+
+    def _result(self, what: str, outcome: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
+        values = [v for t in tensors if (v := self._value(t)) is not None]
+        if values:
+            self.traces[-1].results.append(Use(values, what, self._position))
+
+
+class _FunctionsOfPython(TorchFunctionMode):
+    """Sees what is no operation: reading values directly, and ``.data``."""
+
+    def __init__(self, labels: Labels) -> None:
+        super().__init__()
+        self._labels = labels
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in READS:
+            self._labels.read_by_python(args[0], func.__name__)
+        outcome = func(*args, **(kwargs or {}))
+        if func == _DATA:
+            self._labels.alias(outcome, args[0])
+        return outcome
+
+
+_LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
+_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation of torch changes."""
+    if not func._schema.is_mutable:
+        return []
+    arguments = func._schema.arguments
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _kept_over_steps(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in module.named_buffers():
+        yield f"the buffer {name!r}", buffer
+    for path, metric in module.named_modules():
+        if isinstance(metric, Metric):
+            for name in metric._defaults:
+                for tensor in tree_leaves(getattr(metric, name)):
+                    if isinstance(tensor, Tensor):
+                        yield f"the metric {path!r}", tensor
+
+
+@contextmanager
+def _logging_to(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
+    before = vars(module).get("log")
+    vars(module)["log"] = log
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(module)["log"]
+        else:
+            vars(module)["log"] = before
+
+
+def _address(tensor: Any) -> int | None:
+    """Of its storage, if it has one."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+
+
+def _weak(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _place(tensor: Tensor) -> Place:
+    return (
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _gradient(tensor: Tensor) -> Gradient:
+    if tensor.grad_fn is not None:
+        return tensor.grad_fn._sequence_nr(), tensor.output_nr
+    return ("leaf", id(tensor)) if tensor.requires_grad else None

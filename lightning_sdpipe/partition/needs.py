@@ -1,0 +1,187 @@
+"""Which values have to travel to a stage, and which cannot: reading the traces of
+:class:`~lightning_sdpipe.partition.labels.Labels` backwards.
+
+A stage computes its blocks. What these read, what user code between blocks up to the end of the stage turns into
+Python's, and on the last stage what the step returns, logs and keeps, must be there. Every stage runs the user code
+between blocks itself, so of a value that it made, what it was made of is needed. A value that an earlier stage's block
+made must be something that the block hands on: a leaf of its effects. Nothing that is there may be written to with
+something that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_sdpipe.partition.labels import OUTSIDE, Gradient, Place, Storage, Trace, Use, Value, Write
+from lightning_sdpipe.partition.message import LeafKey
+
+Leaves = tuple[LeafKey, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A value that a stage needs and cannot get."""
+
+    block: int  # that made it; OUTSIDE for user code between blocks
+    made_by: str
+    needed_by: str
+    from_earlier_step: bool = False
+
+
+@dataclass
+class Needs:
+    """What a stage needs: values of earlier stages' blocks, each as all leaves at which it is handed on, and what needs
+    them; weights that it reads; and what it cannot get."""
+
+    values: dict[Leaves, str] = field(default_factory=dict)
+    weights: set[str] = field(default_factory=set)
+    refusals: list[Refusal] = field(default_factory=list)
+
+
+def needs(traces: Sequence[Trace], span: range, last: bool) -> Needs:
+    """What the stage of the blocks ``span`` needs in the last of ``traces``, before which the others have run."""
+    return _Search(traces, span, last).found
+
+
+class _Search:
+    def __init__(self, traces: Sequence[Trace], span: range, last: bool) -> None:
+        self.found = Needs()
+        self._traces = traces
+        self._span = span
+        self._last = last
+        self._seen: set[Value] = set()
+        self._leaves = [_leaves_by_storage(trace) for trace in traces]
+        trace = traces[-1]
+        for block in span:
+            for values, operation in trace.reads.get(block, ()):
+                self._need(values, operation)
+        for use in trace.python_reads:
+            if last or use.position < span.stop:
+                self._need(use.values, f"user code between blocks ({use.what})")
+        if last:
+            for use in trace.results:
+                self._need(use.values, use.what)
+        writes = [use for use in trace.writes if last or use.position < span.stop]
+        found = -1
+        while found < len(self.found.values):
+            found = len(self.found.values)
+            for use in writes:
+                self._write(use)
+
+    def _need(self, values: Sequence[Value], use: str) -> None:
+        todo = list(values)
+        while todo:
+            value = todo.pop()
+            if value not in self._seen:
+                self._seen.add(value)
+                todo += self._resolve(value, use)
+
+    def _resolve(self, value: Value, use: str) -> Sequence[Value]:
+        """Notes where ``value`` comes from, and returns what else is needed for it."""
+        write, now = value.write, len(self._traces) - 1
+        if write.origin == "weight":
+            self.found.weights.add(write.name)
+        elif write.origin == "operation" and write.block == OUTSIDE:
+            self._passed_on(value, use)
+            if write.step < now and not self._last and write.position >= self._span.stop:
+                self.found.refusals.append(Refusal(OUTSIDE, write.name, use, from_earlier_step=True))
+            else:
+                return write.reads
+        elif write.origin == "given":
+            self._passed_on(value, use)
+        elif not (write.origin == "unseen" and write.step < now):  # else a constant
+            self._made_in_a_block(value, write, use, write.step < now)
+        return ()
+
+    def _write(self, use: Use) -> None:
+        """What is written into a tensor that is there is needed."""
+        target, *others = use.values
+        if self._is_here(target):
+            missing = [value for value in others if not self._is_here(value)]
+            self._need(missing, f"user code between blocks ({use.what})")
+
+    def _is_here(self, value: Value) -> bool:
+        """Does this stage have the value, with all that has been found to travel?"""
+        todo, done = [value], set[Value]()
+        while todo:
+            value = todo.pop()
+            if value in done:
+                continue
+            done.add(value)
+            write = value.write
+            if write.origin != "operation":
+                continue
+            if write.block == OUTSIDE:
+                todo += write.reads
+            elif write.block < self._span.start:
+                leaves = self._handed_on(value, write)
+                boundary = any(key.block == self._span.start - 1 and key.kind == "output" for key in leaves)
+                if not boundary and leaves not in self.found.values:
+                    return False
+        return True
+
+    def _passed_on(self, value: Value, use: str) -> None:
+        """An earlier block may return what user code has given it, and the reader may have it from there."""
+        leaves = [
+            key
+            for key, leaf in self._leaves[-1].get(value.storage, ())
+            if leaf == value and key.kind == "output" and key.block < self._span.start
+        ]
+        if leaves:
+            self.found.values.setdefault(self._as_of_now(leaves), use)
+
+    def _made_in_a_block(self, value: Value, write: Write, use: str, earlier_step: bool) -> None:
+        if write.block in self._span or (self._last and write.block >= self._span.start):
+            return
+        leaves = self._handed_on(value, write) if write.block < self._span.start else ()
+        if leaves:
+            self.found.values.setdefault(leaves, use)
+        else:
+            self.found.refusals.append(Refusal(write.block, write.name, use, earlier_step))
+
+    def _handed_on(self, value: Value, write: Write) -> Leaves:
+        """All leaves at which blocks before this stage hand on the value, or else what it is a view of, if the view was
+        not taken in those blocks."""
+        candidates = [
+            (key, leaf) for key, leaf in self._leaves[write.step].get(value.storage, ()) if leaf.write is write
+        ]
+        todo, done = [(value.place, value.gradient)], set[tuple[Place, Gradient]]()
+        while todo:
+            here = todo.pop()
+            if here in done:
+                continue
+            done.add(here)
+            place, gradient = here
+            same = [
+                key
+                for key, leaf in candidates
+                if leaf.place == place and (leaf.gradient == gradient or (leaf.gradient is None and _is_leaf(gradient)))
+            ]
+            if any(key.block < self._span.start for key in same):
+                return self._as_of_now(same)
+            todo += (
+                (place, gradient)
+                for block, place, gradient in value.storage.aliases.get(place, ())
+                if block == OUTSIDE or block >= self._span.start
+            )
+        return ()
+
+    def _as_of_now(self, leaves: Sequence[LeafKey]) -> Leaves:
+        """The same leaves in the last trace, with all others that are one value with them there."""
+        trace = self._traces[-1]
+        now = {trace.leaves[key] for key in leaves if key in trace.leaves}
+        every = {*leaves, *(key for key, value in trace.leaves.items() if value in now)}
+        return tuple(sorted(every, key=lambda key: (key.block, repr(key))))
+
+
+def _leaves_by_storage(trace: Trace) -> dict[Storage, list[tuple[LeafKey, Value]]]:
+    found: dict[Storage, list[tuple[LeafKey, Value]]] = {}
+    for key, value in trace.leaves.items():
+        found.setdefault(value.storage, []).append((key, value))
+    return found
+
+
+def _is_leaf(gradient: Gradient) -> bool:
+    """User code has asked for the gradient of what had none."""
+    return gradient is not None and gradient[0] == "leaf"

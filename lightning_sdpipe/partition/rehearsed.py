@@ -1,0 +1,138 @@
+"""What a rehearsal of the user's steps says about cutting the chain: order, what crosses a cut, and what cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.labels import OUTSIDE, Trace
+from lightning_sdpipe.partition.needs import Leaves, Needs, Refusal, needs
+from lightning_sdpipe.partition.sending import Travel
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What crosses a cut in one step besides the output of the last block before it, and the bytes of it all there and
+    back for one micro-batch; and what would have to and cannot."""
+
+    extra: Sequence[Leaves]
+    activation_bytes: int
+    gradient_bytes: int
+    refusals: Sequence[Refusal]
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The traces of each step of a module, by the step's name; two micro-batches each at least.
+
+    Args:
+        chain: paths of the blocks, in the order in which the labels number them.
+        traces: by the name of the step.
+        weights: the blocks that hold each parameter and buffer.
+    """
+
+    chain: Sequence[str]
+    traces: Mapping[str, Sequence[Trace]]
+    weights: Mapping[str, set[int]]
+
+    @cached_property
+    def repeated(self) -> set[int]:
+        """Blocks that one step calls more than once."""
+        orders = [trace.order for traces in self.traces.values() for trace in traces]
+        return {block for order in orders for block in order if order.count(block) > 1}
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The blocks in the order in which they run, and as they are listed where that leaves a choice.
+
+        Raises:
+            ConfigurationError: they run in different orders.
+        """
+        import networkx as nx  # slow to import
+
+        follows = nx.DiGraph()
+        follows.add_nodes_from(range(len(self.chain)))
+        for trace in (trace for traces in self.traces.values() for trace in traces):
+            follows.add_edges_from(pairwise(dict.fromkeys(trace.order)))
+        try:
+            return list(nx.lexicographical_topological_sort(follows))
+        except nx.NetworkXUnfeasible as error:
+            circle = [self.chain[before] for before, _ in nx.find_cycle(follows)]
+            raise ConfigurationError(
+                f"The blocks {circle} do not run in the same order in every step, and a pipeline needs one order. Name "
+                "larger blocks with SDPipeStrategy(blocks=[...])."
+            ) from error
+
+    def crossing(self, step: str, cut: int) -> Crossing:
+        """What crosses the cut before block ``cut``, wherever else the chain is cut."""
+        found = self._needs(step, range(cut, len(self.chain)))
+        size = {key: size for trace in self.traces[step] for key, size in trace.sizes.items()}
+        output = {key for key in size if key.block == cut - 1 and key.kind == "output"}
+        extra = [leaves for leaves in found.values if not output.intersection(leaves)]
+        sizes = [size[key] for key in (*output, *(next(key for key in leaves if key in size) for leaves in extra))]
+        return Crossing(extra, sum(a for a, _ in sizes), sum(g for _, g in sizes), found.refusals)
+
+    def travel(self, step: str, spans: Sequence[range]) -> Travel:
+        """What crosses which cut of ``spans``.
+
+        Raises:
+            ConfigurationError: a stage needs what it cannot get.
+        """
+        by_stage = [self._needs(step, span) for span in spans]
+        for refusal in (refusal for found in by_stage for refusal in found.refusals):
+            raise ConfigurationError(self._explain(refusal, step))
+        crossing = {
+            span.start: tuple(
+                dict.fromkeys(
+                    leaves
+                    for found in by_stage[stage:]
+                    for leaves in found.values
+                    if any(key.block < span.start for key in leaves)
+                )
+            )
+            for stage, span in enumerate(spans)
+            if stage
+        }
+        changed = frozenset(key for trace in self.traces[step] for key in trace.changed)
+        return Travel(crossing, changed)
+
+    def readers(self, spans: Sequence[range]) -> dict[str, set[int]]:
+        """The stages that read a parameter or buffer of another stage's block."""
+        readers: dict[str, set[int]] = {}
+        for step in self.traces:
+            for stage, span in enumerate(spans):
+                for name in self._needs(step, span).weights:
+                    holders = self.weights[name]
+                    if holders and not holders.intersection(span):
+                        readers.setdefault(name, set()).add(stage)
+        return readers
+
+    def _needs(self, step: str, span: range) -> Needs:
+        """What the stage needs in any of the steps but the first, before which nothing has been kept."""
+        traces, together = self.traces[step], Needs()
+        for number in range(1, len(traces)):
+            found = needs(traces[: number + 1], span, span.stop == len(self.chain))
+            together.values.update(found.values)
+            together.weights.update(found.weights)
+            together.refusals += found.refusals
+        return together
+
+    def _names(self, blocks: Sequence[int]) -> list[str]:
+        return [self.chain[block] for block in blocks]
+
+    def _explain(self, refusal: Refusal, step: str) -> str:
+        if refusal.block == OUTSIDE:
+            return (
+                f"{step} keeps a value from one batch to the next. It is set ({refusal.made_by}) after the end of a "
+                f"stage that needs it ({refusal.needed_by}). Keep both places on one stage with partition=[...]."
+            )
+        kept = ", keeps it until the next batch" if refusal.from_earlier_step else ""
+        return (
+            f"In {step}, block {self.chain[refusal.block]!r} makes a value ({refusal.made_by}){kept} and does not hand "
+            f"it on, but {refusal.needed_by} needs it on a later stage. Let the block return it, or keep it in an "
+            "attribute of its own; or keep both places on one stage with partition=[...], or name one larger block "
+            "that holds them with blocks=[...]."
+        )

@@ -1,0 +1,186 @@
+"""Collecting what a stage's blocks did, and making the message for the next stage of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.effects import Effect
+from lightning_sdpipe.partition.ghost import Ghost
+from lightning_sdpipe.partition.message import (
+    BlockLayout,
+    EffectLayout,
+    Layout,
+    LeafKey,
+    Message,
+    leaves_of,
+)
+from lightning_sdpipe.partition.structure import Number, Part, Structure, TensorMeta, Travels, take_apart
+
+
+@dataclass(frozen=True)
+class Travel:
+    """Which values of one step cross which cut, besides the output of the last block before it.
+
+    Args:
+        crossing: by cut (the index of the first block after it), the values, each as all leaves that it is found at.
+        changed: leaves that something writes to after the block's call, so that they are copied before.
+    """
+
+    crossing: Mapping[int, Sequence[Sequence[LeafKey]]] = field(default_factory=dict)
+    changed: frozenset[LeafKey] = frozenset()
+
+
+NOTHING_MORE = Travel()
+
+
+class Sending:
+    """What a stage has to tell the next one about one micro-batch.
+
+    A block that is skipped by chance leaves the value that it was given to be used instead of its output: so where that
+    would travel, the output of the block before it does.
+
+    Args:
+        received: what it was told itself; None on the first stage.
+        span: its blocks.
+        travel: what crosses the cuts.
+    """
+
+    def __init__(self, received: Message | None, span: range, travel: Travel) -> None:
+        self._received = received
+        self._span = span
+        self._values = travel.crossing.get(span.stop, ())
+        self._changed = travel.changed
+        self._wanted = {key for leaves in self._values for key in leaves}
+        self._with_wanted = {key.block for key in self._wanted}
+        self._ran = [number for number, block in enumerate(received.layout.blocks) if block] if received else []
+        self._blocks: list[BlockLayout | None] = [None] * len(span)
+        self._kept: dict[LeafKey, Tensor] = {}
+        self._versions: dict[LeafKey, int] = {}
+        self._numbers = list(received.numbers) if received else []
+        self._last: dict[LeafKey, Tensor] = {}  # the tensors of the last block that ran
+
+    def add(self, block: int, effects: Sequence[Effect]) -> None:
+        """``block`` has run, after all that were added before."""
+        self._keep_for_skipped(block)
+        self._ran.append(block)
+        apart = [take_apart(effect.value) for effect in effects]
+        layout = tuple(EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True))
+        self._blocks[block - self._span.start] = layout
+        self._last = {}
+        leaves = (leaf for of_effect, _ in apart for leaf in of_effect)
+        for leaf, (key, part) in zip(leaves, leaves_of(block, layout), strict=True):
+            if isinstance(part, Number):
+                self._numbers.append(float(leaf))
+            elif isinstance(part, TensorMeta) and not isinstance(leaf, Ghost):
+                self._last[key] = leaf
+        if block in self._with_wanted:
+            for key in self._wanted & self._last.keys():
+                self._kept[key] = self._last[key].clone() if key in self._changed else self._last[key]
+                self._versions[key] = _version(self._kept[key])
+        self._versions |= {key: _version(tensor) for key, tensor in self._last.items() if key.kind == "output"}
+
+    def message(self) -> Message:
+        """What was added, and of what was received that which goes on."""
+        received = self._received
+        self._keep_for_skipped(self._span.stop)
+        at: dict[LeafKey, int] = {}
+        tensors: list[Tensor] = []
+        number_of: dict[int, int] = {}  # of a tensor by its identity
+
+        def put(tensor: Tensor, leaves: Sequence[LeafKey]) -> None:
+            number = number_of.setdefault(id(tensor), len(tensors))
+            if number == len(tensors):
+                tensors.append(tensor)
+            at.update(dict.fromkeys(leaves, number))
+
+        boundary = self._boundary()
+        for key, tensor in boundary.items():
+            put(self._unchanged(key, tensor), [key])
+        for leaves in self._values:
+            known = leaves if self._has_run(leaves) else [self._instead_of(key) for key in leaves]
+            found = next((t for key in known if key and (t := self._find(key, boundary)) is not None), None)
+            if found is not None:
+                put(found, [key for key in known if key])
+        for key, tensor in self._last.items():
+            if id(tensor) in number_of:
+                at.setdefault(key, number_of[id(tensor)])
+
+        earlier: Sequence[BlockLayout | None] = ()
+        if received is not None:
+            moved: list[int | None] = [number_of.get(id(tensor)) for tensor in received.tensors]
+            for key, number in at.items():
+                if key in received.layout.places:
+                    moved[received.layout.places[key]] = number
+            earlier = received.layout.with_values_at(moved)
+        blocks = (block and _located(number, block, at) for number, block in zip(self._span, self._blocks, strict=True))
+        layout = Layout(tuple(map(TensorMeta.of, tensors)), (*earlier, *blocks))
+        return Message(tensors, self._numbers, layout)
+
+    def _boundary(self) -> Mapping[LeafKey, Tensor]:
+        """What the last block that ran has returned."""
+        if self._last or self._received is None:
+            return {key: tensor for key, tensor in self._last.items() if key.kind == "output"}
+        layout = self._received.layout
+        return {
+            key: self._received.tensors[value]
+            for key, value in layout.places.items()
+            if key.block == layout.last_block and key.kind == "output"
+        }
+
+    def _has_run(self, leaves: Sequence[LeafKey]) -> bool:
+        return any(key.block in self._ran for key in leaves)
+
+    def _instead_of(self, key: LeafKey) -> LeafKey | None:
+        """What is used in the place of a skipped block's output."""
+        before = [block for block in self._ran if block < key.block]
+        return replace(key, block=before[-1]) if before and key.kind == "output" else None
+
+    def _keep_for_skipped(self, until: int) -> None:
+        """Of the last block that ran, the output, if a wanted one would have come since, before block ``until``."""
+        if not self._last:
+            return
+        for key in self._wanted:
+            instead = self._instead_of(key) if self._ran[-1] < key.block < until else None
+            if instead in self._last:
+                self._kept[instead] = self._last[instead].clone()
+
+    def _find(self, key: LeafKey, boundary: Mapping[LeafKey, Tensor]) -> Tensor | None:
+        if key in boundary:
+            return boundary[key]
+        if key in self._kept:
+            return self._unchanged(key, self._kept[key])
+        if self._received is not None and key in self._received.layout.places:
+            return self._received.tensors[self._received.layout.places[key]]
+        return None
+
+    def _unchanged(self, key: LeafKey, tensor: Tensor) -> Tensor:
+        if self._versions.get(key, _version(tensor)) != _version(tensor):
+            raise ConfigurationError(
+                f"A tensor of shape {tuple(tensor.shape)} that block number {key.block} of the chain made, and that a "
+                "later stage needs as it was, is written to in place before the stage ends. Write to a copy, or cut "
+                "elsewhere with partition=[...]."
+            )
+        return tensor
+
+
+def _located(number: int, block: BlockLayout, at: Mapping[LeafKey, int]) -> BlockLayout:
+    """``block`` with the tensors that are in the message at their places."""
+    keys = leaves_of(number, block)
+
+    def located(effect: EffectLayout) -> EffectLayout:
+        parts: tuple[Part, ...] = tuple(
+            Travels(at[key]) if key in at else part
+            for part, (key, _) in zip(effect.structure.parts, keys, strict=False)
+        )
+        return EffectLayout(effect.kind, effect.place, Structure(effect.structure.spec, parts))
+
+    return tuple(located(effect) for effect in block) if any(key.block == number for key in at) else block
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version

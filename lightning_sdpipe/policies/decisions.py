@@ -1,0 +1,89 @@
+"""What a policy decides. Whoever carries a decision out needs to know nothing of the policy that made it."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from itertools import pairwise
+from typing import TypeAlias
+
+import msgspec
+
+from lightning_sdpipe.policies.events import Worker
+
+TOLERANCE = 1e-9
+"""By how much the weights of a group may miss 1."""
+
+
+class Reason(StrEnum):
+    """Why the built-in policies let a group go out when it did. A policy may have reasons of its own."""
+
+    WINDOW_CLOSED = "window closed"
+    """The window ended and the recent groups plus this one connect the stage."""
+    EVERYBODY_CAME = "everybody came"
+    """Every active worker of the stage was ready: nobody was left to wait for."""
+    ENFORCED = "enforced"
+    """The stage waited, holding the token, until the sync-graph was connected (SDPipe §3.4)."""
+    TOKEN_BUSY = "token busy"
+    """The sync-graph is not connected, but another stage holds the token: waiting could deadlock."""
+    WORKER_LOST = "worker lost"
+    """The workers it waited for left or fell silent, and the remaining ones need wait no longer."""
+    MATCHED = "matched"
+    """The workers were drawn to average with each other (AD-PSGD)."""
+    LOCAL_STEP = "local step"
+    """The policy has the worker go on alone this time."""
+
+
+class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="group"):
+    """Workers of one stage that average their models now.
+
+    ``members`` is sorted. ``weights`` belong to the members in that order and add up to 1: each member's model becomes
+    the weighted sum of all of them. ``sequence`` is unique in the run and increasing. ``reason`` is for people.
+
+    ``passive`` members were not ready: they average while they compute (asynchronous AD-PSGD). ``neighbours``, where it
+    is not empty, has for each member, in order, those members that it averages with instead of with all.
+    """
+
+    members: tuple[Worker, ...]
+    weights: tuple[float, ...]
+    sequence: int
+    reason: str
+    passive: tuple[Worker, ...] = ()
+    neighbours: tuple[tuple[Worker, ...], ...] = ()
+
+    @property
+    def stage(self) -> int:
+        """The stage all members belong to."""
+        return self.members[0].stage
+
+
+Decision: TypeAlias = Group
+
+
+class BrokenRule(ValueError):
+    """A policy decided something that cannot be carried out: an error in the policy."""
+
+
+def check_group(group: Group, next_sequence: int) -> None:
+    """What can be said of a group without knowing who waits.
+
+    Raises:
+        BrokenRule: it is not what :class:`Group` says, or its sequence is below ``next_sequence``.
+    """
+    members, weights = group.members, group.weights
+    if len(members) == 1:  # cheap, since many policies answer workers one by one
+        sound = weights == (1.0,) and not group.neighbours
+    else:
+        sound = (
+            len(members) == len(weights)
+            and all(a.stage == b.stage and a.pipeline < b.pipeline for a, b in pairwise(members))
+            and abs(math.fsum(weights) - 1.0) <= TOLERANCE
+            and (not group.neighbours or len(group.neighbours) == len(members))
+        )
+    if not (sound and members and group.sequence >= next_sequence):
+        raise BrokenRule(
+            f"{group} cannot go out: members must be workers of one stage in increasing order, weights as many, with a "
+            f"sum of 1, neighbours none or as many, and the sequence at least {next_sequence}"
+        )
+    if group.passive and not set(group.passive) < set(members):
+        raise BrokenRule(f"{group} cannot go out: some of its members must be passive, but not all")

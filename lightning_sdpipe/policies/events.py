@@ -1,0 +1,77 @@
+"""What happens in a run, in the words in which a policy is told of it.
+
+A policy hears of every event in order, with its time. Nothing else reaches it: no clock, no socket, no message.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Worker(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
+    """Worker (j, i) of SDPipe §3: runs stage ``stage`` of pipeline ``pipeline``, both from 0."""
+
+    stage: int
+    pipeline: int
+
+    def __str__(self) -> str:
+        return f"(stage {self.stage}, pipeline {self.pipeline})"
+
+
+class Ready(msgspec.Struct, frozen=True, gc=False, tag="ready"):
+    """``worker`` has finished the local step of ``iteration``, or needs nobody to finish it, and waits for a group."""
+
+    worker: Worker
+    iteration: int
+
+
+class Progress(msgspec.Struct, frozen=True, gc=False, tag="progress"):
+    """``worker`` goes on: ``steps`` steps since the last report, the newest being ``iteration``.
+
+    ``seconds`` is the mean length of one of them, of which ``waiting`` passed in waiting for other replicas.
+    """
+
+    worker: Worker
+    iteration: int
+    steps: int
+    seconds: float
+    waiting: float
+
+
+class Joined(msgspec.Struct, frozen=True, gc=False, tag="joined"):
+    """``worker`` takes part from now on; its iterations may start anywhere."""
+
+    worker: Worker
+
+
+class Left(msgspec.Struct, frozen=True, gc=False, tag="left"):
+    """``worker`` pauses or has ended its epoch: nobody waits for it, and its unanswered ready is void."""
+
+    worker: Worker
+
+
+class Lost(msgspec.Struct, frozen=True, gc=False, tag="lost"):
+    """``worker`` was silent for so long that it is taken to have left. It may join again."""
+
+    worker: Worker
+
+
+class Broken(msgspec.Struct, frozen=True, gc=False, tag="broken"):
+    """The members of group ``sequence`` did not average after all; several of them may say so."""
+
+    sequence: int
+
+
+class Restarted(msgspec.Struct, frozen=True, gc=False, tag="restarted"):
+    """The scheduler was started in the middle of a run, in which all groups below ``next_sequence`` have been."""
+
+    next_sequence: int
+
+
+class Tick(msgspec.Struct, frozen=True, gc=False, tag="tick"):
+    """Time passed; due when the policy's deadline says so, harmless at any other time."""
+
+
+Event: TypeAlias = Ready | Progress | Joined | Left | Lost | Broken | Restarted | Tick

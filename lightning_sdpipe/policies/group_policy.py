@@ -1,0 +1,89 @@
+"""What all policies that answer ready workers with groups have in common."""
+
+from __future__ import annotations
+
+from lightning_sdpipe.policies.decisions import Decision
+from lightning_sdpipe.policies.events import (
+    Broken,
+    Event,
+    Joined,
+    Left,
+    Lost,
+    Progress,
+    Ready,
+    Restarted,
+    Tick,
+    Worker,
+)
+from lightning_sdpipe.policies.participants import Participants
+
+
+class GroupPolicy:
+    """Keeps the rules of :mod:`lightning_sdpipe.policies.policy`: refuses what breaks them, and knows who waits.
+
+    A policy overrides the methods below :meth:`deadline`. Each is called when its event has been checked and
+    ``participants`` knows of it; it returns the decisions that follow. Groups are made by ``participants.group``.
+    """
+
+    def __init__(self, num_stages: int, num_pipelines: int) -> None:
+        self.participants = Participants(num_stages, num_pipelines)
+
+    def on(self, event: Event, now: float) -> list[Decision]:
+        """See :class:`~lightning_sdpipe.policies.policy.Policy`. Time passes before anything else happens."""
+        participants = self.participants
+        if type(event) is Ready:  # most events are
+            worker, iteration = event.worker, event.iteration
+            participants.check_waits(worker, iteration)
+            decisions = self.time_passed(now)
+            participants.waiting[worker.stage][worker.pipeline] = iteration
+            return decisions + self.worker_ready(worker, iteration, now)
+        match event:
+            case Tick():
+                return self.time_passed(now)
+            case Joined(worker):
+                participants.check_joins(worker)
+                decisions = self.time_passed(now)
+                participants.joins(worker)
+                return decisions + self.worker_joined(worker, now)
+            case Left(worker) | Lost(worker):
+                participants.check_takes_part(worker, "left")
+                decisions = self.time_passed(now)
+                participants.leaves(worker)
+                return decisions + self.worker_left(worker, now)
+            case Progress(worker):
+                participants.check_takes_part(worker, "went on")
+                return self.time_passed(now) + self.worker_progressed(event, now)
+            case Broken(sequence):
+                participants.check_group_was(sequence)
+                return self.time_passed(now) + self.group_broke(sequence, now)
+            case Restarted(next_sequence):
+                participants.next_sequence = max(participants.next_sequence, next_sequence)
+        return []
+
+    def deadline(self) -> float | None:
+        """See :class:`~lightning_sdpipe.policies.policy.Policy`."""
+        return None
+
+    def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
+        """``worker`` waits for a group."""
+        raise NotImplementedError(f"{type(self).__name__} must say in worker_ready how a ready worker is answered")
+
+    def worker_left(self, worker: Worker, now: float) -> list[Decision]:
+        """``worker`` has left or was lost; those that wait for it must not wait for ever."""
+        return []
+
+    def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
+        """``worker`` takes part now."""
+        return []
+
+    def worker_progressed(self, progress: Progress, now: float) -> list[Decision]:
+        """A worker has reported how fast it is."""
+        return []
+
+    def group_broke(self, sequence: int, now: float) -> list[Decision]:
+        """The members of that group did not average; it may be told more than once."""
+        return []
+
+    def time_passed(self, now: float) -> list[Decision]:
+        """It is ``now``; due when :meth:`deadline` says so, and called before each other event too."""
+        return []

@@ -1,0 +1,122 @@
+"""Who takes part in a run and who waits for a group: the bookkeeping and the refusals common to all policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import RefusedEvent
+
+
+class Participants:
+    """The active and the waiting workers of every stage, each by pipeline number.
+
+    ``active[j]`` and ``waiting[j]`` are for reading; ``waiting[j]`` maps a pipeline to the iteration it
+    reported and keeps the order of arrival. Every method checks everything before it changes anything.
+    """
+
+    def __init__(self, num_stages: int, num_pipelines: int) -> None:
+        self.num_stages = num_stages
+        self.num_pipelines = num_pipelines
+        self.active: list[set[int]] = [set() for _ in range(num_stages)]
+        self.waiting: list[dict[int, int]] = [{} for _ in range(num_stages)]
+        self.next_sequence = 0
+        """Of the next group."""
+        self._answered: list[dict[int, int]] = [{} for _ in range(num_stages)]
+        self._workers = [[Worker(j, i) for i in range(num_pipelines)] for j in range(num_stages)]
+
+    def check_joins(self, worker: Worker) -> None:
+        """Raise :class:`RefusedEvent` when ``worker`` may not join now."""
+        self._check_exists(worker)
+        if worker.pipeline in self.active[worker.stage]:
+            raise RefusedEvent(f"worker {worker} joined twice; it must leave before it joins again")
+
+    def joins(self, worker: Worker) -> None:
+        """``worker`` takes part from now on; its iterations may start anywhere."""
+        self.check_joins(worker)
+        self.active[worker.stage].add(worker.pipeline)
+        self._answered[worker.stage].pop(worker.pipeline, None)
+
+    def check_takes_part(self, worker: Worker, what: str) -> None:
+        """Raise :class:`RefusedEvent` when ``worker``, which did ``what``, does not take part."""
+        if not (0 <= worker.stage < self.num_stages and worker.pipeline in self.active[worker.stage]):
+            self._check_exists(worker)
+            raise RefusedEvent(f"worker {worker} {what} without having joined")
+
+    def leaves(self, worker: Worker) -> None:
+        """``worker`` no longer takes part; if it waits, it will not be answered."""
+        self.check_takes_part(worker, "left")
+        self.active[worker.stage].remove(worker.pipeline)
+        self.waiting[worker.stage].pop(worker.pipeline, None)
+
+    def check_waits(self, worker: Worker, iteration: int) -> None:
+        """Raise :class:`RefusedEvent` when ``worker`` may not report ``iteration`` now."""
+        stage, pipeline = worker.stage, worker.pipeline
+        if not (0 <= stage < self.num_stages and pipeline in self.active[stage]):
+            self.check_takes_part(worker, f"reported iteration {iteration}")
+        if pipeline in self.waiting[stage]:
+            raise RefusedEvent(
+                f"worker {worker} reported iteration {iteration} while its iteration "
+                f"{self.waiting[stage][pipeline]} waits for an answer"
+            )
+        answered = self._answered[stage].get(pipeline)
+        if iteration < 0 or (answered is not None and iteration <= answered):
+            raise RefusedEvent(f"worker {worker} reported iteration {iteration} after {answered}")
+
+    def waits(self, worker: Worker, iteration: int) -> None:
+        """``worker`` waits for the answer to ``iteration``."""
+        self.check_waits(worker, iteration)
+        self.waiting[worker.stage][worker.pipeline] = iteration
+
+    def last_reported(self, stage: int, pipeline: int) -> int | None:
+        """The last iteration the worker reported since it joined, answered or not."""
+        waiting = self.waiting[stage].get(pipeline)
+        return self._answered[stage].get(pipeline) if waiting is None else waiting
+
+    def everybody_waits(self, stage: int) -> bool:
+        """True when every active worker of ``stage`` waits (and at least one does)."""
+        return len(self.waiting[stage]) == len(self.active[stage]) > 0
+
+    def check_group_was(self, sequence: int) -> None:
+        """Raise :class:`RefusedEvent` when no group of that number has gone out yet."""
+        if not 0 <= sequence < self.next_sequence:
+            raise RefusedEvent(f"group {sequence} cannot have broken: the next one is {self.next_sequence}")
+
+    def group(
+        self,
+        stage: int,
+        pipelines: Sequence[int],
+        reason: str,
+        *,
+        weights: Sequence[float] | None = None,
+        passive: Sequence[int] = (),
+    ) -> Group:
+        """A group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones.
+
+        ``weights`` belong to ``pipelines`` and then ``passive``, in these orders; equal ones without.
+        """
+        waiting, answered, workers = self.waiting[stage], self._answered[stage], self._workers[stage]
+        for pipeline in pipelines:
+            answered[pipeline] = waiting.pop(pipeline)
+        sequence = self.next_sequence
+        self.next_sequence = sequence + 1
+        if passive:
+            together = [*pipelines, *passive]
+            bystanders = tuple([workers[pipeline] for pipeline in passive])
+        else:
+            together, bystanders = list(pipelines), ()
+        if weights is None:
+            together.sort()
+            shares = (1.0 / len(together),) * len(together)
+        else:
+            of = dict(zip(together, weights, strict=True))
+            together.sort()
+            shares = tuple([of[pipeline] for pipeline in together])
+        return Group(tuple([workers[pipeline] for pipeline in together]), shares, sequence, reason, bystanders)
+
+    def _check_exists(self, worker: Worker) -> None:
+        if not (0 <= worker.stage < self.num_stages and 0 <= worker.pipeline < self.num_pipelines):
+            raise RefusedEvent(
+                f"worker {worker} does not exist in {self.num_stages} stages × {self.num_pipelines} pipelines"
+            )

@@ -1,0 +1,79 @@
+"""What a policy is: events and the time go in, decisions come out.
+
+A policy owns no clock, socket, thread or random source, so the scheduler, the simulator and the tests drive the same
+object, and a log of its events gives the same decisions again. The rules that all policies share:
+
+- A worker is a node of its stage between ``Joined`` and ``Left`` or ``Lost``.
+- A worker has at most one unanswered ``Ready``; every ``Ready`` is answered by exactly one group that contains the
+  worker as a member that is not passive, unless the worker leaves first.
+- An event that breaks a rule raises :class:`RefusedEvent` and changes nothing.
+- Time never runs backwards between two calls.
+
+:class:`~lightning_sdpipe.policies.group_policy.GroupPolicy` keeps all of this; a policy derived from it adds when a
+group goes out, and with whom.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.decisions import Decision
+from lightning_sdpipe.policies.events import Event
+
+Unit = Literal["rounds", "groups"]
+
+
+class RefusedEvent(ValueError):
+    """The event breaks a rule of the protocol; the policy is as it was before."""
+
+
+class Policy(Protocol):
+    """Decides for all stages of a run at once."""
+
+    def on(self, event: Event, now: float) -> list[Decision]:
+        """``event`` happened at ``now``, in seconds of any clock that never runs backwards.
+
+        Raises:
+            RefusedEvent: the event breaks a rule; nothing has changed.
+        """
+
+    def deadline(self) -> float | None:
+        """When a :class:`~lightning_sdpipe.policies.events.Tick` is due next; None when only another event can change
+        anything."""
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The values of a policy: what a user writes, and what crosses process borders.
+
+    A subclass has a field for each value, and checks them in ``__post_init__`` (:func:`refusal` and
+    :func:`check_integer` word the errors). It is found by its name in the registry, or by its import path.
+    """
+
+    def make_policy(self, num_stages: int, num_pipelines: int) -> Policy:
+        """A policy in its first state, for ``num_stages`` × ``num_pipelines`` workers."""
+        raise NotImplementedError(f"{type(self).__name__} must say in make_policy how its policy is made")
+
+    @property
+    def looks_back(self) -> tuple[int, Unit]:
+        """How far ``sdpipe status`` looks back for who has met: P rounds, or groups."""
+        return 10, "rounds"
+
+
+def refusal(name: str, value: object, allowed: str) -> ConfigurationError:
+    """The error for a value that is not allowed."""
+    return ConfigurationError(f"{name}={value!r} is not allowed; give {allowed}")
+
+
+def check_integer(name: str, value: object, least: int, unit: str, *, optional: bool = False) -> None:
+    """Refuses what is no integer from ``least`` on.
+
+    Raises:
+        ConfigurationError: says so.
+    """
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise refusal(name, value, f"an integer from {least} ({unit})")

@@ -1,0 +1,185 @@
+"""Which policies there are, by name or by import path, and their values as plain data.
+
+A policy's values cross process borders as JSON and are checked on both sides, the built-in ones and a user's own alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+import msgspec
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.policy import Policy, PolicyConfig, check_integer
+
+BUILT_IN: Mapping[str, str] = {
+    "semi_decentralized": "lightning_sdpipe.policies.semi_decentralized:SemiDecentralized",
+    "all_reduce": "lightning_sdpipe.policies.all_reduce:AllReduceModels",
+    "local_sgd": "lightning_sdpipe.policies.local_sgd:LocalSGD",
+    "ad_psgd": "lightning_sdpipe.policies.ad_psgd:ADPSGD",
+    "no_sync": "lightning_sdpipe.policies.local_sgd:NoSync",
+}
+"""Name of each policy that comes with the package, and where its values are declared."""
+
+_TYPE = "type"
+
+
+def build(config: PolicyConfig, num_stages: int, num_pipelines: int) -> Policy:
+    """The policy that ``config`` describes, for ``num_stages`` × ``num_pipelines`` workers.
+
+    Raises:
+        ConfigurationError: a number below 1, or what ``make_policy`` returns is no policy.
+    """
+    check_integer("num_stages", num_stages, 1, "stages of a pipeline")
+    check_integer("num_pipelines", num_pipelines, 1, "pipelines")
+    policy = config.make_policy(num_stages, num_pipelines)
+    missing = [name for name in ("on", "deadline") if not callable(getattr(policy, name, None))]
+    if missing:
+        raise ConfigurationError(
+            f"{name_of(config)} makes a {type(policy).__name__}, which has no {' and no '.join(missing)}; "
+            "derive it from lightning_sdpipe.policies.GroupPolicy"
+        )
+    return policy
+
+
+def find(name: str) -> type[PolicyConfig]:
+    """The values of the policy of that name, or at that import path (``package.module:Class``).
+
+    Raises:
+        ConfigurationError: there is none, or its module cannot be imported.
+    """
+    path = BUILT_IN.get(name, name)
+    module_name, separator, class_name = path.partition(":")
+    if not separator:
+        raise ConfigurationError(
+            f"there is no policy {name!r}{_nearest(name, BUILT_IN)} One of your own is given by its import path, as in "
+            "my_package.policies:RoundRobin"
+        )
+    try:
+        found: Any = import_module(module_name)
+        for part in class_name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise ConfigurationError(
+            f"the policy {name} cannot be imported: {type(error).__name__}: {error}. Modules are looked for in the "
+            f"working directory, PYTHONPATH and the installed packages: {', '.join(_folders())}"
+        ) from error
+    if not (inspect.isclass(found) and issubclass(found, PolicyConfig)):
+        raise ConfigurationError(
+            f"{name} is {found!r}; a policy is named by the class of its values, which derives from "
+            "lightning_sdpipe.policies.PolicyConfig and makes the policy in make_policy(num_stages, num_pipelines)"
+        )
+    return found
+
+
+def name_of(config: PolicyConfig) -> str:
+    """The name by which :func:`find` finds the class of ``config``, in another process too.
+
+    Raises:
+        ConfigurationError: another process cannot import it.
+    """
+    kind = type(config)
+    path = f"{kind.__module__}:{kind.__qualname__}"
+    if kind.__module__ == "__main__" or "<locals>" in path:
+        where = "a function" if "<locals>" in path else "the script that is run"
+        raise ConfigurationError(
+            f"{kind.__qualname__} is defined in {where}, where the scheduler, a process of its own, cannot import it; "
+            f"move it to a module: from my_policies import {kind.__name__}"
+        )
+    return next((name for name, place in BUILT_IN.items() if place == path), path)
+
+
+def make(name: str, values: Mapping[str, object]) -> PolicyConfig:
+    """The policy of that name with these values, all of them checked.
+
+    Raises:
+        ConfigurationError: there is no such policy, or no such value, or it is not allowed.
+    """
+    kind = find(name)
+    for value in values:
+        if value not in kind.__struct_fields__:
+            raise ConfigurationError(f"{value} is not a value of {name}{_nearest(value, kind.__struct_fields__)}")
+    try:
+        return msgspec.convert(_with_infinity(values), kind)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{error}; given for {name}: {dict(values)!r}") from error
+
+
+def from_text(name: str, settings: Iterable[str]) -> PolicyConfig:
+    """As on a command line: ``settings`` are NAME=VALUE with values in JSON, or else text. A user's own policy is found
+    in the working directory too.
+
+    Raises:
+        ConfigurationError: as for :func:`make`.
+    """
+    if "" not in sys.path:
+        sys.path.append("")
+    values: dict[str, object] = {}
+    for setting in settings:
+        key, separator, value = setting.partition("=")
+        if not separator:
+            raise ConfigurationError(f"--set {setting} is not NAME=VALUE, as in --set window=0.05")
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
+    return make(name, values)
+
+
+def check(config: PolicyConfig) -> None:
+    """Refuses values that the scheduler's process would refuse, or would not get as they were given.
+
+    Raises:
+        ConfigurationError: says why.
+    """
+    plain = to_plain(config)
+    if from_plain(plain) != config:
+        raise ConfigurationError(f"{config} does not survive being written down as {plain}; use numbers and strings")
+
+
+def to_plain(config: PolicyConfig) -> dict[str, Any]:
+    """``config`` as plain values that survive strict JSON, an infinite number included."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    return {_TYPE: name_of(config)} | {name: "inf" if value == math.inf else value for name, value in plain.items()}
+
+
+def from_plain(plain: object) -> PolicyConfig:
+    """The inverse of :func:`to_plain`, with every value checked again."""
+    if not (isinstance(plain, dict) and isinstance(plain.get(_TYPE), str)):
+        raise ConfigurationError(f'a policy must be an object with a "{_TYPE}", but this is not: {plain!r}')
+    values = dict(plain)
+    return make(values.pop(_TYPE), values)
+
+
+def to_json(config: PolicyConfig) -> str:
+    """``config`` as one line of JSON."""
+    return json.dumps(to_plain(config), allow_nan=False)
+
+
+def from_json(text: str | bytes) -> PolicyConfig:
+    """The inverse of :func:`to_json`."""
+    try:
+        plain = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"a policy must be JSON, but this is not: {text!r}") from error
+    return from_plain(plain)
+
+
+def _with_infinity(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: math.inf if value == "inf" else value for name, value in values.items()}
+
+
+def _folders() -> Iterable[str]:
+    return [folder or "." for folder in sys.path if not folder.endswith((".zip", "lib-dynload"))]
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names) or 'none'}."

@@ -1,0 +1,307 @@
+"""SDPipe's semi-decentralised policy: small groups when workers drift apart, large ones when they do not.
+
+Per stage (SDPipe §3.2, §3.4, Algorithm 2):
+
+1. The first ready worker opens a window of its own length T (see ``window.py``). A worker that is ready when
+   the window has lasted exactly T is too late; hence T = 0 gives groups of one.
+2. The window ends early when every active worker has come: EVERYBODY_CAME. Such a group connects all.
+3. When it ends, the candidate is validated: do the groups of the last P rounds (``sync_graph.py``) connect
+   all active workers once the candidate is added? If so, it goes out: WINDOW_CLOSED.
+4. If not, the stage *enforces*: it takes the token and waits, without a limit of time, until the workers that
+   came make the graph connected: ENFORCED. There is one token for all stages.
+5. A stage that would enforce while another holds the token lets its candidate go: TOKEN_BUSY.
+6. Enforcement waits only for workers that can come. When one leaves, what is left is validated again:
+   WORKER_LOST. The token is free as soon as its stage's group goes out or nobody there waits any more.
+
+Promise: after a group with any reason but TOKEN_BUSY (after all groups of one decision, where a candidate was
+split), the last P rounds connect the stage's active workers.
+
+Why nothing deadlocks: a ready worker waits without a limit of time only in the stage that holds the token
+(T finite). The workers missing there compute, or wait in other stages, where windows end by themselves; so
+they arrive, and when all active ones have, the graph is connected. With T = ∞ every group is EVERYBODY_CAME,
+nothing is ever enforced, and all stages wait for the same iteration: all-reduce.
+
+T = 0 is local SGD: every group has one member, except that connectivity is still enforced over P rounds. With
+``connectivity=None`` nothing is enforced and T = 0 is local SGD exactly.
+
+In a group of k each member exchanges 2 (k − 1) messages, so with many pipelines a candidate that was not
+enforced is split into groups of at most ``max_group``. The members are seated by a tournament table that turns
+every round, since equal speeds would otherwise bring the same workers together for ever. If only the whole
+candidate connects the stage, it goes out whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.decisions import Decision, Reason
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.group_policy import GroupPolicy
+from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_integer, refusal
+from lightning_sdpipe.policies.sync_graph import SyncGraph
+from lightning_sdpipe.policies.window import AdaptiveWindow, Length
+
+PIPELINES_IN_ONE_GROUP = 8
+"""With more pipelines than this, candidates are split unless ``max_group`` says otherwise."""
+
+SPLIT_SIZE = 4
+"""Into groups of at most so many. Pairs connect the stage so slowly that enforcing costs more than they save."""
+
+MIN_GROUP = 2
+"""Smaller groups widen the window of who opened them, unless ``min_group`` says otherwise."""
+
+_WINDOWS = 'seconds from 0 to inf, "auto" or "paper"'
+
+
+class SemiDecentralized(PolicyConfig, frozen=True):
+    """SDPipe: models are averaged after every step, in groups of those that are ready within a window.
+
+    ``window`` is in seconds, inf for one group of everybody; ``"auto"`` waits until those came who are expected soon;
+    ``"paper"`` is §4's rule: up to 1/N of the measured iteration time. Each worker's window is doubled when the group
+    that it opened came out below ``min_group``, else it becomes 0.9 times as long; ``"auto"`` does not adapt like that,
+    and refuses a ``min_group``.
+
+    ``connectivity`` is P, None to enforce nothing; it counts rounds of as many ready signals as the stage has active
+    workers, as the artefact does, or with ``connectivity_unit="groups"`` groups, as the paper's text says. Larger
+    groups than ``max_group`` are split; None is 4 beyond eight pipelines, else no limit.
+    """
+
+    window: float | str = "auto"
+    connectivity: int | None = 10
+    min_group: int = MIN_GROUP
+    max_group: int | None = None
+    connectivity_unit: Unit = "rounds"
+
+    def __post_init__(self) -> None:
+        if self.window == "inf":  # how JSON and YAML users can write it
+            msgspec.structs.force_setattr(self, "window", math.inf)
+        if isinstance(self.window, str):
+            if self.window not in ("auto", "paper"):
+                raise refusal("window", self.window, _WINDOWS)
+        elif isinstance(self.window, bool) or not self.window >= 0:  # NaN is refused too
+            raise refusal("window", self.window, _WINDOWS)
+        check_integer("connectivity", self.connectivity, 1, "rounds, or null to enforce nothing", optional=True)
+        check_integer("min_group", self.min_group, 1, "workers")
+        check_integer("max_group", self.max_group, 2, "workers, or null to choose", optional=True)
+        if self.connectivity_unit not in ("rounds", "groups"):
+            raise refusal("connectivity_unit", self.connectivity_unit, '"rounds" or "groups"')
+        if self.min_group != MIN_GROUP and self.window in ("auto", 0, math.inf):
+            raise ConfigurationError(
+                f"min_group={self.min_group} has no effect with window={self.window}, which is not adapted to the size "
+                'of groups; leave min_group out, or choose window="paper" or a number of seconds'
+            )
+        if self.max_group is not None and self.max_group < self.min_group:
+            raise refusal("max_group", self.max_group, f"at least min_group, which is {self.min_group}")
+        if self.max_group is not None and self.window == math.inf:
+            raise ConfigurationError(
+                f"max_group={self.max_group} contradicts window=inf, which makes one group of all workers; "
+                "leave max_group out or choose a finite window"
+            )
+
+    def make_policy(self, num_stages: int, num_pipelines: int) -> SemiDecentralizedPolicy:
+        return SemiDecentralizedPolicy(self, num_stages, num_pipelines)
+
+    @property
+    def looks_back(self) -> tuple[int, Unit]:
+        return (super().looks_back[0] if self.connectivity is None else self.connectivity), self.connectivity_unit
+
+
+class _Stage:
+    """What one stage remembers besides who waits."""
+
+    def __init__(self, config: SemiDecentralized, num_pipelines: int) -> None:
+        window: Length = config.window  # type: ignore[assignment]  # checked when the config was made
+        self.window = AdaptiveWindow(window, num_pipelines)
+        self.graph = (
+            None
+            if config.connectivity is None
+            else SyncGraph(num_pipelines, config.connectivity, config.connectivity_unit)
+        )
+        self.opener: int | None = None
+        self.deadline = math.inf
+        self.enforcing = False
+        self.bridged: set[int] = set()
+        """While enforcing: the components that the waiting workers would join."""
+        self.releases = 0
+
+
+class SemiDecentralizedPolicy(GroupPolicy):
+    """See the module's text for the rules."""
+
+    def __init__(self, config: SemiDecentralized, num_stages: int, num_pipelines: int) -> None:
+        super().__init__(num_stages, num_pipelines)
+        self.token_holder: int | None = None
+        self._min_group = config.min_group
+        self._max_group = config.max_group
+        if config.max_group is None and num_pipelines > PIPELINES_IN_ONE_GROUP and config.window != math.inf:
+            self._max_group = SPLIT_SIZE
+        self._stages = [_Stage(config, num_pipelines) for _ in range(num_stages)]
+
+    def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
+        number, pipeline = worker.stage, worker.pipeline
+        stage = self._stages[number]
+        stage.window.arrived(pipeline, now)
+        if stage.enforcing:
+            assert stage.graph is not None
+            stage.bridged.add(stage.graph.component(pipeline))
+            return self._release(number, Reason.ENFORCED, now) if self._bridges(stage) else []
+        if stage.opener is None:
+            stage.opener = pipeline
+            stage.deadline = now + stage.window.length(pipeline, now)
+        if self.participants.everybody_waits(number):
+            return self._release(number, Reason.EVERYBODY_CAME, now)
+        return self._close(number, now) if stage.deadline <= now else []
+
+    def worker_left(self, worker: Worker, now: float) -> list[Decision]:
+        stage = self._stages[worker.stage]
+        stage.window.paused(worker.pipeline)
+        if stage.graph is not None:
+            stage.graph.leave(worker.pipeline)
+        if not self.participants.waiting[worker.stage]:
+            self._reset(worker.stage)
+        elif self._needs_nobody(worker.stage):
+            return self._release(worker.stage, Reason.WORKER_LOST, now)
+        return []
+
+    def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
+        stage = self._stages[worker.stage]
+        if stage.graph is None:
+            return []
+        stage.graph.join(worker.pipeline)
+        if stage.enforcing and self._connects(stage, self.participants.waiting[worker.stage]):
+            return self._release(worker.stage, Reason.ENFORCED, now)
+        return []
+
+    def group_broke(self, sequence: int, now: float) -> list[Decision]:
+        """Nothing goes out: without those edges no more workers are connected than before."""
+        for number, stage in enumerate(self._stages):
+            if stage.graph is not None and stage.graph.forget(sequence) and stage.enforcing:
+                self._connects(stage, self.participants.waiting[number])
+        return []
+
+    def time_passed(self, now: float) -> list[Decision]:
+        decisions: list[Decision] = []
+        for number, stage in enumerate(self._stages):
+            if stage.deadline <= now:
+                decisions += self._close(number, now)
+        return decisions
+
+    def deadline(self) -> float | None:
+        earliest = math.inf
+        for stage in self._stages:
+            if stage.deadline < earliest:
+                earliest = stage.deadline
+        return None if earliest == math.inf else earliest
+
+    def sync_graph(self, stage: int) -> SyncGraph | None:
+        """Who met whom lately in ``stage``; None when connectivity is not tracked."""
+        return self._stages[stage].graph
+
+    def _close(self, number: int, now: float) -> list[Decision]:
+        """The window of stage ``number`` ended: let the candidate go or enforce."""
+        stage, waiting = self._stages[number], self.participants.waiting[number]
+        if stage.graph is None or self._connects(stage, waiting):
+            return self._release(number, Reason.WINDOW_CLOSED, now)
+        if self.token_holder is not None:
+            return self._release(number, Reason.TOKEN_BUSY, now)
+        self.token_holder = number
+        stage.enforcing = True
+        stage.deadline = math.inf
+        self._adapt(stage, len(waiting))
+        return []
+
+    def _release(self, number: int, reason: Reason, now: float) -> list[Decision]:
+        """All waiting workers of stage ``number`` go out."""
+        stage, waiting = self._stages[number], list(self.participants.waiting[number])
+        if not stage.enforcing:
+            self._adapt(stage, len(waiting))
+        parts = [waiting]
+        if not stage.enforcing and self._max_group is not None and len(waiting) > self._max_group:
+            split = split_up(waiting, self._max_group, stage.releases)
+            if reason is Reason.TOKEN_BUSY or self._split_connects(stage, split):
+                parts = split
+        groups: list[Decision] = [self.participants.group(number, part, reason) for part in parts]
+        if stage.graph is not None:
+            stage.graph.record(groups)
+        for pipeline in waiting:
+            stage.window.answered(pipeline, now)
+        stage.releases += 1
+        self._reset(number)
+        return groups
+
+    def _needs_nobody(self, number: int) -> bool:
+        """After a worker left: may those that wait in stage ``number`` go without waiting longer?"""
+        stage = self._stages[number]
+        if self.participants.everybody_waits(number):
+            return True
+        return stage.enforcing and self._connects(stage, self.participants.waiting[number])
+
+    def _adapt(self, stage: _Stage, size: int) -> None:
+        if stage.opener is not None:
+            stage.window.adapt(stage.opener, size < self._min_group)
+            stage.opener = None
+
+    def _reset(self, number: int) -> None:
+        """Nobody waits in stage ``number``: no window, no enforcement, no token."""
+        stage = self._stages[number]
+        stage.opener = None
+        stage.deadline = math.inf
+        stage.enforcing = False
+        stage.bridged = set()
+        if self.token_holder == number:
+            self.token_holder = None
+
+    @classmethod
+    def _connects(cls, stage: _Stage, waiting: dict[int, int]) -> bool:
+        """Would one group of all that wait connect the stage? Remembers which components they join."""
+        assert stage.graph is not None
+        stage.bridged = {stage.graph.component(pipeline) for pipeline in waiting}
+        return cls._bridges(stage)
+
+    @staticmethod
+    def _bridges(stage: _Stage) -> bool:
+        assert stage.graph is not None
+        return len(stage.bridged) == stage.graph.components
+
+    @staticmethod
+    def _split_connects(stage: _Stage, parts: Sequence[Sequence[int]]) -> bool:
+        """Would these groups, all together, connect the stage?"""
+        if stage.graph is None:
+            return True
+        joined: dict[int, int] = {}
+
+        def root(component: int) -> int:
+            while component in joined:
+                component = joined[component]
+            return component
+
+        for part in parts:
+            first, *others = (stage.graph.component(pipeline) for pipeline in part)
+            for other in others:
+                a, b = root(first), root(other)
+                if a != b:
+                    joined[b] = a
+        return stage.graph.components - len(joined) == 1
+
+
+def split_up(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
+    """Cut ``workers`` into as few groups of at most ``size`` as possible, about equal, differently every ``turn``.
+
+    For pairs this is the circle method of tournaments: one worker stays, the others move round a table, and
+    those who sit opposite each other meet, so that in turns of the same workers everybody meets everybody.
+    """
+    table: list[int] = sorted(workers)
+    if len(table) > 2:
+        shift = turn % (len(table) - 1)
+        table = [table[0], *table[1 + shift :], *table[1 : 1 + shift]]
+    half = (len(table) + 1) // 2
+    front, back = table[:half], table[half:][::-1]
+    seated = [worker for pair in zip(front, back, strict=False) for worker in pair] + front[len(back) :]
+    count = math.ceil(len(seated) / size)
+    ends = [math.ceil(len(seated) * number / count) for number in range(count + 1)]
+    return [seated[start:end] for start, end in pairwise(ends)]

@@ -1,0 +1,257 @@
+"""The sync-graph of one stage: who met whom in the last P rounds (SDPipe §3.3).
+
+Nodes are the stage's active workers; the members of a group are pairwise joined by edges. Time is counted in
+rounds: a round ends when as many ready signals have been answered as the stage has active workers (as the paper's
+artefact counts), and a group belongs to the round in which it goes out. An edge counts in its own round and the P - 1
+that follow. In the unit of the paper's text, ``"groups"``, each group is a round of its own; groups that go out
+together count as one. The edges of a group that broke do not count.
+
+What is promised, exactly: after any sequence of calls, two active workers are in the same component if and
+only if a chain of active workers joins them in which each met the next in the last P rounds, the current one
+included. ``record`` and ``component`` take expected O(log N) elementary steps per worker, amortised over a
+run; a worker that joins or leaves and a group that broke cost one pass over the newest groups of the window, at the
+next question.
+
+How. Workers hang in a forest whose links carry the round in which they were made, newest at the bottom; it is
+kept such that climbing the links newer than round r from any worker ends at the same root exactly for those
+that are connected by edges newer than r (a maximum spanning forest by recency, kept shallow by fixed ranks
+in no order: a parent always outranks its child). A new edge displaces the oldest link of the cycle it closes.
+Counting the links per round tells how many components are left once a round expires, without visiting them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.mixing import mean_mixing_matrix, mixing_radius
+from lightning_sdpipe.policies.policy import Unit
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+class RecencyForest:
+    """Connectivity of a graph whose edges only ever expire oldest first."""
+
+    def __init__(self, size: int, expired: int = -1) -> None:
+        self._parent = list(range(size))
+        self._round = [0] * size
+        # Any fixed order without structure serves: Fibonacci hashing of the index.
+        self._rank = [(i * 0x9E3779B97F4A7C15 & (1 << 64) - 1, i) for i in range(size)]
+        self._links_made_in: dict[int, int] = {}
+        self._expired = expired
+        self.links = 0
+
+    def expire(self, round_: int) -> None:
+        """Edges made in ``round_`` or before count no longer."""
+        for made in range(self._expired + 1, round_ + 1):
+            self.links -= self._links_made_in.pop(made, 0)
+        self._expired = max(self._expired, round_)
+
+    def root(self, node: int) -> int:
+        """The representative of ``node``'s component."""
+        parent, made, expired = self._parent, self._round, self._expired
+        while parent[node] != node and made[node] > expired:
+            node = parent[node]
+        return node
+
+    def link(self, u: int, v: int, round_: int) -> None:
+        """Add an edge made in ``round_``."""
+        parent, made, rank, counts = self._parent, self._round, self._rank, self._links_made_in
+        while True:
+            while parent[u] != u and made[u] >= round_:
+                u = parent[u]
+            while parent[v] != v and made[v] >= round_:
+                v = parent[v]
+            if u == v:
+                return  # connected by newer edges already: this one can never matter
+            if rank[u] > rank[v]:
+                u, v = v, u
+            grandparent, displaced = parent[u], made[u]
+            parent[u], made[u] = v, round_
+            counts[round_] = counts.get(round_, 0) + 1
+            self.links += 1
+            if grandparent == u or displaced <= self._expired:
+                return
+            counts[displaced] -= 1
+            self.links -= 1
+            v, round_ = grandparent, displaced
+
+
+class Meeting(NamedTuple):
+    """Workers that count as having met in a round: in a group, or (None) since they entered the run together."""
+
+    round: int
+    members: list[int]
+    group: Group | None
+
+
+def components(meetings: Iterable[Meeting], active: Collection[int]) -> list[set[int]]:
+    """``active`` workers by who is joined by a chain of active ones that met, largest component first."""
+    forest = RecencyForest(1 + max(active, default=0))
+    for _, members, _ in meetings:
+        _join(forest, members, active, 0)
+    by_root: dict[int, set[int]] = {}
+    for worker in sorted(active):
+        by_root.setdefault(forest.root(worker), set()).add(worker)
+    return sorted(by_root.values(), key=lambda component: (-len(component), min(component)))
+
+
+def rounds_since_connected(meetings: Sequence[Meeting], active: Collection[int], now: int) -> int | None:
+    """The least r such that ``meetings`` from round ``now`` - r on connect ``active``; None if all of them do not. They
+    are ordered by round."""
+    forest, needed = RecencyForest(1 + max(active, default=0)), len(active) - 1
+    if needed <= 0:
+        return 0
+    for made, members, _ in reversed(meetings):
+        _join(forest, members, active, 0)
+        if forest.links == needed:
+            return max(0, now - made)
+    return None
+
+
+def rounds_since_met(meetings: Iterable[Meeting], now: int) -> dict[tuple[int, int], int]:
+    """For each pair that was in one group: how many rounds before ``now`` it last was; ``meetings`` oldest first."""
+    return {
+        pair: now - made
+        for made, members, group in meetings
+        if group is not None
+        for pair in itertools.combinations(sorted(members), 2)
+    }
+
+
+def spectral_radius(meetings: Iterable[Meeting], active: Collection[int]) -> float:
+    """ρ of P-Reduce's theorem 1 for the groups among ``meetings``; the spectral gap is 1 - ρ. Needs numpy.
+
+    0 when every group is everybody; 1 when nothing mixes (or nothing has happened yet).
+    """
+    groups = [(members, group.weights) for _, members, group in meetings if group is not None]
+    return mixing_radius(mean_mixing_matrix(groups, sorted(active)))
+
+
+def _join(forest: RecencyForest, members: Sequence[int], active: Collection[int], made: int) -> None:
+    present = [worker for worker in members if worker in active]
+    for other in present[1:]:
+        forest.link(present[0], other, made)
+
+
+class SyncGraph:
+    """The groups of the last ``rounds`` rounds of one stage, as connectivity over its active workers."""
+
+    def __init__(self, num_workers: int, rounds: int, unit: Unit = "rounds") -> None:
+        self.rounds = rounds
+        self.unit: Unit = unit
+        self.round = 0
+        self.active: set[int] = set()
+        self._num_workers = num_workers
+        self._known: set[int] = set()
+        self._history: deque[Meeting] = deque()
+        """Of the window, oldest first."""
+        self._entering: list[int] | None = None
+        """Those that have joined since the last group, and whom they count as having met."""
+        self._signals = 0
+        self._forest = RecencyForest(num_workers, -rounds)
+        self._forest_is_stale = False
+
+    def join(self, worker: int) -> None:
+        """``worker`` is a node from now on, with the edges it had if it was one before.
+
+        Workers enter a run with equal models, as if they had just met, so a worker that was never seen counts
+        as having met one active worker (all that join before the first group: each other) in the round before
+        this one. So the first window that must be connected is the first whole one (Assumption 1 of §3.3).
+        """
+        if worker not in self._known:
+            self._known.add(worker)
+            if self._entering is None or not self.active:
+                self._entering = [min(self.active)] if self.active else []
+                self._insert(Meeting(self.round - 1, self._entering, None))
+            self._entering.append(worker)
+        self.active.add(worker)
+        self._forest_is_stale = True
+
+    def leave(self, worker: int) -> None:
+        """``worker`` is no node any more; chains through it are broken."""
+        self.active.remove(worker)
+        self._signals = min(self._signals, max(0, len(self.active) - 1))
+        self._forest_is_stale = True
+
+    def record(self, groups: Sequence[Group]) -> None:
+        """Groups of active workers went out together."""
+        self._entering = None
+        for group in groups:
+            members = [worker.pipeline for worker in group.members]
+            self._history.append(Meeting(self.round, members, group))
+            if not self._forest_is_stale:
+                _join(self._forest, members, self.active, self.round)
+            self._signals += len(members) - len(group.passive)
+        if self.unit == "groups":
+            self.round += 1
+        else:
+            size = max(1, len(self.active))
+            self.round += self._signals // size
+            self._signals %= size
+        expired = self.round - self.rounds
+        self._forest.expire(expired)
+        while self._history and self._history[0].round <= expired:
+            self._history.popleft()
+
+    def forget(self, sequence: int) -> bool:
+        """The group of that number broke: its members did not meet. False when the window has no such group."""
+        for place, meeting in enumerate(self._history):
+            if meeting.group is not None and meeting.group.sequence == sequence:
+                del self._history[place]
+                self._forest_is_stale = True
+                return True
+        return False
+
+    @property
+    def components(self) -> int:
+        """Number of connected components among the active workers."""
+        self._refresh()
+        return len(self.active) - self._forest.links
+
+    def component(self, worker: int) -> int:
+        """A name for the component of ``worker``, valid until the next change."""
+        self._refresh()
+        return self._forest.root(worker)
+
+    def meetings(self) -> list[Meeting]:
+        """Of the last P rounds, oldest first: what connects the stage."""
+        expired = self.round - self.rounds
+        return [meeting for meeting in self._history if meeting.round > expired]
+
+    def to_networkx(self) -> nx.Graph:
+        """Nodes are the active workers; an edge has ``round``, when the two met last, and ``count``, how often."""
+        import networkx as nx  # only those who look need it, and it is slow to import
+
+        graph = nx.Graph(round=self.round, rounds=self.rounds)
+        graph.add_nodes_from(sorted(self.active))
+        for made, members, group in self.meetings():
+            present = [worker for worker in members if worker in self.active and group is not None]
+            for u, v in itertools.combinations(present, 2):
+                count = graph.edges[u, v]["count"] if graph.has_edge(u, v) else 0
+                graph.add_edge(u, v, round=made, count=count + 1)
+        return graph
+
+    def _insert(self, meeting: Meeting) -> None:
+        """Put an entry into the history, which stays ordered by round."""
+        place = len(self._history)
+        while place > 0 and self._history[place - 1].round > meeting.round:
+            place -= 1
+        self._history.insert(place, meeting)
+
+    def _refresh(self) -> None:
+        """Rebuild the forest for the current nodes, newest groups first, until nothing can be added."""
+        if not self._forest_is_stale:
+            return
+        expired = self.round - self.rounds
+        self._forest = RecencyForest(self._num_workers, expired)
+        for made, members, _ in reversed(self._history):
+            if made <= expired or self._forest.links >= len(self.active) - 1:
+                break
+            _join(self._forest, members, self.active, made)
+        self._forest_is_stale = False

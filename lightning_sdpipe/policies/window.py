@@ -1,0 +1,127 @@
+"""The waiting time T of one stage, adapted to the workers' pattern (SDPipe §4, "Scheduler").
+
+**A given window** is adapted per worker. It is doubled, up to the maximum, when the group it opened came out too
+small, and multiplied by 0.9 otherwise. It is kept as a fraction of the maximum, so that T = 0 and T = ∞ stay exactly
+0 and ∞. With ``"paper"`` the maximum is 1/N of the measured iteration time (§5, "Experimental Setting"). Fractions
+start at 1: workers start together, so long windows end early ("everybody came") and cost nothing, whereas starting
+short would cut the first groups to pieces. They end at 1/64: a worker that was in full company for long gets its
+maximum back within six small groups.
+
+**An automatic window** ends when the last of those should have come who are expected within a quarter of an iteration,
+and is empty when nobody is. Looking farther ahead, fast devices would wait most of the time for slow ones, with whom
+they cannot stay in step; looking less far, groups connect the stage so slowly that more is lost when connectivity is
+enforced, which waits for a whole delay of a straggler. With many workers somebody is always about to come, so from 16
+on it looks 1/√N ahead. A worker is expected one iteration after its last group; one that is late is a straggler, whom
+nobody awaits. Two pipelines out of step show why a mere length does not do: each waits its T in vain, both fall back by
+T, and they never meet. With the expected arrivals, the one that comes shortly before the other waits and the other does
+not, so they meet at once; if they are farther apart, the next enforced group brings them together.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+from typing import Literal
+
+SMALLEST_FRACTION = 1 / 64
+GROW = 2.0
+SHRINK = 0.9
+
+HORIZON = 0.25
+"""How far an automatic window looks ahead at most, in iterations. Less than half of one, so that of two workers out of
+step only one waits."""
+
+SLACK = 1 / 6
+"""How late an expected worker may be, as a part of the horizon."""
+
+UNMEASURED = 0.05
+"""Seconds to wait at most while no iteration has been measured; finite, so that no stage can wait for workers that
+depend on it."""
+
+Length = float | Literal["auto", "paper"]
+"""Seconds, or a rule."""
+
+MEMORY = 31
+"""How many iteration times of the stage are remembered; their median is the pattern, which stragglers do not move."""
+
+
+class AdaptiveWindow:
+    """How long the group that a worker opens may wait for company.
+
+    Args:
+        maximum: in seconds, or "auto", or "paper".
+        num_workers: N, of the stage.
+    """
+
+    def __init__(self, maximum: Length, num_workers: int) -> None:
+        self._maximum = maximum
+        self._num_workers = num_workers
+        self._horizon = min(1.0 / math.sqrt(num_workers), HORIZON)
+        self._fractions = [1.0] * num_workers
+        self._iteration_time: float | None = None
+        self._recent: deque[float] = deque(maxlen=MEMORY)
+        self._sorted: list[float] = []
+        self._released_at: dict[int, float] = {}
+        self._expected: dict[int, float] = {}
+        """Those of ``_released_at`` who are not late, in the order of their release and so of their arrival."""
+
+    def length(self, worker: int, now: float) -> float:
+        """The window that ``worker`` opens by arriving now, in seconds."""
+        if self._maximum == "auto":
+            return self._until_the_expected_came(now)
+        if self._maximum == "paper":
+            measured = self._iteration_time
+            longest = UNMEASURED if measured is None else measured / self._num_workers
+            return self._fractions[worker] * longest
+        return self._fractions[worker] * self._maximum
+
+    def _until_the_expected_came(self, now: float) -> float:
+        if self._iteration_time is None:
+            return UNMEASURED
+        horizon = self._horizon * self._iteration_time
+        slack = SLACK * horizon
+        length, late = 0.0, []
+        for worker, released_at in self._expected.items():
+            wait = released_at + self._iteration_time - now
+            if wait > horizon:
+                break
+            if wait < -slack:
+                late.append(worker)
+            else:
+                length = max(wait, 0.0) + slack
+        for worker in late:  # each is looked at once: near-constant time per signal
+            del self._expected[worker]
+        return length
+
+    def adapt(self, worker: int, came_out_small: bool) -> None:
+        """The group that ``worker`` opened has closed."""
+        fraction = self._fractions[worker] * (GROW if came_out_small else SHRINK)
+        if fraction > 1.0:
+            fraction = 1.0
+        elif fraction < SMALLEST_FRACTION:
+            fraction = SMALLEST_FRACTION
+        self._fractions[worker] = fraction
+
+    def answered(self, worker: int, now: float) -> None:
+        """``worker`` got a group and computes from now on."""
+        self._released_at[worker] = now
+        self._expected.pop(worker, None)
+        self._expected[worker] = now
+
+    def arrived(self, worker: int, now: float) -> None:
+        """``worker`` is ready again: the time since its last group is one iteration without the waiting."""
+        since = self._released_at.pop(worker, None)
+        self._expected.pop(worker, None)
+        if since is not None:
+            taken = now - since
+            if len(self._recent) == MEMORY:
+                self._sorted.remove(self._recent[0])
+            self._recent.append(taken)  # forgets the oldest
+            insort(self._sorted, taken)
+            self._iteration_time = self._sorted[(len(self._sorted) - 1) // 2]
+
+    def paused(self, worker: int) -> None:
+        """``worker`` left: the time until it returns is no iteration."""
+        self._released_at.pop(worker, None)
+        self._expected.pop(worker, None)

@@ -1,0 +1,69 @@
+"""Random numbers that depend neither on where the model is cut nor on who trains a batch.
+
+While a step runs, user code outside of the blocks draws from one stream for each (seed, epoch, position of the batch,
+micro-batch), which all stages of a pipeline share, and every block from a stream of its own. A block's call, and that
+of what stands in for it, begins and ends by seeding the generators from the seed that they had: so what a block draws
+does not matter to what follows, and a stage that does not run it is in step all the same. Recomputation sees the same
+numbers, since activation checkpointing restores that seed.
+
+The generators are torch's on the CPU and on the worker's device, Python's and NumPy's.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A seed, from 0 to 2⁶² − 1, that has nothing to do with those of other numbers (the finaliser of SplitMix64,
+    Steele et al. 2014, after each number)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 2
+
+
+class RandomStreams:
+    """The generators of one worker.
+
+    Args:
+        device: where it computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            self._torch.append(torch.cuda.default_generators[device.index or 0])
+
+    def begin(self, *key: int) -> None:
+        """User code draws from the stream of ``key`` from now on."""
+        self._seed(mix(*key))
+
+    def enter(self, block: int) -> int:
+        """The block that is known by this number begins to run; returns what :meth:`leave` needs."""
+        seed = self.current
+        self._seed(mix(seed, block, 1))
+        return seed
+
+    def leave(self, block: int, seed: int) -> None:
+        """The block has run, or another stage has run it: ``seed`` is what :attr:`current` was before."""
+        self._seed(mix(seed, block, 2))
+
+    @property
+    def current(self) -> int:
+        """The seed of the stream that is drawn from."""
+        return torch.default_generator.initial_seed()
+
+    def _seed(self, seed: int) -> None:
+        for generator in self._torch:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)

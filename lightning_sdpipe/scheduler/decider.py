@@ -1,0 +1,74 @@
+"""The one place where the policy hears of events: each is checked, decided and logged."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from lightning_sdpipe.policies.decisions import Decision, check_group
+from lightning_sdpipe.policies.events import Event, Restarted
+from lightning_sdpipe.policies.policy import Policy, RefusedEvent
+from lightning_sdpipe.policies.sync_graph import SyncGraph
+from lightning_sdpipe.scheduler.event_log import EventLog
+
+log = logging.getLogger(__name__)
+
+
+class PolicyFailed(Exception):
+    """The policy raised, or decided what cannot be carried out."""
+
+
+class Decider:
+    """Drives ``policy`` and keeps ``event_log``. Once the policy has failed nothing is decided any more."""
+
+    def __init__(self, policy: Policy, event_log: EventLog) -> None:
+        self._policy = policy
+        self._log = event_log
+        self._next_sequence = 0
+        self.failed = False
+        self.deadline = math.inf
+        """When time is due to pass for the policy."""
+
+    def tell(self, event: Event, now: float) -> list[Decision]:
+        """What follows from ``event``.
+
+        Raises:
+            RefusedEvent: the event breaks a rule of the protocol; nothing has changed.
+            PolicyFailed: the policy raised something else, or decided what cannot be.
+        """
+        if self.failed:
+            return []
+        try:
+            decisions = self._policy.on(event, now)
+            for group in decisions:
+                check_group(group, self._next_sequence)
+                self._next_sequence = group.sequence + 1
+            deadline = self._policy.deadline()
+        except RefusedEvent:
+            raise
+        except Exception as error:
+            self.fail()
+            raise PolicyFailed(f"{event}: {type(error).__name__}: {error}") from error
+        self.deadline = math.inf if deadline is None else deadline
+        self._log.record(now, event, decisions)
+        return decisions
+
+    def number_from(self, sequence: int, now: float) -> list[Decision]:
+        """Groups below ``sequence`` have been; the scheduler that formed them is no more."""
+        if sequence <= self._next_sequence:
+            return []
+        self._next_sequence = sequence
+        return self.tell(Restarted(sequence), now)
+
+    def sync_graph(self, stage: int) -> SyncGraph | None:
+        """What the policy knows of who met whom, if it keeps account."""
+        try:
+            graph = self._policy.sync_graph(stage) if hasattr(self._policy, "sync_graph") else None
+        except Exception:  # to look at a run must not end it
+            log.exception("the policy cannot say who met whom")
+            return None
+        return graph if isinstance(graph, SyncGraph) else None
+
+    def fail(self) -> None:
+        """Decide nothing any more."""
+        self.failed, self.deadline = True, math.inf

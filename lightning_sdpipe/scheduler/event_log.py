@@ -1,0 +1,177 @@
+"""Every event and decision of a run, in order, with its time: in memory the newest, and as lines of JSON if asked.
+
+A file begins with a line about the scheduler, its policy included; then comes a line for each event, with the decisions
+that followed from it. Times are those that the policy was given, so that it decides the same when they are played back
+to it. A scheduler that is started again goes on in the same file, with a first line of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.decisions import Decision, Group
+from lightning_sdpipe.policies.events import Event
+from lightning_sdpipe.policies.policy import Policy, RefusedEvent
+
+log = logging.getLogger(__name__)
+
+FORMAT = "sdpipe-log/1"
+REMEMBERED = 4096
+"""Events that are kept in memory, unless there are many workers."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """``event`` happened at ``at``, in seconds of the scheduler's clock, and ``decisions`` followed."""
+
+    at: float
+    event: Event
+    decisions: list[Decision] = []
+
+
+class Beginning(msgspec.Struct, frozen=True, tag_field="format", tag=FORMAT):
+    """The first line of a scheduler: what it decides by, for whom, and what its clock and the wall's showed."""
+
+    policy: dict[str, Any]
+    num_stages: int
+    num_pipelines: int
+    at: float
+    time: str
+
+
+class Reader(Protocol):
+    """Looks at a run."""
+
+    def on(self, now: float, event: Event, decisions: list[Decision]) -> None:
+        """``event`` happened, and ``decisions`` followed."""
+
+
+class EventLog:
+    """Remembers the newest events, tells readers of each, and writes them to the file ``path``, if it is given one."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.recent: deque[tuple[float, Event, list[Decision]]] = deque(maxlen=REMEMBERED)
+        self._readers: list[Callable[[float, Event, list[Decision]], None]] = []
+        self._path = path
+        self._file: int | None = None
+
+    def open(self, beginning: Beginning) -> None:
+        """Begin to write, at the end of the file.
+
+        Raises:
+            ConfigurationError: the file cannot be written.
+        """
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise ConfigurationError(f"the scheduler's log {self._path} cannot be written: {error.strerror}") from error
+        self._write(beginning)
+
+    def remember(self, events: int) -> None:
+        """Keep at least so many in memory."""
+        if events > (self.recent.maxlen or 0):
+            self.recent = deque(self.recent, maxlen=events)
+
+    def group(self, number: int) -> Group | None:
+        """The group of that number, if it is remembered."""
+        for _, _, decisions in reversed(self.recent):
+            for group in decisions:
+                if group.sequence == number:
+                    return group
+        return None
+
+    def tell(self, reader: Reader) -> None:
+        """``reader`` hears of what happens from now on."""
+        self._readers.append(reader.on)
+
+    def record(self, now: float, event: Event, decisions: list[Decision]) -> None:
+        """``event`` happened at ``now``, and ``decisions`` followed."""
+        self.recent.append((now, event, decisions))
+        for read in self._readers:
+            read(now, event, decisions)
+        if self._file is not None:
+            self._write(Entry(now, event, decisions))
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write(self, line: Entry | Beginning) -> None:
+        assert self._file is not None
+        try:
+            os.write(self._file, msgspec.json.encode(line) + b"\n")  # whole lines, that also a killed scheduler leaves
+        except OSError as error:
+            log.error("the scheduler's log %s ends here: %s", self._path, error.strerror)
+            self.close()
+
+
+class Record(msgspec.Struct):
+    """What one scheduler has written."""
+
+    beginning: Beginning
+    entries: list[Entry]
+
+    def policy(self) -> Policy:
+        """A new one with the same values."""
+        return registry.build(
+            registry.from_plain(self.beginning.policy), self.beginning.num_stages, self.beginning.num_pipelines
+        )
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Where a policy decides something else than is recorded."""
+
+    number: int
+    entry: Entry
+    decisions: list[Decision] | RefusedEvent
+
+
+def read_log(path: Path) -> list[Record]:
+    """The records of a log file, one for each start of a scheduler; a last line that is cut off is left out.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is no log.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigurationError(f"the log {path} cannot be read: {error.strerror}") from error
+    records: list[Record] = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            if line.startswith(b'{"format"'):
+                records.append(Record(msgspec.json.decode(line, type=Beginning), []))
+            else:
+                records[-1].entries.append(msgspec.json.decode(line, type=Entry))
+        except (msgspec.DecodeError, IndexError) as error:
+            raise ConfigurationError(
+                f"line {number} of {path} is not that of a scheduler's log ({error}); sdpipe scheduler --log writes one"
+            ) from error
+    if not records:
+        raise ConfigurationError(f"{path} has no line of a scheduler's log; sdpipe scheduler --log writes one")
+    return records
+
+
+def differences(policy: Policy, entries: Sequence[Entry]) -> Iterator[Difference]:
+    """Plays ``entries`` back to ``policy``, which must be new; where it decides otherwise, and how."""
+    for number, entry in enumerate(entries):
+        try:
+            decisions = policy.on(entry.event, entry.at)
+        except RefusedEvent as refused:
+            yield Difference(number, entry, refused)
+            continue
+        if decisions != entry.decisions:
+            yield Difference(number, entry, decisions)

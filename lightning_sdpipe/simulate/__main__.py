@@ -1,0 +1,100 @@
+"""``sdpipe simulate``: how a policy would do under stragglers, in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.heterogeneity import Static, Trace, condition
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.decisions import BrokenRule
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.simulate.pipelines import Slowness, Work
+from lightning_sdpipe.simulate.run import Run, jittered, simulate
+
+PAPERS_ITERATION_SECONDS = 0.1
+"""The length of a mini-batch that the delays of conditions A and B are meant for."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the outcome; the exit status is 2 when it cannot be simulated, 1 when the policy gets stuck."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = registry.from_text(options.policy, options.set)
+        work = Work(
+            options.num_stages,
+            options.num_pipelines,
+            options.iterations,
+            jittered(options.seconds, options.jitter, options.seed),
+            options.schedule,
+            options.num_micro_batches,
+            _slowness(options),
+            lambda group: options.exchange if len(group.members) > 1 else 0.0,
+            options.announce,
+        )
+        run, alone = simulate(config, work), simulate(NoSync(), work)
+    except (ConfigurationError, BrokenRule) as error:
+        print(f"sdpipe simulate: {error}", file=sys.stderr)
+        return 2
+    print(report(run, alone))
+    return 1 if run.stuck else 0
+
+
+def report(run: Run, alone: Run) -> str:
+    """A page of text about ``run``, beside ``alone``, the same work without any synchronisation."""
+    if run.stuck:
+        return f"stuck for ever: {', '.join(map(str, run.stuck[:8]))}{', …' if len(run.stuck) > 8 else ''}"
+    sizes = sorted({len(group.members) for _, group in run.groups})
+    lines = [
+        f"mini-batches/s   {run.throughput:.4g}, {run.throughput / alone.throughput:.3f} of pipelines that never wait",
+        f"until the end    {run.seconds:.4g} s, {alone.seconds / run.seconds:.3f} of their speed",
+        f"groups           {len(run.groups)}, of {run.mean_group_size:.2f} workers ({sizes[0]} to {sizes[-1]})",
+        f"by reason        {', '.join(f'{reason}: {count}' for reason, count in run.reasons.most_common())}",
+        f"waiting          {run.waiting_share:.1%} of the workers' time",
+        f"ρ of each stage  {', '.join(f'{run.rho(stage):.3f}' for stage in range(run.work.num_stages))}",
+    ]
+    return "\n".join(lines)
+
+
+def _slowness(options: argparse.Namespace) -> Slowness | None:
+    match options.heterogeneity:
+        case "a" | "b":
+            scale = options.seconds / PAPERS_ITERATION_SECONDS
+            return condition("A" if options.heterogeneity == "a" else "B", "resnet", scale=scale, seed=options.seed)
+        case "static":
+            return Static(options.factors)
+        case "trace":
+            return Trace(seed=options.seed)
+        case _:
+            return None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sdpipe simulate",
+        description="Runs a policy around pipelines under a virtual clock.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--policy", default="semi_decentralized", help="a name, or my_package.policies:RoundRobin")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
+    parser.add_argument("--num-stages", type=int, default=4, help="M, the stages of a pipeline")
+    parser.add_argument("--num-pipelines", type=int, default=4, help="N, the pipelines")
+    parser.add_argument("--iterations", type=int, default=100, help="mini-batches of each pipeline")
+    parser.add_argument("--schedule", default="1f1b", help="1f1b, gpipe or pipedream")
+    parser.add_argument("--num-micro-batches", type=int, help="of a mini-batch; M, and 1 under pipedream")
+    parser.add_argument("--seconds", type=float, default=0.1, help="that a stage computes for a mini-batch")
+    parser.add_argument("--jitter", type=float, default=0.05, help="share by which that varies")
+    parser.add_argument("--exchange", type=float, default=0.0, help="seconds that a group takes to average")
+    parser.add_argument("--announce", default="early", help="early: before the last backward; late: after the step")
+    parser.add_argument(
+        "--heterogeneity", default="b", choices=["none", "a", "b", "static", "trace"], help="stragglers"
+    )
+    parser.add_argument("--factors", type=float, nargs="+", default=[1, 1, 1, 2], help="of static, by global rank")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

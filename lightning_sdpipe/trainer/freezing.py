@@ -1,0 +1,106 @@
+"""Layers that are frozen or unfrozen while a run goes on.
+
+What depends on it: whose gradients there are and which of them travel, which parameters are averaged, and whether a
+boundary between stages needs a gradient. So the change is taken over between two mini-batches, where nothing is under
+way and all pipelines are together; what runs in between goes by what was agreed last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_sdpipe.averaging.buckets import FlatBucket, flatten
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.p2p import waiting_for
+
+
+class Freezing:
+    """Which parameters of a stage train.
+
+    Args:
+        module: all of it. What other stages hold is on ``meta``, and says ``requires_grad`` all the same.
+        parameters: this stage's, about in the order in which a backward completes their gradients.
+        groups: this worker's place.
+        check: raises ConfigurationError if what trains now does not go with the schedule.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        groups: ProcessGroups,
+        check: Callable[[], None],
+    ) -> None:
+        self._named = list(module.named_parameters())
+        self._parameters = parameters
+        self._groups = groups
+        self._check = check
+        self.generation = 0
+        """Counts the changes; equal on all stages."""
+        self.trained: list[nn.Parameter] = []
+        """Those of ``parameters`` that train, in their order. The list itself changes."""
+        self.buckets: list[FlatBucket] = []
+        """Of all ``parameters``. The list itself changes."""
+        self._agree()
+
+    def changed(self) -> bool:
+        """Has the user frozen or unfrozen anything since :meth:`take_over`?"""
+        return self._flags() != self._agreed
+
+    def take_over(self) -> None:
+        """Goes by what the user has changed from now on. All workers of the run must call it, and nothing may be under
+        way.
+
+        Raises:
+            ConfigurationError: it was changed on some ranks only, or does not go with the schedule.
+            WorkerFailedError: another rank is gone, or has not changed anything within the timeout.
+        """
+        mine = torch.tensor(self._flags(), dtype=torch.uint8)
+        everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        with waiting_for(self._groups.everybody, "agreeing on which layers train (requires_grad has changed)"):
+            dist.all_gather(everybody, mine)
+        different = (torch.stack(everybody) != mine).any(0).nonzero()
+        if len(different):
+            raise ConfigurationError(
+                f"requires_grad of {self._named[int(different[0])][0]!r} was set on some ranks only. Every rank has "
+                "every parameter, most of them on the meta device: set requires_grad of those too, through the module "
+                "(not through parameters kept from before training), and in all pipelines at the same batch."
+            )
+        self.generation += 1
+        self._agree()
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Around a step.
+
+        Raises:
+            ConfigurationError: something was frozen or unfrozen within.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if self.changed():
+            raise ConfigurationError(
+                "requires_grad was changed within training_step, which runs once for each micro-batch. Freeze and "
+                "unfreeze layers in on_train_epoch_start or on_train_batch_start."
+            ) from failure
+        if failure is not None:
+            raise failure
+
+    def _flags(self) -> list[bool]:
+        return [parameter.requires_grad for _, parameter in self._named]
+
+    def _agree(self) -> None:
+        self._check()
+        self._agreed = self._flags()
+        self.trained[:] = [p for p in self._parameters if p.requires_grad]
+        self.buckets.clear()  # before the new ones are made, so that old memory is let go of meanwhile
+        self.buckets += flatten(self._parameters)

@@ -1,0 +1,59 @@
+"""Ending a run whose numbers are not finite any more, before one pipeline's model reaches the others.
+
+A loss of one pipeline that is nan makes its parameters nan within a step, and averaging those of everybody soon after.
+So each worker looks at its losses and at its parameters after each update, and reads what it found before it shares
+its model. Looking does not wait for a GPU; reading does, which is why it is put off until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.averaging.buckets import FlatBucket
+from lightning_sdpipe.errors import NonFiniteError
+
+_NEVER = 2**62
+
+
+class Watch:
+    """Remembers when a worker's numbers ceased to be finite.
+
+    Args:
+        where: names this worker's stage and pipeline.
+        buckets: its parameters; the sequence may change.
+        device: of its tensors.
+        losses: look at losses too. In 16-bit mixed precision they may overflow, and the step is skipped then.
+    """
+
+    def __init__(self, where: str, buckets: Sequence[FlatBucket], device: torch.device, losses: bool) -> None:
+        self._where = where
+        self._buckets = buckets
+        self._losses = losses
+        self._never = torch.tensor(_NEVER, device=device)
+        self._loss_since = self._parameters_since = self._never
+
+    def loss(self, loss: Tensor, batch: int) -> None:
+        """Looks at the loss of mini-batch ``batch``."""
+        if self._losses:
+            self._loss_since = self._earliest(self._loss_since, loss, batch)
+
+    def parameters(self, update: int) -> None:
+        """Looks at the parameters after ``update``."""
+        for bucket in self._buckets:
+            if bucket.trains:
+                total = bucket.buffer.sum(dtype=torch.float32)  # finite if all are, and one pass over memory
+                self._parameters_since = self._earliest(self._parameters_since, total, update)
+
+    def check(self) -> None:
+        """Raises NonFiniteError if anything was not finite."""
+        loss, parameters = torch.stack([self._loss_since, self._parameters_since]).tolist()
+        if loss == parameters == _NEVER:
+            return
+        what = f"the loss of mini-batch {loss}" if loss <= parameters else f"the parameters after update {parameters}"
+        raise NonFiniteError(f"{what}, counted from 0 since training started, on {self._where}")
+
+    def _earliest(self, since: Tensor, value: Tensor, now: int) -> Tensor:
+        return torch.minimum(since, torch.where(torch.isfinite(value), self._never, now))

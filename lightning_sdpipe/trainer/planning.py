@@ -1,0 +1,200 @@
+"""Deciding how the model is cut: rank 0 rehearses the user's steps, measures blocks if it is asked to, and tells
+everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.partition import cache, plan, rehearsal
+from lightning_sdpipe.partition.chain import Block
+from lightning_sdpipe.partition.profile import profile
+from lightning_sdpipe.partition.rehearsal import StepCalls
+from lightning_sdpipe.partition.rehearsed import Rehearsed
+from lightning_sdpipe.partition.sample import sample_batch
+from lightning_sdpipe.pipeline.micro_batches import split
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What a plan is made for.
+
+    Args:
+        trainer: set up to run; its data can be asked for.
+        num_stages: of all workers of a pipeline together.
+        partition: as for :func:`~lightning_sdpipe.partition.plan.plan`, and so is the next one.
+        names: of the blocks, if the user has named them.
+        num_micro_batches: parts of a mini-batch.
+        device: where rank 0 computes.
+        in_flight: what the schedule keeps, if memory counts.
+    """
+
+    trainer: Trainer
+    num_stages: int
+    partition: plan.Partition
+    names: Sequence[str] | None
+    num_micro_batches: int
+    device: torch.device
+    in_flight: plan.InFlight | None = None
+
+
+def plan_on_rank_zero(planning: Planning) -> plan.Plan:
+    """The plan for the trainer's module, the same on every rank; all must call it.
+
+    Raises:
+        ConfigurationError: the module cannot be cut so.
+        WorkerFailedError: rank 0 failed for another reason.
+    """
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    if dist.get_rank() == 0:
+        try:
+            answer = b"p" + plan.encode(_plan(planning))
+        except ConfigurationError as error:
+            p2p.broadcast_bytes(b"c" + str(error).encode(), 0, everybody)
+            raise
+        except Exception as error:
+            p2p.broadcast_bytes(b"e" + f"{type(error).__name__}: {error}".encode(), 0, everybody)
+            raise
+    else:
+        answer = b""
+    answer = p2p.broadcast_bytes(answer, 0, everybody)
+    if answer[:1] == b"c":
+        raise ConfigurationError(answer[1:].decode())
+    if answer[:1] == b"e":
+        raise WorkerFailedError(f"Rank 0 could not plan the stages: {answer[1:].decode()}")
+    return plan.decode(answer[1:])
+
+
+def _plan(planning: Planning) -> plan.Plan:
+    module = planning.trainer.lightning_module
+    steps = _steps(planning) if planning.num_stages > 1 else []
+    partition = planning.partition
+    if planning.trainer.state.fn != TrainerFn.FITTING and plan.is_measured(partition):
+        partition = "parameters"  # there is no training data to measure with
+
+    def measure(blocks: Sequence[Block]) -> plan.Profile:
+        return _measure(planning, blocks)
+
+    def rehearse(chain: Sequence[str]) -> Rehearsed | None:
+        if not steps:
+            return None
+        module.to(planning.device)
+        try:
+            return rehearsal.rehearse(module, chain, steps, planning.device)
+        except Exception as error:
+            _not_rehearsed("a step could not be run before training", error)
+            return None
+
+    return plan.plan(module, planning.num_stages, partition, planning.names, measure, rehearse, planning.in_flight)
+
+
+def _steps(planning: Planning) -> list[StepCalls]:
+    """What the run will do, as far as it can be rehearsed; the user is told why if it can't."""
+    trainer: Any = planning.trainer
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+    if any(p.is_meta for p in module.parameters()):
+        return []  # it was built to be larger than one worker
+    loops = {
+        TrainerFn.FITTING: [
+            ("training_step", trainer.fit_loop, precision.train_step_context),
+            ("validation_step", trainer.fit_loop.epoch_loop.val_loop, precision.val_step_context),
+        ],
+        TrainerFn.VALIDATING: [("validation_step", trainer.validate_loop, precision.val_step_context)],
+        TrainerFn.TESTING: [("test_step", trainer.test_loop, precision.test_step_context)],
+        TrainerFn.PREDICTING: [("predict_step", trainer.predict_loop, precision.predict_step_context)],
+    }
+    try:
+        found = [
+            StepCalls(name, calls, name == "training_step", context)
+            for name, loop, context in loops[trainer.state.fn]
+            if (calls := _calls(planning, name, loop))
+        ]
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        _not_rehearsed("a batch to rehearse with could not be had", error)
+        return []
+    return found
+
+
+def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """Two micro-batches of each data loader of the loop; none if there are no data for it."""
+    module, trains = planning.trainer.lightning_module, name == "training_step"
+    source = loop._data_source
+    if not is_overridden(name, module) or source.instance is None or not source.is_defined():
+        return []
+    with isolate_rng():  # else what the user's hooks draw here would be missing on rank 0 only
+        loaders = source.dataloader()
+        several = not trains and isinstance(loaders, Sequence)
+        batches = [
+            _parts(planning, _as_the_step_gets_it(planning, sample_batch(each)), trains)
+            for each in (loaders if several else [loaders])
+            if each is not None
+        ]
+    index = (0,) if is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2) else ()
+    return [
+        (part, (*index, number) if len(batches) > 1 else index)
+        for number, parts in enumerate(batches)
+        for part in parts
+    ]
+
+
+def _as_the_step_gets_it(planning: Planning, batch: Any) -> Any:
+    module, trainer = planning.trainer.lightning_module, planning.trainer
+    with rehearsal.without_a_trace(module):
+        batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, planning.device)
+
+
+def _parts(planning: Planning, batch: Any, trains: bool) -> Sequence[Any]:
+    try:
+        parts = split(batch, planning.num_micro_batches, planning.trainer.lightning_module)
+    except ConfigurationError:
+        if trains:
+            raise
+        return batch, batch
+    return parts[0].batch, parts[-1].batch
+
+
+def _not_rehearsed(what: str, error: Exception) -> None:
+    rank_zero_info(
+        f"The stages are planned without a rehearsal, since {what} ({type(error).__name__}: {error}). So only the "
+        "output of the last block before a cut crosses it, and values that would have to besides are refused when they "
+        "are met."
+    )
+
+
+def _measure(planning: Planning, blocks: Sequence[Block]) -> plan.Profile:
+    trainer: Any = planning.trainer
+    module = trainer.lightning_module
+    loaders = trainer.fit_loop._data_source.dataloader()
+    batch = split(sample_batch(loaders), planning.num_micro_batches, module)[0].batch
+    key = cache.fingerprint(module, blocks, batch, planning.device)
+    measured = cache.load(key)
+    if measured is None:
+        batch = trainer.strategy.batch_to_device(batch, planning.device)
+        if all(not p.is_meta for p in module.parameters()):  # else the profile says what is wrong
+            module.to(planning.device)
+
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+        def step() -> Any:
+            with trainer.precision_plugin.train_step_context():
+                return module.training_step(batch, 0) if takes_index else module.training_step(batch)
+
+        measured = profile(module, blocks, step, planning.device)
+        cache.store(key, measured)
+    return measured

@@ -1,0 +1,74 @@
+"""Which of the user's methods runs now, of those that other stages do not run, or not to their end.
+
+There nothing may be called that all ranks must call together: the others would be waited for in vain, or be met at
+another call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError
+
+
+class Whereabouts:
+    """Held by the strategy of one worker.
+
+    Args:
+        num_stages: M. A stage that is the only one runs everything.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
+        self._now = ""
+
+    @property
+    def in_step(self) -> bool:
+        """Does a step run?"""
+        return self._now.endswith("_step")
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        """Around a step, or a hook that runs on last stages only."""
+        self._now = name
+        try:
+            yield
+        finally:
+            self._now = ""
+
+    def check(self, what: str) -> None:
+        """Raises ConfigurationError if ``what`` all ranks must call is called where some do not come."""
+        if not self._now or self._num_stages == 1:
+            return
+        stage = self._now.removeprefix("on_").partition("_")[0]
+        instead = "on_train_batch_end" if stage == "training" else f"on_{stage}_end"
+        reason = "ends where its stage ends" if self.in_step else "runs on last stages only, where results are"
+        raise ConfigurationError(
+            f"{what} was called in {self._now}, which {reason}, so other ranks would be waited for in vain. Call it in "
+            f"{instead}, which runs on every rank."
+        )
+
+    @contextmanager
+    def result_hook(self, name: str, parameters: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+        """Around a hook that runs on last stages only.
+
+        Raises:
+            ConfigurationError: it was the end of an epoch, and changed ``parameters``.
+        """
+        looks = self._num_stages > 1 and name.endswith("_epoch_end")
+        before = _sums(parameters()) if looks else []
+        with self.running(name):
+            yield
+        if looks and _sums(parameters()) != before:
+            raise ConfigurationError(
+                f"{name} changed parameters, and it runs on last stages only. Change them in "
+                f"{name.replace('_epoch', '')}, which runs on every rank."
+            )
+
+
+def _sums(tensors: Sequence[Tensor]) -> list[str]:
+    return [str(tensor.sum(dtype=torch.float64).item()) for tensor in tensors]  # as text, for nan is no other nan

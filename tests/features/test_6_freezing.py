@@ -1,0 +1,217 @@
+"""Layers that are unfrozen, or frozen again, while training goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from tests.features.running import (
+    Regression,
+    assert_same,
+    on_four_ranks,
+    on_pipelines,
+    pipelines,
+    samples,
+    train_loader,
+    trainer_of_this_process,
+    weights,
+)
+from tests.features.table import refused, supported
+
+pytestmark = pytest.mark.distributed
+
+
+class Unfreezing(Regression):
+    """The first three blocks, on both stages, train from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[:3].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[:3].requires_grad_(True)
+
+
+class UnfreezingWithin(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[:3].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.net[:3].requires_grad_(True)
+
+
+class Freezing(Regression):
+    """The second stage stops training; its parameters had gradients before."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[2:].requires_grad_(False)
+
+
+class Finetuning(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = self.net[:3], self.net[3]
+        del self.net
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=0.05)
+
+
+def _loader() -> DataLoader[Any]:
+    return DataLoader(samples(), 8)
+
+
+def _fit(directory: Path, module: type[Regression], strategy: SDPipeStrategy | None) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"strategy": strategy} if strategy else {}
+    trainer, model = trainer_of_this_process(directory, **options), module()
+    trainer.fit(model, train_loader())
+    return weights(model)
+
+
+def _finetune(
+    directory: Path, strategy: SDPipeStrategy | None, epochs: int, resume: Path | None = None
+) -> dict[str, Tensor]:
+    """Saves ``directory/last.ckpt``. One pipeline, which does what one process does, with Adam too."""
+    options: dict[str, Any] = {"strategy": strategy} if strategy else {}
+    callbacks = [BackboneFinetuning(1), ModelCheckpoint(directory, save_last=True)]
+    trainer = trainer_of_this_process(
+        directory, callbacks=callbacks, max_epochs=epochs, use_distributed_sampler=False, **options
+    )
+    model = Finetuning()
+    trainer.fit(model, _loader(), ckpt_path=resume)
+    return weights(model)
+
+
+def _pipedream(directory: Path, in_one_run: bool) -> dict[str, Tensor]:
+    strategy = SDPipeStrategy(2, AllReduce(), "pipedream")
+    trainer, model = pipelines(directory, strategy, max_epochs=2 if in_one_run else 1), Unfreezing()
+    trainer.fit(model, train_loader())
+    if not in_one_run:
+        trainer.fit_loop.max_epochs = 2
+        model.requires_grad_(True)
+        trainer.fit(model, train_loader())
+    return weights(model)
+
+
+def _all(directory: Path) -> dict[str, dict[str, Tensor]]:
+    """Many runs in the same processes."""
+    all_at_once = SemiDecentralized(window=float("inf"))
+    runs: dict[str, Callable[[Path], dict[str, Tensor]]] = {
+        "later": lambda path: _fit(path, Unfreezing, SDPipeStrategy(2, all_at_once)),
+        "later, all_reduce": lambda path: _fit(path, Unfreezing, SDPipeStrategy(2, AllReduce())),
+        "later, zero_bubble": lambda path: _fit(path, Unfreezing, SDPipeStrategy(2, AllReduce(), "zero_bubble")),
+        "within": lambda path: _fit(path, UnfreezingWithin, SDPipeStrategy(2, AllReduce())),
+        "within, interleaved": lambda path: _fit(
+            path, UnfreezingWithin, SDPipeStrategy(2, all_at_once, "interleaved_1f1b")
+        ),
+        "frozen": lambda path: _fit(path, Freezing, SDPipeStrategy(2, all_at_once)),
+        "frozen, all_reduce": lambda path: _fit(path, Freezing, SDPipeStrategy(2, AllReduce())),
+        "pipedream": lambda path: _pipedream(path, True),
+        "pipedream, two runs": lambda path: _pipedream(path, False),
+        "finetuning": lambda path: _finetune(path, SDPipeStrategy(4, variance_correction=True), 2),
+        "resumed": lambda path: _finetune(path, SDPipeStrategy(4), 3, directory / "finetuning" / "last.ckpt"),
+    }
+    return {name: run(directory / name) for name, run in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Tensor]]]]:
+    """What each rank holds after each run."""
+    directory = tmp_path_factory.mktemp("freezing")
+    ranks = on_four_ranks(_all, directory)
+    return directory, {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+Runs = tuple[Path, dict[str, list[dict[str, Tensor]]]]
+
+
+@supported("Optimizers", "layers that are frozen, unfrozen or frozen again in `on_train_epoch_start` or "
+           "`on_train_batch_start`", "with every schedule; `requires_grad` must be set on all stages")  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (Unfreezing, ["later", "later, all_reduce", "later, zero_bubble"]),
+        (UnfreezingWithin, ["within", "within, interleaved"]),
+        (Freezing, ["frozen", "frozen, all_reduce"]),
+    ],
+)
+def test_what_trains_changes(tmp_path: Path, runs: Runs, module: type[Regression], names: list[str]) -> None:
+    expected = _fit(tmp_path, module, None)
+    assert not torch.equal(expected["net.0.weight"], module().net[0].weight)
+    for name in names:
+        assert_same(runs[1][name], expected)
+
+
+def test_pipedream_trains_what_is_unfrozen_as_a_new_run_does(runs: Runs) -> None:
+    for in_one, in_two in zip(runs[1]["pipedream"], runs[1]["pipedream, two runs"], strict=True):
+        assert_same([in_one], in_two)
+        for name in set(in_one) & {"net.0.weight", "net.2.weight"}:
+            assert not torch.equal(in_one[name], Unfreezing().state_dict()[name])
+
+
+@supported("Callbacks", "`BackboneFinetuning` and others of `BaseFinetuning`")
+def test_finetuning(tmp_path: Path, runs: Runs) -> None:
+    """Groups that are added to the optimizer are divided among the stages, and come back from a checkpoint."""
+    directory, ranks = runs
+    assert_same(ranks["finetuning"], _finetune(tmp_path, None, 2))
+    here, there = (torch.load(path / "last.ckpt", weights_only=True) for path in (tmp_path, directory / "finetuning"))
+    name = next(name for name in here["callbacks"] if name.startswith("Backbone"))
+    assert there["callbacks"][name] == here["callbacks"][name]
+    (mine,), (theirs,) = there["optimizer_states"], here["optimizer_states"]
+    assert [group["params"] for group in mine["param_groups"]] == [[0, 1], [2, 3, 4, 5]]
+    assert mine["param_groups"] == theirs["param_groups"]
+    for place, state in theirs["state"].items():
+        torch.testing.assert_close(mine["state"][place]["exp_avg"], state["exp_avg"])
+    assert_same(ranks["resumed"], _finetune(tmp_path / "resumed", None, 3, directory / "finetuning" / "last.ckpt"))
+
+
+class OnItsStageOnly(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.device.type != "meta")
+
+
+class InTheStep(Regression):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.net[0].requires_grad_(batch_idx < 2)
+        return super().training_step(batch, batch_idx)
+
+
+def _refuse(directory: Path, module: L.LightningModule, error: str) -> None:
+    with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
+        pipelines(directory).fit(module, train_loader())
+    assert on_pipelines()
+
+
+_SOME_RANKS = "was set on some ranks only"
+
+
+@refused("Optimizers", "`requires_grad` set on some ranks only", _SOME_RANKS)
+def test_stages_that_disagree(tmp_path: Path) -> None:
+    on_four_ranks(_refuse, tmp_path, OnItsStageOnly(), _SOME_RANKS, count=2)
+
+
+_IN_THE_STEP = "requires_grad was changed within training_step"
+
+
+@refused("Optimizers", "`requires_grad` changed within `training_step`", _IN_THE_STEP)
+def test_a_change_within_the_step(tmp_path: Path) -> None:
+    on_four_ranks(_refuse, tmp_path, InTheStep(), _IN_THE_STEP, count=2)

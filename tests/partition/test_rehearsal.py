@@ -1,0 +1,74 @@
+"""Nothing remains of a rehearsal."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
+
+
+class Busy(nn.Module):
+    """Changes everything that a step can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)])
+        self.teacher = nn.Linear(2, 2).requires_grad_(False)
+        self.register_buffer("counter", torch.zeros(()))
+        self.steps, self.history, self.recent = 0, [1, [2]], deque([3], maxlen=2)
+        self.names = {"a": {"b"}}
+        self.metric = MeanMetric()
+        self.tensor = torch.zeros(2)
+        self.dropout = nn.Dropout(0.5)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.history[1].append(self.steps)  # type: ignore[union-attr]
+        self.recent.append(4)
+        self.names["a"].add("c")
+        self.late = batch
+        self.counter += 1
+        self.tensor.add_(1)
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5).add_(self.layers[0].weight)
+        self.metric.update(batch)
+        self.train(not self.training)
+        if not self.layers[0]._forward_hooks:
+            self.layers[0].register_forward_hook(lambda *_: None)
+        for layer in self.layers:
+            batch = self.dropout(layer(batch + random.random() + float(np.random.rand())))
+        return batch.square().mean()
+
+
+def state(module: Busy) -> Any:
+    attributes = ("steps", "history", "recent", "names", "training")
+    values = {name: copy.deepcopy(getattr(module, name)) for name in attributes}
+    tensors = [module.tensor.clone(), copy.deepcopy(module.state_dict()), module.metric.compute()]
+    return values, dict(module.layers[0]._forward_hooks), tensors
+
+
+def test_nothing_remains_of_it() -> None:
+    torch.manual_seed(0)
+    module = Busy()
+    module.metric.update(torch.ones(1))
+    module.layers[0].weight.grad = torch.ones(2, 2)
+    before, draws = state(module), (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    calls = [(torch.randn(4, 2, generator=torch.Generator().manual_seed(i)), (0,)) for i in range(2)]
+    chain = ["layers.0", "layers.1", "layers.2"]
+    found = rehearse(module, chain, [StepCalls("training_step", calls, True)], torch.device("cpu"))
+    assert found.order == [0, 1, 2]
+    after = state(module)
+    assert after[:2] == before[:2]
+    torch.testing.assert_close(after[2], before[2], rtol=0, atol=0)
+    assert not hasattr(module, "late")
+    assert torch.equal(module.layers[0].weight.grad, torch.ones(2, 2))
+    assert torch.equal(torch.get_rng_state(), draws[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == draws[1:]

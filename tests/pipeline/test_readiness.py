@@ -1,0 +1,77 @@
+"""A worker says that it is ready when nothing but its own computing can hold it up: with a late neighbour."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.assembly import Options, assemble
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.partition import plan
+from lightning_sdpipe.partition.materialise import Initialisation
+from tests.pipeline.harness import CPU, TRAIN
+from tests.workers import run_workers
+
+TIMEOUT = timedelta(seconds=20)
+
+
+class Model(L.LightningModule):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        if tied:
+            self.layers[3].weight = self.layers[0].weight
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float, float]:
+    """One mini-batch; when this rank was ready, and when its last gradient was computed. Stage 0 is late: it takes no
+    gradients but two of four before the other stage has returned, or if that has to wait for it, is a little slow."""
+    groups = ProcessGroups.open(Mesh.build(2, 2), TIMEOUT)
+    stage, _ = groups.mesh.locate(rank)
+    module = Model(tied)
+    options = Options(2, schedule, num_micro_batches=4, timeout=TIMEOUT)
+    parts = assemble(module, plan.plan(module, 2), groups, options, Initialisation(), CPU)
+    gradients: list[float] = []
+    ready: list[float] = []
+
+    def late(gradient: Tensor) -> None:
+        if stage == 0 and tied:
+            time.sleep(0.1)
+        elif stage == 0 and len(gradients) == 2:
+            deadline = time.monotonic() + 15
+            while not returned.exists():
+                assert time.monotonic() < deadline, "stage 1 waits for stage 0"
+                time.sleep(0.01)
+        gradients.append(time.monotonic())
+
+    module.layers[2 * stage].bias.register_hook(late)
+    loss = parts.pipeline.train(torch.ones(8, 4), TRAIN, 0, ready=lambda: ready.append(time.monotonic()))
+    if stage == 1:
+        returned.touch()
+    loss.backward()
+    (when,) = ready
+    return when, gradients[-1]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_worker_neither_announces_late_nor_waits_for_its_neighbour_afterwards(tmp_path: Path, schedule: str) -> None:
+    (ready, last), (_, neighbours_last) = run_workers(2, _train, False, schedule, tmp_path / "returned")
+    assert ready < last < neighbours_last
+
+
+@pytest.mark.distributed
+def test_a_worker_that_shares_a_weight_waits_for_its_other_owner_first(tmp_path: Path) -> None:
+    (ready, _), (_, neighbours_last) = run_workers(2, _train, True, "1f1b", tmp_path / "returned")
+    assert ready > neighbours_last

@@ -1,0 +1,207 @@
+"""Models whose blocks hand on more than an output, with dropout and noise, on real processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BartConfig, BartForConditionalGeneration, MixtralConfig, MixtralForCausalLM
+
+from tests.pipeline.harness import Make, assert_same, one_process, pipeline
+from tests.workers import run_workers
+
+
+class Model(L.LightningModule):
+    """Takes the mean of a batch's squares, and draws noise between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        noise = torch.randn(4) + random.random() + float(np.random.rand())
+        loss: Tensor = (self(batch + noise) * torch.rand(1)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        outputs: Tensor = self(batch)
+        return outputs
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3))
+
+
+class UNet(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([layer() for _ in range(3)])
+        self.up = nn.ModuleList([layer() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+        for block in self.up:
+            x = block(nn.functional.dropout(x, 0.1, self.training)) + skips.pop()
+        return x
+
+
+class Keeping(nn.Module):
+    """Keeps a loss and a number of its own, and adds to what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layer()
+
+    def forward(self, x: Tensor, values: list[Tensor], sums: dict[str, Tensor]) -> Tensor:
+        y: Tensor = self.body(x)
+        self.loss, self.largest = y.square().mean(), y.detach().abs().max().item()
+        values.append(y)
+        sums["all"] = sums.get("all", torch.zeros(())) + y
+        return y + values[0]
+
+
+class KeepingModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Keeping() for _ in range(4)])
+        self.hooked: list[Tensor] = []
+        self.blocks[0].body.register_forward_hook(lambda *call: self.hooked.append(call[-1]))  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        values: list[Tensor] = []
+        sums: dict[str, Tensor] = {}
+        self.hooked.clear()
+        for block in self.blocks:
+            x = block(x, values, sums)
+        kept = sum(block.loss * block.largest for block in self.blocks)
+        return x + values[1] + sums["all"] + self.hooked[0] + kept
+
+
+class Skipping(Model):
+    """Skips blocks at random, as LayerDrop does, and the last ones in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([layer() for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if (torch.rand(()) < 0.4) if self.training else number > 3:
+                continue
+            x = block(x)
+        return x
+
+
+class Remembering(Model):
+    """Keeps an early block's values over steps, and uses them with the last one's. The first blocks are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([layer() for _ in range(6)])
+        self.bank: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.blocks[1](self.blocks[0](x))
+        first = x = self.blocks[2](x)
+        for block in self.blocks[3:]:
+            x = block(x)
+        x = x + sum(self.bank)
+        self.bank.append(first.detach().mean(0))
+        return x
+
+
+class Wrapped(L.LightningModule):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits: Tensor = self.model(input_ids=batch, labels=batch).logits
+        return logits
+
+
+def mixtral() -> Wrapped:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=30,
+        hidden_size=8,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=8,
+        num_local_experts=3,
+        output_router_logits=True,
+    )
+    return Wrapped(MixtralForCausalLM(config))
+
+
+def bart() -> Wrapped:
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=30,
+        d_model=8,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=8,
+        decoder_ffn_dim=8,
+        max_position_embeddings=16,
+        encoder_layerdrop=0.2,
+        **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
+        forced_eos_token_id=None,
+    )
+    return Wrapped(BartForConditionalGeneration(config))
+
+
+def numbers(seed: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def words(seed: int) -> Tensor:
+    return torch.randint(3, 30, (8, 6), generator=torch.Generator().manual_seed(seed))
+
+
+CASES: list[tuple[Make, Callable[[int], Tensor]]] = [
+    (UNet, numbers),
+    (KeepingModel, numbers),
+    (Skipping, numbers),
+    (Remembering, numbers),
+    (mixtral, words),
+    (bart, words),
+]
+
+
+def all_cases(rank: int, schedule: str, num_stages: int, stages_per_worker: int) -> list[Any]:
+    return [
+        pipeline(rank, make, [batch(seed) for seed in range(3)], schedule, num_stages, 4, stages_per_worker)
+        for make, batch in CASES
+    ]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "stages_per_worker"),
+    [("1f1b", 3, 1), ("gpipe", 2, 1), ("interleaved_1f1b", 2, 2), ("zero_bubble", 2, 2)],
+)
+def test_every_schedule_computes_what_one_process_does(schedule: str, num_stages: int, stages_per_worker: int) -> None:
+    found = run_workers(num_stages, all_cases, schedule, num_stages, stages_per_worker)
+    for number, (make, batch) in enumerate(CASES):
+        batches = [batch(seed) for seed in range(3)]
+        expected = one_process(make, batches, 4, num_stages=num_stages * stages_per_worker)
+        assert_same([rank[number] for rank in found], expected)

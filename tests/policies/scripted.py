@@ -1,0 +1,95 @@
+"""Helpers of the policy tests: short ways to script events, and the sync-graph as its promise reads."""
+
+from __future__ import annotations
+
+import networkx as nx
+
+from lightning_sdpipe.heterogeneity import Delays
+from lightning_sdpipe.policies import Group, Joined, Policy, Worker
+from lightning_sdpipe.simulate import Work, jittered
+
+Summary = tuple[int, tuple[int, ...], str]
+
+
+def brief(groups: list[Group]) -> list[Summary]:
+    """Stage, pipelines and reason of each group."""
+    return [(g.stage, tuple(w.pipeline for w in g.members), g.reason) for g in groups]
+
+
+def join_all(policy: Policy, num_stages: int, num_pipelines: int, now: float = 0.0) -> None:
+    for stage in range(num_stages):
+        for pipeline in range(num_pipelines):
+            assert policy.on(Joined(Worker(stage, pipeline)), now) == []
+
+
+def straggling(
+    num_stages: int,
+    num_pipelines: int,
+    iterations: int,
+    seed: int,
+    asynchronous: bool = False,
+    delay: float = 3.0,
+    probability: float = 0.1,
+) -> Work:
+    """About 1 s per iteration, with stragglers as in the paper's artefact: before each forward and each backward."""
+    return Work(
+        num_stages,
+        num_pipelines,
+        iterations,
+        jittered(1.0, 0.1, seed),
+        "pipedream" if asynchronous else "1f1b",
+        num_micro_batches=1,
+        heterogeneity=Delays(probability, delay, "pass", seed=seed),
+    )
+
+
+class NaiveSyncGraph:
+    """The promise of sync_graph.py, written down as it reads: no forest, networkx on the whole window."""
+
+    def __init__(self, rounds: int, unit: str = "rounds") -> None:
+        self.rounds, self.unit, self.round, self.signals = rounds, unit, 0, 0
+        self.active: set[int] = set()
+        self.known: set[int] = set()
+        self.met: list[tuple[int, list[int], int | None]] = []
+        self.entrants: list[int] | None = None
+
+    def join(self, worker: int) -> None:
+        if worker not in self.known:
+            self.known.add(worker)
+            if self.entrants is None or not self.active:
+                self.entrants = [min(self.active)] if self.active else []
+                self.met.append((self.round - 1, self.entrants, None))
+            self.entrants.append(worker)
+        self.active.add(worker)
+
+    def leave(self, worker: int) -> None:
+        self.active.remove(worker)
+        self.signals = min(self.signals, max(0, len(self.active) - 1))
+
+    def record(self, groups: list[Group]) -> None:
+        """Groups that went out together."""
+        self.entrants = None
+        for group in groups:
+            self.met.append((self.round, [worker.pipeline for worker in group.members], group.sequence))
+            self.signals += len(group.members)
+        if self.unit == "groups":
+            self.round += 1
+            return
+        while self.signals >= len(self.active):
+            self.signals -= len(self.active)
+            self.round += 1
+
+    def forget(self, sequence: int) -> None:
+        """That group broke."""
+        self.met = [entry for entry in self.met if entry[2] != sequence]
+
+    def components(self, candidate: list[Group] | None = None, since: int | None = None) -> set[frozenset[int]]:
+        """Of the last rounds, or those from ``since`` on, the current one and ``candidate`` included."""
+        graph = nx.Graph()
+        graph.add_nodes_from(self.active)
+        first = self.round - self.rounds + 1 if since is None else since
+        recent = [members for made, members, _ in self.met if made >= first]
+        for members in recent + [[worker.pipeline for worker in group.members] for group in candidate or []]:
+            present = [worker for worker in members if worker in self.active]
+            graph.add_edges_from((u, v) for u in present for v in present)
+        return {frozenset(component) for component in nx.connected_components(graph)}

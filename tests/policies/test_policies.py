@@ -1,0 +1,298 @@
+"""What every policy keeps, whatever happens: Hypothesis plays the workers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lightning_sdpipe.policies import (
+    Broken,
+    Decision,
+    Event,
+    Group,
+    Joined,
+    Left,
+    Progress,
+    Ready,
+    Reason,
+    RefusedEvent,
+    Restarted,
+    Tick,
+    Worker,
+)
+from lightning_sdpipe.policies.ad_psgd import ADPSGD, ADPSGDPolicy, AsynchronousADPSGDPolicy, matching
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.decisions import check_group
+from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.registry import build
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.simulate import simulate
+from tests.policies.scripted import NaiveSyncGraph, brief, join_all, straggling
+
+W = Worker
+
+semi_decentralized = st.builds(
+    SemiDecentralized,
+    window=st.sampled_from([0.0, 0.5, 2.0, "auto", "paper"]),
+    connectivity=st.sampled_from([1, 2, 3, 5, None]),
+    max_group=st.sampled_from([None, 2, 3]),
+    connectivity_unit=st.sampled_from(["rounds", "groups"]),
+)
+specs = st.one_of(
+    semi_decentralized,
+    st.sampled_from(
+        [
+            SemiDecentralized(window=math.inf),
+            SemiDecentralized(window=0.5, min_group=1),
+            AllReduceModels(),
+            LocalSGD(every=3),
+            NoSync(),
+            ADPSGD(seed=1),
+            ADPSGD(asynchronous=True),
+        ]
+    ),
+)
+
+
+class AnyPolicy(RuleBasedStateMachine):
+    """Workers join, report, repeat themselves, skip iterations, fall silent and come back, in any order."""
+
+    @initialize(spec=specs, stages=st.integers(1, 3), pipelines=st.integers(1, 6))
+    def start(self, spec: PolicyConfig, stages: int, pipelines: int) -> None:
+        self.spec, self.stages, self.pipelines = spec, stages, pipelines
+        self.policy = build(spec, stages, pipelines)
+        self.told: list[tuple[float, Event, list[Decision]]] = []
+        self.now = 0.0
+        self.active: set[Worker] = set()
+        self.waiting: dict[Worker, int] = {}
+        self.iteration: dict[Worker, int] = {}
+        self.last_sequence = -1
+        connectivity = getattr(spec, "connectivity", None)
+        unit = getattr(spec, "connectivity_unit", "rounds")
+        self.graphs = [NaiveSyncGraph(connectivity, unit) if connectivity else None for _ in range(stages)]
+
+    def worker(self, data: st.DataObject) -> Worker:
+        return W(
+            data.draw(st.integers(0, self.stages - 1), label="stage"),
+            data.draw(st.integers(0, self.pipelines - 1), label="pipeline"),
+        )
+
+    def tell(self, event: Event) -> list[Decision]:
+        decisions = self.policy.on(event, self.now)
+        self.told.append((self.now, event, decisions))
+        return decisions
+
+    def settle(self, groups: list[Group]) -> None:
+        batches: dict[tuple[int, str], list[Group]] = {}
+        for group in groups:
+            assert group.sequence == self.last_sequence + 1
+            self.last_sequence = group.sequence
+            check_group(group, group.sequence)
+            for member in group.members:
+                assert member in self.active
+                if member not in group.passive:
+                    self.iteration[member] = self.waiting.pop(member)
+            batches.setdefault((group.stage, group.reason), []).append(group)
+        for (stage, reason), batch in batches.items():
+            graph = self.graphs[stage]
+            if graph is None:
+                continue
+            connected = len(graph.components(batch)) == 1
+            assert connected == (reason != Reason.TOKEN_BUSY)
+            graph.record(batch)
+
+    @rule(data=st.data())
+    def join(self, data: st.DataObject) -> None:
+        worker = self.worker(data)
+        if worker in self.active:
+            with pytest.raises(RefusedEvent):
+                self.policy.on(Joined(worker), self.now)
+            return
+        # Groups of a window that has just ended do not know the newcomer yet.
+        self.settle(self.tell(Tick()))
+        self.active.add(worker)
+        self.iteration[worker] = -1
+        graph = self.graphs[worker.stage]
+        if graph is not None:
+            graph.join(worker.pipeline)
+        self.settle(self.tell(Joined(worker)))
+
+    @rule(data=st.data())
+    def leave_or_fall_silent(self, data: st.DataObject) -> None:
+        worker = self.worker(data)
+        if worker not in self.active:
+            with pytest.raises(RefusedEvent):
+                self.policy.on(Left(worker), self.now)
+            return
+        self.settle(self.tell(Tick()))
+        self.active.remove(worker)
+        self.waiting.pop(worker, None)
+        graph = self.graphs[worker.stage]
+        if graph is not None:
+            graph.leave(worker.pipeline)
+        self.settle(self.tell(Left(worker)))
+
+    @rule(data=st.data(), step=st.sampled_from([1, 1, 1, 1, 2, 0, -1]))
+    def report(self, data: st.DataObject, step: int) -> None:
+        """Steps that are not positive are duplicates and latecomers."""
+        worker = self.worker(data)
+        iteration = self.iteration.get(worker, -1) + step
+        if worker not in self.active or worker in self.waiting or iteration <= self.iteration[worker]:
+            before = self.policy.deadline()
+            with pytest.raises(RefusedEvent):
+                self.policy.on(Ready(worker, iteration), self.now)
+            assert self.policy.deadline() == before
+            return
+        self.waiting[worker] = iteration
+        self.settle(self.tell(Ready(worker, iteration)))
+
+    @rule(data=st.data())
+    def break_a_group(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.integers(0, self.last_sequence + 1), label="sequence")
+        if sequence > self.last_sequence:
+            with pytest.raises(RefusedEvent):
+                self.policy.on(Broken(sequence), self.now)
+            return
+        self.settle(self.tell(Tick()))
+        for graph in filter(None, self.graphs):
+            graph.forget(sequence)
+        self.settle(self.tell(Broken(sequence)))
+
+    @rule(data=st.data())
+    def progress(self, data: st.DataObject) -> None:
+        worker = self.worker(data)
+        event = Progress(worker, 1, 1, 0.5, 0.1)
+        if worker in self.active:
+            self.settle(self.tell(event))
+        else:
+            with pytest.raises(RefusedEvent):
+                self.policy.on(event, self.now)
+
+    @rule(skipped=st.integers(0, 3))
+    def a_restart_is_made_known(self, skipped: int) -> None:
+        assert self.tell(Restarted(self.last_sequence + 1 + skipped)) == []
+        self.last_sequence += skipped
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 1.9, 3.0]))
+    def pass_time(self, seconds: float) -> None:
+        due = self.policy.deadline()
+        if due is not None and due <= self.now + seconds:
+            self.now = max(self.now, due)
+        else:
+            self.now += seconds
+        self.settle(self.tell(Tick()))
+
+    @invariant()
+    def nobody_waits_without_a_reason(self) -> None:
+        """If no clock will bring an answer, an active worker is still to come, and one stage enforces."""
+        if not hasattr(self, "policy") or self.policy.deadline() is not None:
+            return
+        stages = {worker.stage for worker in self.waiting}
+        for stage in stages:
+            assert any(w.stage == stage for w in self.active - set(self.waiting))
+        finite = isinstance(self.spec, SemiDecentralized) and self.spec.window != math.inf
+        assert not finite or len(stages) <= 1
+
+    def teardown(self) -> None:
+        """Once all that are active have reported and the windows have ended, all are answered; and the same events make
+        a new policy decide the same."""
+        if not hasattr(self, "policy"):
+            return
+        again = build(self.spec, self.stages, self.pipelines)
+        for now, event, decisions in self.told:
+            assert again.on(event, now) == decisions
+        for _ in range(1000):
+            stages = {worker.stage for worker in self.waiting}
+            free = [w for w in self.active - set(self.waiting) if w.stage in stages]
+            if free:
+                # The one furthest behind comes next, as it would in a pipeline.
+                worker = min(free, key=lambda w: (self.iteration[w], w))
+                self.waiting[worker] = self.iteration[worker] + 1
+                self.settle(self.tell(Ready(worker, self.waiting[worker])))
+            due = self.policy.deadline()
+            if due is not None:
+                self.now = max(self.now, due)
+                self.settle(self.tell(Tick()))
+            if not self.waiting:
+                return
+        raise AssertionError(f"never answered: {sorted(self.waiting)}")
+
+
+TestAnyPolicy = AnyPolicy.TestCase
+TestAnyPolicy.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    spec=st.sampled_from([LocalSGD(every=3), NoSync(), ADPSGD(seed=3), ADPSGD(asynchronous=True)]),
+    stages=st.integers(1, 8),
+    pipelines=st.integers(2, 64),
+    asynchronous=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_pipelines_never_get_stuck(
+    spec: PolicyConfig, stages: int, pipelines: int, asynchronous: bool, seed: int
+) -> None:
+    iterations = max(3, min(20, 2000 // (stages * pipelines)))
+    assert simulate(spec, straggling(stages, pipelines, iterations, seed, asynchronous)).stuck == []
+
+
+def test_local_sgd_averages_every_third_iteration_only() -> None:
+    run = simulate(LocalSGD(every=3), straggling(2, 3, 9, 0))
+    sizes = [len(group.members) for _, group in run.groups if group.stage == 0]
+    assert sorted(sizes) == [1] * 18 + [3] * 3
+    assert set(run.reasons) == {Reason.LOCAL_STEP, Reason.EVERYBODY_CAME}
+
+
+def test_a_pair_goes_out_when_both_have_come() -> None:
+    policy = ADPSGDPolicy(1, 4, seed=0)
+    join_all(policy, 1, 4)
+    partner = matching(4, 0, 0)[0]
+    others = sorted({1, 2, 3} - {partner})
+    assert policy.on(Ready(W(0, 0), 0), 0.0) == []
+    assert policy.on(Ready(W(0, others[0]), 0), 1.0) == []
+    assert brief(policy.on(Ready(W(0, partner), 0), 2.0)) == [(0, (0, partner), Reason.MATCHED)]
+    assert brief(policy.on(Left(W(0, others[1])), 3.0)) == [(0, (others[0],), Reason.WORKER_LOST)]
+
+
+def test_nobody_waits_for_a_partner_that_is_past_that_iteration() -> None:
+    policy = ADPSGDPolicy(1, 2, seed=0)
+    join_all(policy, 1, 2)
+    assert policy.on(Ready(W(0, 0), 0), 0.0) == []
+    groups = policy.on(Ready(W(0, 1), 5), 1.0)
+    assert brief(groups) == [(0, (0,), Reason.LOCAL_STEP)]
+    assert policy.on(Ready(W(0, 0), 3), 2.0) != []
+
+
+@given(n=st.integers(1, 65), seed=st.integers(0, 5), iteration=st.integers(0, 10**6))
+def test_a_matching_is_perfect_and_always_the_same(n: int, seed: int, iteration: int) -> None:
+    partners = matching(n, seed, iteration)
+    assert all(partners[partners[i]] == i for i in range(n))
+    assert sum(partners[i] == i for i in range(n)) == n % 2
+    assert matching.__wrapped__(n, seed, iteration) == partners
+
+
+def test_an_asynchronous_neighbour_is_drawn_among_the_active_and_not_waited_for() -> None:
+    policy = AsynchronousADPSGDPolicy(1, 4, seed=0)
+    join_all(policy, 1, 4)
+    policy.on(Left(W(0, 2)), 0.0)
+    drawn = set()
+    for k in range(50):
+        (group,) = policy.on(Ready(W(0, 1), k), 0.0)
+        (neighbour,) = group.passive
+        assert set(group.members) == {W(0, 1), neighbour}
+        drawn.add(neighbour.pipeline)
+    assert drawn == {0, 3}
+
+
+def test_the_window_must_be_finite_for_enforcement_to_matter() -> None:
+    policy = SemiDecentralized(window=math.inf, connectivity=1).make_policy(1, 2)
+    join_all(policy, 1, 2)
+    assert policy.on(Ready(W(0, 0), 0), 0.0) == []
+    assert policy.on(Tick(), 1e12) == []
+    assert policy.token_holder is None

@@ -1,0 +1,179 @@
+"""The sync-graph against a naive one that asks networkx about the whole window."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.policy import Unit
+from lightning_sdpipe.policies.sync_graph import (
+    RecencyForest,
+    SyncGraph,
+    components,
+    rounds_since_connected,
+    rounds_since_met,
+    spectral_radius,
+)
+from tests.policies.scripted import NaiveSyncGraph
+
+N = 7
+
+
+def met(*parts: list[int], first: int = 0) -> list[Group]:
+    """Groups of one stage, numbered from ``first`` on."""
+    return [
+        Group(tuple(Worker(0, i) for i in sorted(part)), (1 / len(part),) * len(part), first + number, "test")
+        for number, part in enumerate(parts)
+    ]
+
+
+class SyncGraphAgainstNaive(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.real: SyncGraph | None = None
+        self.recorded = 0
+
+    @precondition(lambda self: self.real is None)
+    @rule(
+        rounds=st.integers(1, 5),
+        unit=st.sampled_from(["rounds", "groups"]),
+        members=st.sets(st.integers(0, N - 1), min_size=1),
+    )
+    def start(self, rounds: int, unit: Unit, members: set[int]) -> None:
+        self.real, self.naive = SyncGraph(N, rounds, unit), NaiveSyncGraph(rounds, unit)
+        for worker in sorted(members):
+            self.real.join(worker)
+            self.naive.join(worker)
+
+    @precondition(lambda self: self.real is not None)
+    @rule(data=st.data())
+    def record(self, data: st.DataObject) -> None:
+        assert self.real is not None
+        if not self.naive.active:
+            return
+        order = data.draw(st.permutations(sorted(self.naive.active)))
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(order)), min_size=1, max_size=3)))
+        parts = [list(order[a:b]) for a, b in zip([0, *cuts], cuts, strict=False)]
+        groups = met(*parts, first=self.recorded)
+        self.recorded += len(parts)
+        self.real.record(groups)
+        self.naive.record(groups)
+
+    @precondition(lambda self: self.real is not None)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        assert self.real is not None
+        sequence = data.draw(st.integers(0, self.recorded))
+        self.real.forget(sequence)
+        self.naive.forget(sequence)
+
+    @precondition(lambda self: self.real is not None)
+    @rule(worker=st.integers(0, N - 1))
+    def join_or_leave(self, worker: int) -> None:
+        assert self.real is not None
+        if worker in self.naive.active:
+            self.real.leave(worker)
+            self.naive.leave(worker)
+        else:
+            self.real.join(worker)
+            self.naive.join(worker)
+
+    @invariant()
+    def same_components(self) -> None:
+        if self.real is None:
+            return
+        real: dict[int, set[int]] = {}
+        for worker in self.naive.active:
+            real.setdefault(self.real.component(worker), set()).add(worker)
+        assert {frozenset(c) for c in real.values()} == self.naive.components()
+        assert self.real.components == len(real)
+        assert self.real.round == self.naive.round
+        since = [r for r in range(self.real.rounds) if len(self.naive.components(since=self.real.round - r)) <= 1]
+        assert rounds_since_connected(self.real.meetings(), self.real.active, self.real.round) == min(
+            since, default=None
+        )
+        assert {frozenset(c) for c in components(self.real.meetings(), self.real.active)} == self.naive.components()
+
+
+TestSyncGraph = SyncGraphAgainstNaive.TestCase
+TestSyncGraph.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_window_is_p_rounds_and_the_first_one_starts_at_the_beginning() -> None:
+    graph = SyncGraph(2, rounds=3)
+    graph.join(0)
+    graph.join(1)
+    seen = []
+    for _ in range(5):  # nobody ever meets
+        seen.append((graph.round, graph.components))
+        graph.record(met([0], [1]))
+    assert seen == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2)]
+
+
+def test_a_chain_through_a_worker_that_left_is_broken_and_heals_when_it_returns() -> None:
+    graph = SyncGraph(3, rounds=2)
+    for worker in range(3):
+        graph.join(worker)
+    graph.record(met([0, 1], [2]))
+    graph.record(met([1, 2], [0]))
+    assert (graph.round, graph.components) == (2, 2), "only {1, 2} of the current window met"
+    graph.record(met([0, 1]))
+    assert graph.components == 1
+    graph.leave(1)
+    assert graph.components == 2
+    graph.join(1)
+    assert graph.components == 1
+
+
+def test_links_stay_shallow() -> None:
+    forest = RecencyForest(4096)
+    for round_ in range(20):
+        for i in range(0, 4096):
+            forest.link(i, (i * 5 + round_) % 4096, round_)
+
+    def depth(node: int) -> int:
+        steps = 0
+        while forest._parent[node] != node:
+            node, steps = forest._parent[node], steps + 1
+        return steps
+
+    assert max(map(depth, range(4096))) < 64
+
+
+def graph_of(groups: list[list[int]], workers: int, rounds: int = 100) -> SyncGraph:
+    graph = SyncGraph(workers, rounds)
+    for worker in range(workers):
+        graph.join(worker)
+    for group in groups:
+        graph.record(met(group))
+    return graph
+
+
+def test_rho_is_that_of_the_groups_in_the_window() -> None:
+    graph = graph_of([[0, 1], [1, 2], [0, 2]], 3)
+    assert spectral_radius(graph.meetings(), graph.active) == pytest.approx(0.5), "first joins are no groups"
+    graph.leave(2)
+    assert spectral_radius(graph.meetings(), graph.active) == pytest.approx(2 / 3)
+
+
+def test_the_graph_can_be_looked_at() -> None:
+    graph = graph_of([[0, 1], [2, 3], [0, 1], [1, 2]], 5, rounds=4)
+    graph.leave(3)
+    assert graph.round == 1
+    assert components(graph.meetings(), graph.active) == [{0, 1, 2, 4}], "all count as having met just before the start"
+    assert [(made, members) for made, members, group in graph.meetings() if group] == [
+        (0, [0, 1]),
+        (0, [2, 3]),
+        (0, [0, 1]),
+        (1, [1, 2]),
+    ]
+    assert rounds_since_met(graph.meetings(), graph.round) == {(0, 1): 1, (2, 3): 1, (1, 2): 0}
+    seen = graph.to_networkx()
+    assert set(seen.nodes) == {0, 1, 2, 4}
+    assert dict(seen.edges) == {(0, 1): {"round": 0, "count": 2}, (1, 2): {"round": 1, "count": 1}}
+    for _ in range(8):
+        graph.record(met([0, 1]))
+    assert components(graph.meetings(), graph.active) == [{0, 1}, {2}, {4}]

@@ -1,0 +1,89 @@
+"""``sdpipe check``: whole against cut."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.cli import main
+
+
+class Residual(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x
+        for layer in self.layers:
+            x = layer(x) + first
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+NUMBERS: list[float] = []
+
+
+class Secretive(Residual):
+    """A number leaves a block through a global, which no operation of torch shows."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            NUMBERS.append(float(x.detach().abs().sum()))
+            return self.linear(x) * len(NUMBERS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        NUMBERS.clear()
+        return super().forward(x)
+
+
+def residual() -> tuple[Residual, Tensor]:
+    return Residual(), torch.ones(6, 4)
+
+
+def secretive() -> tuple[Residual, Tensor]:
+    return Secretive(), torch.ones(6, 4)
+
+
+def unlike() -> tuple[Residual, Tensor]:
+    module = Residual()
+    with torch.no_grad():
+        module.layers[0][0].bias.add_(torch.rand(4, generator=GENERATOR))
+    return module, torch.ones(6, 4)
+
+
+GENERATOR = torch.Generator()
+
+
+def test_a_cut_model_that_computes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{__name__}:residual", "--stages", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "3 stages compute the same as the whole model" in printed
+    assert "loss of micro-batch 0" in printed
+
+
+def test_one_that_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{__name__}:secretive", "--stages", "2"]) == 1
+    assert "NOT the same" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"), [("unlike", "other values each time"), ("Residual", "returned no batch"), ("no", "import")]
+)
+def test_what_cannot_be_compared(factory: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{__name__}:{factory}"]) == 2
+    assert message in capsys.readouterr().err
