@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import msgspec
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.record import matrix_product, sample
-from lightning_sdpipe.partition.chain import find_blocks
-from lightning_sdpipe.partition.factory import build
-from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.placement.model import Block, Model
 
 SAMPLES, INTERVAL = 5, 0.1
@@ -23,7 +17,8 @@ SAMPLES, INTERVAL = 5, 0.1
 
 
 class Abilities(msgspec.Struct, frozen=True):
-    """What one worker can do: ``seconds`` for the model or a matrix product, and the model's blocks, as measured."""
+    """What one worker can do: ``seconds`` for the model, or for a floating-point operation; and the model's blocks, as
+    measured."""
 
     host: str
     index: int
@@ -49,34 +44,13 @@ def abilities(host: str, index: int, local_size: int, model: str | None, names: 
     device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")
     memory = _memory(device, local_size)
     if model is None:
-        rates = sample(matrix_product(device), SAMPLES, INTERVAL, 1.0)
-        return Abilities(host, index, 1.0 / max(rates), memory, [], "")
+        kernel, operations = matrix_product(device)
+        rate = median(sample(kernel, SAMPLES, INTERVAL, 1.0))
+        return Abilities(host, index, 1.0 / (rate * operations), memory, [], "")
+    from lightning_sdpipe.placement.measured_model import measured_blocks  # imports lightning, which takes long
+
     name, blocks = measured_blocks(model, names, device)
     return Abilities(host, index, sum(block.seconds for block in blocks), memory, blocks, name)
-
-
-def measured_blocks(model: str, names: Sequence[str] | None, device: torch.device) -> tuple[str, list[Block]]:
-    """The model's class, and what its blocks take on ``device``."""
-    module, batch = build(model)
-    step: Any = getattr(module, "training_step", None)
-    if batch is None or step is None:
-        raise ConfigurationError(
-            f"{model} must return a LightningModule and a mini-batch of one pipeline, to be measured with."
-        )
-    module.to(device)
-    batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
-    measured = profile(module, find_blocks(module, names), lambda: step(batch, 0), device)
-    return type(module).__name__, [
-        Block(
-            seconds=block.forward_seconds + block.backward_seconds,
-            parameter_bytes=block.parameter_bytes,
-            activation_bytes=block.activation_bytes,
-            gradient_bytes=block.gradient_bytes,
-            trained_bytes=block.trained_bytes,
-            saved_bytes=block.saved_bytes,
-        )
-        for block in measured
-    ]
 
 
 def relative(found: Sequence[Abilities]) -> tuple[list[float], Model | None]:

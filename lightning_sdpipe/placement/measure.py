@@ -10,6 +10,8 @@ whether they share a network card.
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         meeting = Meeting.join(options.patience)
+        _check_writable(meeting, options.file)
         network, links = measure(meeting, options.model, options.blocks, options.pair_timeout)
+        if meeting.rank == 0:
+            write_network(options.file, network)
+        meeting.leave()
     except ConfigurationError as error:
         print(f"sdpipe measure: {error}", file=sys.stderr)
         return 2
@@ -42,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"sdpipe measure: {error}", file=sys.stderr)
         return 1
     if meeting.rank == 0:
-        write_network(options.file, network)
         print(summary(network, links, options.file), flush=True)
     return 0
 
@@ -61,12 +66,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--blocks", nargs="+", metavar="PATH", help="name its blocks; * stands for one part of a path")
     parser.add_argument(
-        "--pair-timeout", type=float, default=20.0, help="seconds for two workers to connect (default: %(default)s)"
+        "--pair-timeout", type=_positive, default=20.0, help="seconds for two workers to connect (default: %(default)s)"
     )
     parser.add_argument(
-        "--patience", type=float, default=300.0, help="seconds to wait for another worker (default: %(default)s)"
+        "--patience", type=_positive, default=300.0, help="seconds to wait for another worker (default: %(default)s)"
     )
     return parser
+
+
+def _positive(text: str) -> float:
+    seconds = float(text)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return seconds
 
 
 def measure(
@@ -82,12 +94,16 @@ def measure(
 
     Raises:
         ConfigurationError: two machines have the same name, or the model cannot be measured.
-        WorkerFailedError: another worker did not come.
+        WorkerFailedError: another worker did not come, or gave up.
     """
     names = meeting.share("names", device_name(meeting.local_rank), str)
     _refuse_twins(names)
     hosts = [name.rpartition(":")[0] for name in names]
-    mine = abilities(this_host(), meeting.local_rank, hosts.count(hosts[meeting.rank]), model, blocks)
+    try:
+        mine = abilities(this_host(), meeting.local_rank, hosts.count(hosts[meeting.rank]), model, blocks)
+    except Exception as error:
+        meeting.give_up("abilities", f"{type(error).__name__}: {error}")
+        raise
     found = meeting.share("abilities", mine, Abilities)
     speeds, measured = relative(found)
     devices = tuple(
@@ -95,19 +111,28 @@ def measure(
         for worker, speed in zip(found, speeds, strict=True)
     )
     rounds = schedule(hosts)
+    shows = meeting.rank == 0 and sys.stderr.isatty()
     links: list[Link] = []
     for number, pairs in enumerate(rounds):
         own = next((_measured(meeting, pair, pair_timeout) for pair in pairs if meeting.rank in pair), None)
         links += [link for link in meeting.share(f"round {number}", own, MAYBE) if link is not None]
-        if meeting.rank == 0:
+        if shows:
             print(f"\rround {number + 1} of {len(rounds)}", end="", file=sys.stderr, flush=True)
     busy: list[Link] = []
     for number, pairs in enumerate(together(hosts)):
         own = next((_contended(meeting, pair, pair_timeout, links) for pair in pairs if meeting.rank in pair), None)
         busy += [link for link in meeting.share(f"contended round {number}", own, MAYBE) if link is not None]
-    if meeting.rank == 0 and rounds:
+    if shows:
         print("\r", end="", file=sys.stderr)
     return combine(devices, links, busy, measured), links
+
+
+def _check_writable(meeting: Meeting, file: Path) -> None:
+    """Rank 0 says so before anything is measured."""
+    if meeting.rank == 0 and not os.access(file.parent, os.W_OK):
+        message = f"{file} cannot be written: {file.parent.absolute()} is no directory where this user may write."
+        meeting.give_up("names", message)
+        raise ConfigurationError(message)
 
 
 def _refuse_twins(names: Sequence[str]) -> None:

@@ -61,17 +61,36 @@ class Meeting:
         """What every rank shares under this name, by rank; returns when all have.
 
         Raises:
-            WorkerFailedError: somebody did not come in time; names who.
+            WorkerFailedError: somebody did not come in time, or gave up; names who.
         """
-        self.store.set(f"{name}/{self.rank}", msgspec.json.encode(value).decode())
-        keys = [f"{name}/{rank}" for rank in range(self.size)]
+        self._put(name, _Entry(msgspec.Raw(msgspec.json.encode(value))))
+        self._await(name)
+        entries = [msgspec.json.decode(self.store.get(f"{name}/{rank}"), type=_Entry) for rank in range(self.size)]
+        for rank, entry in enumerate(entries):
+            if entry.error:
+                raise WorkerFailedError(f"rank {rank}: {entry.error}")
+        return [msgspec.json.decode(entry.value, type=kind) for entry in entries]
+
+    def give_up(self, name: str, error: str) -> None:
+        """Tells everybody who shares under this name why this rank cannot."""
+        self._put(name, _Entry(msgspec.Raw(b"null"), error))
+
+    def leave(self) -> None:
+        """Rank 0, whose process may hold the store, waits until nobody needs it any more."""
+        self._put("left", _Entry(msgspec.Raw(b"null")))
+        if self.rank == 0:
+            self._await("left")
+
+    def _put(self, name: str, entry: _Entry) -> None:
+        self.store.set(f"{name}/{self.rank}", msgspec.json.encode(entry).decode())
+
+    def _await(self, name: str) -> None:
         try:
-            self.store.wait(keys, timedelta(seconds=self.patience))
+            self.store.wait([f"{name}/{rank}" for rank in range(self.size)], timedelta(seconds=self.patience))
         except RuntimeError as error:
             raise WorkerFailedError(
                 f"rank {_listed(self._missing(name))} did not come to {name!r} within {self.patience:.0f} s"
             ) from error
-        return [msgspec.json.decode(self.store.get(key), type=kind) for key in keys]
 
     def _missing(self, name: str) -> Sequence[int]:
         try:
@@ -80,11 +99,18 @@ class Meeting:
             return [0]
 
 
-def _as_slurm_says() -> None:
-    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+class _Entry(msgspec.Struct):
+    """What a rank shares, or why it has given up."""
 
-    if not SLURMEnvironment.detect():
+    value: msgspec.Raw
+    error: str = ""
+
+
+def _as_slurm_says() -> None:
+    if "SLURM_NTASKS" not in os.environ:
         raise ConfigurationError(HOW_TO_START)
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment  # takes long to import
+
     job = SLURMEnvironment(auto_requeue=False)
     os.environ |= {
         "RANK": str(job.global_rank()),
