@@ -19,7 +19,7 @@ from lightning_sdpipe.placement.placed import FORMAT, Placement
 from lightning_sdpipe.placement.rank_zero import ending_with, free_hosts
 from lightning_sdpipe.placement.search import Found, search
 from lightning_sdpipe.placement.throughput import CutJob, Job, Spans, Sync
-from lightning_sdpipe.placement.unlike import place_unlike
+from lightning_sdpipe.placement.unlike import ALTERNATIONS, best_cut, place_unlike
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 
 ALIKE = 1.05
@@ -136,7 +136,7 @@ def place(
     spans = _cut_by_blocks(job)
     speeds, memories = job.speeds, set(job.memories)
     if max(speeds) <= ALIKE * min(speeds) and len(memories) == 1:
-        placed = _by_traffic(network, asked, traffic_of(job.chain, spans), asked.seconds, clock)
+        placed, spans = _by_cuts(job, asked, spans, start, clock)
     else:
         placed, spans = _by_throughput(job, asked, spans, start, clock)
     return _timed(placed, job, spans)
@@ -158,6 +158,23 @@ def _by_traffic(network: Network, asked: Asked, traffic: Traffic, seconds: float
         free_hosts(found.stages, costs, network),
         found,
     )
+
+
+def _by_cuts(job: Job, asked: Asked, spans: Spans, start: float, clock: Callable[[], float]) -> tuple[Placed, Spans]:
+    """Where devices are alike, communication decides; the cut and the placement are improved in turn."""
+    best: tuple[float, Placed, Spans] | None = None
+    for _ in range(ALTERNATIONS):
+        left = start + asked.seconds - clock()
+        placed = _by_traffic(job.network, asked, traffic_of(job.chain, spans), left / 2, clock)
+        seconds = CutJob(job, spans).seconds(placed.stages)
+        if best is not None and seconds >= best[0] * (1 - 1e-9):
+            break
+        best = seconds, placed, spans
+        spans = best_cut(job, placed.stages, spans)
+        if spans == best[2]:
+            break
+    assert best is not None
+    return best[1:]
 
 
 def _by_throughput(

@@ -104,7 +104,7 @@ class CutJob:
         self.work = [sum(job.chain[block].seconds for block in span) for span in spans]
         needs = job.memory([1.0] * job.num_stages)
         self._needed = [needs.needed(stage, span.start, span.stop) for stage, span in enumerate(spans)]
-        self._members = job.num_pipelines if job.sync == "all_reduce" else min(GROUP, job.num_pipelines)
+        self._members = _members(job)
 
     def weights(self, model: CostModel) -> Weights:
         """What links cost, computing apart."""
@@ -160,6 +160,18 @@ class CutJob:
         times = [self.pipeline_seconds(devices) for devices in zip(*stages, strict=True)]
         data = max(self.group_seconds(stage, group) for stage, group in enumerate(stages))
         return combined(times, data, self.job.sync)
+
+
+def averaging_seconds_per_byte(job: Job, group: Sequence[int]) -> float:
+    """What each byte of parameters adds to averaging among these replicas of a stage, for the slowest of them."""
+    others = max(len(group) - 1, 1)
+    shared = 2 * (_members(job) - 1) / _members(job) / others
+    return shared * max(sum(job.slowness[a][b] for b in group if b != a) for a in group)
+
+
+def _members(job: Job) -> int:
+    """Of a group that is averaged."""
+    return job.num_pipelines if job.sync == "all_reduce" else min(GROUP, job.num_pipelines)
 
 
 def combined(times: Sequence[float], data: float, sync: Sync) -> float:

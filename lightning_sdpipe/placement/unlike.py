@@ -16,7 +16,7 @@ from itertools import islice, pairwise, permutations
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
 from lightning_sdpipe.placement.cost import Stages
-from lightning_sdpipe.placement.throughput import CutJob, Job, Spans, combined
+from lightning_sdpipe.placement.throughput import CutJob, Job, Spans, averaging_seconds_per_byte, combined
 
 ROUNDS = 12
 ALTERNATIONS = 5
@@ -101,7 +101,7 @@ def place_unlike(
 
 def best_cut(job: Job, stages: Stages, known: Spans | None = None) -> Spans:
     """The cut that trains fastest on these devices, of those that suit the slowest device of each stage, the mean or
-    one of the pipelines, and ``known``.
+    one of the pipelines, with what averaging a block's parameters takes counted as its work or not, and ``known``.
 
     Raises:
         ConfigurationError: no cut fits into the devices.
@@ -119,9 +119,11 @@ def best_cut(job: Job, stages: Stages, known: Spans | None = None) -> Spans:
     rows = [[job.speeds[device] for device in row] for row in zip(*stages, strict=True)]
     columns = list(zip(*rows, strict=True))
     wanted = [[min(column) for column in columns], [sum(column) / len(column) for column in columns], *rows[:ROWS]]
+    per_byte = max(averaging_seconds_per_byte(job, group) for group in stages)
+    averaged = [block.seconds + per_byte * block.parameter_bytes for block in job.chain]
     cuts = [] if known is None else [known]
-    for speeds in wanted:
-        cuts.append(balance(seconds, crossing, speeds, memory, slowness)[0])
+    for work in (seconds, averaged) if 0 < per_byte < math.inf else (seconds,):
+        cuts += [balance(work, crossing, speeds, memory, slowness)[0] for speeds in wanted]
     return min(cuts, key=lambda spans: CutJob(job, spans).seconds(stages))
 
 

@@ -201,11 +201,12 @@ def _emulated(case: Case) -> tuple[list[WorkerReport], int]:
     torch.manual_seed(case.seed)
     module = EmulatedChain(case.num_stages, *times, num_parameters=case.num_parameters)
     count = case.iterations * case.num_pipelines * case.num_micro_batches
-    loader = DataLoader(TensorDataset(torch.rand(count, FEATURES)), case.num_micro_batches, collate_fn=_features)
+    loader = DataLoader(TensorDataset(torch.rand(count, FEATURES)), case.num_micro_batches, collate_fn=stacked)
     return _fit(case, module, loader), case.num_micro_batches
 
 
-def _features(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+def stacked(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """The features of samples that have nothing else, as a batch."""
     return torch.stack([features for (features,) in samples])
 
 
