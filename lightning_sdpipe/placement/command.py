@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -22,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; the exit status is 2 when nothing can be placed as asked."""
     options = _parser().parse_args(arguments)
     try:
-        _check_picture(options.picture)
+        _check(options)
         network = read_network(options.network)
         placed = _placed(network, options)
         print(report(placed))
@@ -117,11 +119,21 @@ def _traffic(options: argparse.Namespace) -> Traffic | None:
     return Traffic.even(options.stages, options.stage_bytes or 0.0, options.cut_bytes or 0.0) if any(given) else None
 
 
-def _check_picture(file: Path | None) -> None:
-    if file is None:
+def _check(options: argparse.Namespace) -> None:
+    """What would only be noticed after the search, or not at all."""
+    if not 0 < options.seconds < math.inf:
+        raise ConfigurationError(f"--seconds {options.seconds} must be a number above 0.")
+    if options.micro_batches is not None and options.micro_batches < 1:
+        raise ConfigurationError(f"--micro-batches {options.micro_batches} must be 1 or more.")
+    if not 0 <= options.optimizer_state < math.inf:
+        raise ConfigurationError(f"--optimizer-state {options.optimizer_state} must be a number of at least 0.")
+    for file in (options.output, options.picture):
+        if file is not None and not os.access(file.parent, os.W_OK):
+            raise ConfigurationError(f"{file} cannot be written: {file.parent.absolute()} is no such directory.")
+    if options.picture is None:
         return
-    if file.suffix not in (".png", ".svg"):
-        raise ConfigurationError(f"--picture {file} must end in .png or .svg.")
+    if options.picture.suffix not in (".png", ".svg"):
+        raise ConfigurationError(f"--picture {options.picture} must end in .png or .svg.")
     if find_spec("matplotlib") is None:
         raise ConfigurationError("--picture needs matplotlib; install it: pip install 'lightning-sdpipe[recipes]'")
 
