@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 
 from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.cost import Weights, evaluate, weights
@@ -23,7 +24,7 @@ OPTIMA = {1: 3.439799, 2: 31.634160, 3: 16.086840, 4: 34.802041, 5: 49.218380}
 """Seconds: proved for cases 3 to 5."""
 
 NOISE, NOISE_SEED = 0.2, 0
-"""Standard deviation of the logarithm of every latency and bandwidth."""
+"""Standard deviation of the logarithm of every latency and bandwidth, the same in both directions."""
 
 GOALS = {"ten": 1.18, "noise5": 1.10, "noise4": 1.08}
 
@@ -114,14 +115,15 @@ def shuffled(network: Network, seed: int) -> Network:
 
 
 def noisy(network: Network) -> Network:
-    """The same links, each way for itself a little faster or slower, as a measurement would have them."""
+    """The same links, each a little faster or slower, as a measurement would have them."""
     rng = random.Random(NOISE_SEED)
 
-    def disturbed(value: float | None) -> float | None:
-        return None if value is None else value * rng.lognormvariate(0.0, NOISE)
+    def disturbed(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
+        made = [list(row) for row in rows]
+        for a, row in enumerate(made):
+            for b in range(a):
+                value = row[b]
+                made[a][b] = made[b][a] = None if value is None else value * rng.lognormvariate(0.0, NOISE)
+        return made
 
-    return Network(
-        network.devices,
-        [[disturbed(value) for value in row] for row in network.latency_seconds],
-        [[disturbed(value) for value in row] for row in network.bandwidth_bytes_per_second],
-    )
+    return Network(network.devices, disturbed(network.latency_seconds), disturbed(network.bandwidth_bytes_per_second))
