@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+
+_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,13 @@ class Machine:
     name: str
     interface: str
     address: str
+
+    def enter(self) -> None:
+        """Moves the calling thread, and what it starts from now on, into the namespace."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path("/run/netns", self.name).open() as namespace:
+            if libc.setns(namespace.fileno(), _NETWORK):
+                raise OSError(ctypes.get_errno(), f"entering {self.name}")
 
     def running(self, command: Sequence[str]) -> list[str]:
         return ["ip", "netns", "exec", self.name, *command]
@@ -43,7 +54,7 @@ def machines(count: int) -> Iterator[list[Machine]]:
                 run("link", "set", end, "netns", owner)
                 run("-n", owner, "addr", "add", f"10.231.{arm}.{number}/24", "dev", end)
                 run("-n", owner, "link", "set", end, "up")
-            run("-n", name, "route", "add", "default", "via", f"10.231.{arm}.1")
+            run("-n", name, "route", "add", "10.231.0.0/16", "via", f"10.231.{arm}.1")
             found.append(Machine(name, outer, f"10.231.{arm}.2"))
         yield found
     finally:
