@@ -3,7 +3,8 @@
 ``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, ``sdpipe status ADDRESS`` shows
 how it goes, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe
 partition`` shows how a model would be cut, ``sdpipe check`` whether it then computes the same, and ``sdpipe record
-FILE`` writes down how fast a device is over time.
+FILE`` writes down how fast a device is over time. ``sdpipe measure FILE`` measures links and devices, and ``sdpipe
+place FILE`` decides which device runs what.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from lightning_sdpipe.scheduler.status import Status
 from lightning_sdpipe.scheduler.status_page import render, to_plain
 from lightning_sdpipe.scheduler.stop_signals import stop_signals
 
-_OWN_OPTIONS = {"partition": "partition.__main__", "check": "check", "simulate": "simulate.__main__"}  # parse their own
+_OWN_OPTIONS = {  # commands that parse their own
+    "partition": "partition.__main__",
+    "check": "check",
+    "simulate": "simulate.__main__",
+    "measure": "placement.measure",
+    "place": "placement.command",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("partition", help="show the chain of a model and where it would be cut", add_help=False)
     commands.add_parser("check", help="compare what a cut model computes with the whole one", add_help=False)
     commands.add_parser("simulate", help="run a policy under stragglers, in virtual time", add_help=False)
+    commands.add_parser("measure", help="measure the links between a job's workers, and their speed", add_help=False)
+    commands.add_parser("place", help="decide which device runs which stage of which pipeline", add_help=False)
 
     record = commands.add_parser("record", help="record a device's relative speed over time, to replay it elsewhere")
     record.add_argument("file", type=Path, help="the trace to write")

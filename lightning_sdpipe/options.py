@@ -19,6 +19,7 @@ from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.membership import scheduler_log, standing_scheduler
 from lightning_sdpipe.partition import plan
+from lightning_sdpipe.placement.placed import placed_blocks, read_placement
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.methods import method_of
@@ -42,9 +43,12 @@ class SDPipeOptions(DDPStrategy):
         num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; ``num_stages`` by default.
             ``"pipedream"`` does not split mini-batches.
         partition: ``"uniform"`` (equally many blocks), ``"parameters"``, ``"balanced"`` (by measured times) or
-            :class:`~lightning_sdpipe.partition.plan.Balanced` with options, or the number of blocks of each stage.
+            :class:`~lightning_sdpipe.partition.plan.Balanced` with options, or the number of blocks of each stage;
+            ``"placed"`` for those that ``placement`` names.
         blocks: paths of the modules that form the chain, in the order in which they run, if the automatic choice does
             not fit; ``*`` stands for one part of a path.
+        placement: file that says which device runs which stage of which pipeline, as ``sdpipe place`` writes it; by
+            default consecutive ranks form a pipeline.
         delays: what slows workers down while they train, to study stragglers; from
             :mod:`lightning_sdpipe.heterogeneity`.
         scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
@@ -83,8 +87,9 @@ class SDPipeOptions(DDPStrategy):
         schedule: Schedule = "1f1b",
         stages_per_worker: int = 2,
         num_micro_batches: int | None = None,
-        partition: plan.Partition = "uniform",
+        partition: plan.Partition | Literal["placed"] = "uniform",
         blocks: Sequence[str] | None = None,
+        placement: str | Path | None = None,
         delays: Heterogeneity | None = None,
         scheduler: str | None = None,
         scheduler_key_file: str | Path | None = None,
@@ -121,7 +126,8 @@ class SDPipeOptions(DDPStrategy):
         self.schedule = schedule
         self.stages_per_worker = stages_per_worker if schedule in option_checks.LOOPED else 1
         self.num_micro_batches = 1 if schedule == "pipedream" else num_micro_batches or num_stages
-        self.partition = partition
+        self.placement = None if placement is None else read_placement(placement)
+        self.partition = placed_blocks(self.placement) if partition == "placed" else partition
         self.blocks = blocks
         self.delays: Heterogeneity = delays if delays is not None else Delays()
         self.variance_correction = variance_correction
@@ -138,6 +144,13 @@ class SDPipeOptions(DDPStrategy):
     def total_stages(self) -> int:
         """Of a pipeline."""
         return self.num_stages * self.stages_per_worker
+
+    @property
+    def in_flight(self) -> plan.InFlight | None:
+        """What the schedule keeps, if the memory of devices counts."""
+        if not (isinstance(self.partition, plan.Balanced) and self.partition.memory is not None):
+            return None
+        return plan.in_flight(self.schedule, self.num_stages, self.num_micro_batches)
 
     @property
     def pipeline_options(self) -> Options:

@@ -37,6 +37,8 @@ from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.pipeline.data import PipelineLoader, shared_seed
+from lightning_sdpipe.placement.placed import check_shape, mesh_of
+from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.synchronizer import Replica, SyncStatistics
 from lightning_sdpipe.trainer import finetuning, loop
@@ -67,6 +69,7 @@ class SDPipeStrategy(SDPipeOptions):
     The arguments are those of :class:`~lightning_sdpipe.options.SDPipeOptions`.
     """
 
+    _placed: Mesh | None = None
     _groups: ProcessGroups | None = None
     _membership: Membership | None = None
     _assembled: Assembled | None = None
@@ -88,6 +91,11 @@ class SDPipeStrategy(SDPipeOptions):
 
     @property
     def mesh(self) -> Mesh:
+        """Who is which worker. Where devices are placed, that is known once the ranks have met."""
+        if self._placed is not None:
+            return self._placed
+        if self.placement is not None:
+            check_shape(self.placement, self.num_stages, self.num_nodes * self.num_processes)
         return Mesh.build(self.num_nodes * self.num_processes, self.num_stages)
 
     def _configure_launcher(self) -> None:
@@ -98,7 +106,7 @@ class SDPipeStrategy(SDPipeOptions):
     def _check_module(self) -> None:
         module = self.lightning_module
         if module is not None and not is_overridden("configure_model", module):  # else there is no model yet
-            plan.check(module, self.blocks, self.total_stages, self.partition)
+            plan.check(module, self.blocks, self.total_stages, self.partition, self.in_flight)
 
     def setup_environment(self) -> None:
         environment = self.cluster_environment
@@ -106,6 +114,8 @@ class SDPipeStrategy(SDPipeOptions):
         with naming_the_port(environment):
             super().setup_environment()
         if self._groups is None:
+            if self.placement is not None:
+                self._placed = mesh_of(self.placement, roll_call(self.local_rank, self.root_device))
             self._groups = ProcessGroups.open(self.mesh, self._run_timeout)
         self._data_seed = shared_seed()
         self._membership = Membership(
@@ -156,6 +166,7 @@ class SDPipeStrategy(SDPipeOptions):
                 self.num_micro_batches,
                 self.root_device,
                 self._whereabouts.rehearsal,
+                self.in_flight,
             )
             self._plan = self.module, plan_on_rank_zero(planning)
         return self._plan[1]

@@ -18,7 +18,7 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 HOUSE = (
     *("cli", "sweep", "configuration", "check"),
     *("strategy", "options", "training", "assembly", "membership", "launching", "trainer", "checkpoints", "sync"),
-    *("pipeline", "partition", "exchange", "groups", "scheduler", "simulate", "policies"),
+    *("placement", "pipeline", "partition", "exchange", "groups", "scheduler", "simulate", "policies"),
     *("optim", "heterogeneity", "random_streams", "option_checks", "p2p", "mesh", "errors"),
 )
 

@@ -43,6 +43,7 @@ class Planning:
         num_micro_batches: parts of a mini-batch.
         device: where rank 0 computes.
         rehearsal: what a step is rehearsed in, by its name.
+        in_flight: what the schedule keeps, if memory counts.
     """
 
     trainer: Trainer
@@ -52,6 +53,7 @@ class Planning:
     num_micro_batches: int
     device: torch.device
     rehearsal: Callable[[str], AbstractContextManager[None]]
+    in_flight: plan.InFlight | None = None
 
 
 def plan_on_rank_zero(planning: Planning) -> plan.Plan:
@@ -102,7 +104,7 @@ def _plan(planning: Planning) -> plan.Plan:
             _not_rehearsed("a step could not be run before training", error)
             return None
 
-    return plan.plan(module, planning.num_stages, partition, planning.names, measure, rehearse)
+    return plan.plan(module, planning.num_stages, partition, planning.names, measure, rehearse, planning.in_flight)
 
 
 def _steps(planning: Planning) -> list[StepCalls]:
