@@ -51,6 +51,7 @@ from lightning_sdpipe.pipeline.fetcher import MeetingFetcher
 from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.stage_runner import Step
+from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
@@ -224,7 +225,8 @@ class SDPipeStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         job.begin()
-        _ = self.mesh  # refuses a number of workers that does not fit
+        mesh = self.mesh  # refuses a number of workers that does not fit
+        registry.build(self._method.policy, mesh.num_stages, mesh.num_pipelines)  # and values that do not fit the mesh
         if self._start_method == "popen":
             self._launcher = CheckingLauncher(
                 self.cluster_environment,

@@ -16,6 +16,7 @@ from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
+from lightning_sdpipe.sync.late_averaging import LateAveraging
 from lightning_sdpipe.sync.model_averaging import ModelAveraging
 from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
@@ -88,7 +89,7 @@ class ByPolicy:
             case ADPSGD(asynchronous=True):
                 return AsynchronousPairs(replica)
             case _:
-                return ModelAveraging(replica)
+                return ModelAveraging(replica) if self.policy.announces == "early" else LateAveraging(replica)
 
 
 def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
