@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, LocalSGD, NoSync, SDPipeStrategy
-from lightning_sdpipe.sync import SemiDecentralized
+from lightning_sdpipe.sync import PartialReduce, SemiDecentralized
 from tests.test_strategy import Regression, data, fit
 
 ROWS = ((5, 3), (2, 4))  # mini-batches of the two pipelines in each epoch, where they differ
@@ -65,6 +65,7 @@ class Gentle(Regression):
         (NoSync(), (1.0, 1.0)),
         (LocalSGD(every=3), (4 / 3, 4 / 3)),
         (ADPSGD(), (2.0, 2.0)),
+        (PartialReduce(group_size=2, decay=0.5), (2.0, 2.0)),
         (ADPSGD(asynchronous=True), (1.01, 2.0)),  # alone when the other has ended its epoch
         (HetPipe(sync_every=2), (1.01, 1.5)),  # too
     ],
@@ -172,6 +173,7 @@ def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync:
         (lambda: HetPipe(combine="max"), "combine='max'"),  # type: ignore[arg-type]
         (lambda: AllReduce(bucket_mib=0), "bucket_mib=0"),
         (lambda: LocalSGD(every=0), "every=0"),
+        (lambda: PartialReduce(decay=1.0), "decay=1.0"),
         (lambda: SDPipeStrategy(2, sync="all_reduce"), "sync='all_reduce' is no synchronisation method"),
         (lambda: SDPipeStrategy(2, sync=AllReduce), "sync=AllReduce is a class; give an object of it"),  # type: ignore[arg-type]
         (lambda: SDPipeStrategy(2, sync="no_such.module:Policy"), "No module named 'no_such'"),
