@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_sdpipe.sync import HetPipe as HetPipe
     from lightning_sdpipe.sync import LocalSGD as LocalSGD
     from lightning_sdpipe.sync import NoSync as NoSync
+    from lightning_sdpipe.sync import ParameterServer as ParameterServer
     from lightning_sdpipe.sync import PartialReduce as PartialReduce
     from lightning_sdpipe.sync import SemiDecentralized as SemiDecentralized
 
@@ -34,6 +35,7 @@ _HOMES = {
     "HetPipe": "lightning_sdpipe.sync",
     "LocalSGD": "lightning_sdpipe.sync",
     "NoSync": "lightning_sdpipe.sync",
+    "ParameterServer": "lightning_sdpipe.sync",
     "PartialReduce": "lightning_sdpipe.sync",
     "SemiDecentralized": "lightning_sdpipe.sync",
 }

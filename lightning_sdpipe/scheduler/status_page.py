@@ -130,9 +130,8 @@ def _sync_graph(number: int, stage: StageStatus, status: Status) -> list[str]:
     ]
     rate = None if rho is None else stage.largest_learning_rate(rho)
     if rho is not None and rate is not None:
-        lines.append(
-            f"  P-Reduce's theorem 1: ρ̄ {mixing.network_error(rho):.3g}, for learning rates up to {rate:.3g} where L = 1"
-        )
+        error = mixing.network_error(rho)
+        lines.append(f"  P-Reduce's theorem 1: ρ̄ {error:.3g}, for learning rates up to {rate:.3g} where L = 1")
     pipelines, met = stage.active(), stage.rounds_since_met()
     if len(pipelines) <= PAIRS_UP_TO:
         header = [f"{unit} since", *map(str, pipelines[:-1])]

@@ -7,5 +7,15 @@ from lightning_sdpipe.policies.partial_reduce import PartialReduce as PartialRed
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized as SemiDecentralized
 from lightning_sdpipe.sync.methods import AllReduce as AllReduce
 from lightning_sdpipe.sync.methods import HetPipe as HetPipe
+from lightning_sdpipe.sync.methods import ParameterServer as ParameterServer
 
-__all__ = ["ADPSGD", "AllReduce", "HetPipe", "LocalSGD", "NoSync", "PartialReduce", "SemiDecentralized"]
+__all__ = [
+    "ADPSGD",
+    "AllReduce",
+    "HetPipe",
+    "LocalSGD",
+    "NoSync",
+    "ParameterServer",
+    "PartialReduce",
+    "SemiDecentralized",
+]

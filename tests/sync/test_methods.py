@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, LocalSGD, NoSync, SDPipeStrategy
-from lightning_sdpipe.sync import PartialReduce, SemiDecentralized
+from lightning_sdpipe.sync import ParameterServer, PartialReduce, SemiDecentralized
 from tests.test_strategy import Regression, data, fit
 
 ROWS = ((5, 3), (2, 4))  # mini-batches of the two pipelines in each epoch, where they differ
@@ -68,6 +68,7 @@ class Gentle(Regression):
         (PartialReduce(group_size=2, decay=0.5), (2.0, 2.0)),
         (ADPSGD(asynchronous=True), (1.01, 2.0)),  # alone when the other has ended its epoch
         (HetPipe(sync_every=2), (1.01, 1.5)),  # too
+        (ParameterServer(quorum=1, late="carry"), (1.01, 2.0)),
     ],
     ids=lambda value: str(value) if not isinstance(value, tuple) else "",
 )
@@ -160,7 +161,7 @@ def test_a_pipeline_with_less_data_does_not_hold_all_reduce_up(tmp_path: Path) -
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sync", [ADPSGD(asynchronous=True), HetPipe(staleness=0, sync_every=1)], ids=str)
+@pytest.mark.parametrize("sync", [ADPSGD(asynchronous=True), ParameterServer(quorum=2)], ids=str)
 def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync: Any) -> None:
     train(tmp_path, sync, Uneven())
 
