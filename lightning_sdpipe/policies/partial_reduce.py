@@ -72,7 +72,8 @@ class PartialReduce(PolicyConfig, frozen=True):
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> PartialReducePolicy:
         if self.group_size > num_pipelines:
-            allowed = f"2 to {num_pipelines}" if num_pipelines > 1 else "two pipelines or more, or use NoSync"
+            upwards = "2" if num_pipelines == 2 else f"2 to {num_pipelines}"
+            allowed = upwards if num_pipelines > 1 else "it two pipelines or more, or use NoSync"
             raise ConfigurationError(
                 f"group_size={self.group_size} is not allowed with {num_pipelines} pipelines; give {allowed}"
             )

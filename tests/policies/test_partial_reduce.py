@@ -158,7 +158,7 @@ def test_values_that_cannot_be_are_refused(options: dict[str, object], message: 
     ("options", "pipelines", "message"),
     [
         ({"group_size": 5}, 4, "group_size=5 is not allowed with 4 pipelines; give 2 to 4"),
-        ({}, 1, "group_size=3 is not allowed with 1 pipelines; give two pipelines or more, or use NoSync"),
+        ({}, 1, "group_size=3 is not allowed with 1 pipelines; give it two pipelines or more, or use NoSync"),
         ({"group_size": 2, "history": 6}, 8, "history=6 .* connected by 7 groups at best; .* from 7, or null for 28"),
     ],
 )
@@ -186,6 +186,18 @@ def test_fewer_than_p_average_all_together() -> None:
     assert brief(ready(policy, (0, 2, 1), (0, 3, 1))) == [(0, (2, 3), Reason.EVERYBODY_CAME)]
     policy.on(Left(W(0, 3)), 3.0)
     assert brief(ready(policy, (0, 2, 2))) == [(0, (2,), Reason.EVERYBODY_CAME)]
+
+
+def test_the_history_follows_who_takes_part() -> None:
+    """Four times the fewest groups that can connect them, unless it is given."""
+    for given, expected in ((None, [28, 8, 28]), (11, [11, 11, 11])):
+        policy = PartialReduce(group_size=2, history=given).make_policy(1, 8)
+        found = []
+        for change in (Joined, Left, Joined):
+            for pipeline in range(3 if found else 0, 8):
+                policy.on(change(W(0, pipeline)), 0.0)
+            found.append(policy.sync_graph(0).rounds)
+        assert found == expected
 
 
 def test_clocks_count_readies_and_take_the_groups_largest() -> None:

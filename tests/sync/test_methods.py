@@ -85,6 +85,19 @@ def test_a_method_learns_and_ends_each_epoch_with_equal_replicas(
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize(("stages", "pipelines", "schedule"), [(4, 2, "pipedream"), (2, 3, "interleaved_1f1b")])
+def test_partial_reduce_learns_with_every_kind_of_schedule(
+    tmp_path: Path, stages: int, pipelines: int, schedule: Any
+) -> None:
+    """All stages of a pipeline wait for each other, without a flush too."""
+    x, y = data(48).tensors
+    before = nn.functional.mse_loss(Regression().net(x), y).item()
+    strategy = SDPipeStrategy(stages, sync=PartialReduce(2, 0.5), schedule=schedule, start_method="fork")
+    _, model = fit(tmp_path, strategy, stages * pipelines, 4, Gentle(), callbacks=[EqualReplicas()])
+    assert nn.functional.mse_loss(model.net(x), y).item() < 0.95 * before
+
+
+@pytest.mark.distributed
 def test_het_pipe_with_no_staleness_and_means_is_model_averaging(tmp_path: Path) -> None:
     server, _ = train(tmp_path / "server", HetPipe(staleness=0, sync_every=1, combine="mean"))
     averaged, _ = train(tmp_path / "averaged", SemiDecentralized(window=math.inf))
@@ -175,6 +188,8 @@ def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync:
         (lambda: AllReduce(bucket_mib=0), "bucket_mib=0"),
         (lambda: LocalSGD(every=0), "every=0"),
         (lambda: PartialReduce(decay=1.0), "decay=1.0"),
+        (lambda: ParameterServer(every=0), "every=0"),
+        (lambda: ParameterServer(quorum=2, staleness=1), "staleness=1 contradicts quorum=2"),
         (lambda: SDPipeStrategy(2, sync="all_reduce"), "sync='all_reduce' is no synchronisation method"),
         (lambda: SDPipeStrategy(2, sync=AllReduce), "sync=AllReduce is a class; give an object of it"),  # type: ignore[arg-type]
         (lambda: SDPipeStrategy(2, sync="no_such.module:Policy"), "No module named 'no_such'"),
