@@ -121,8 +121,8 @@ class PartialReducePolicy(GroupPolicy):
 
     def worker_left(self, worker: Worker, now: float) -> list[Decision]:
         pipeline, participants = worker.pipeline, self.participants
-        if not any(pipeline in waiting for waiting in participants.waiting):
-            self._queue.pop(pipeline, None)
+        if pipeline in self._queue and not self._stages_of(pipeline):
+            del self._queue[pipeline]
         if any(pipeline in active for active in participants.active):
             self._enter(pipeline)
         else:
@@ -159,6 +159,12 @@ class PartialReducePolicy(GroupPolicy):
         self._queue[pipeline] = iteration
         self._clocks[pipeline] += 1
 
+    def _stages_of(self, pipeline: int) -> list[int]:
+        """Where ``pipeline``, which is in the queue, waits with what it is ready with."""
+        iteration = self._queue[pipeline]
+        waiting = self.participants.waiting
+        return [stage for stage, here in enumerate(waiting) if here.get(pipeline, math.inf) <= iteration]
+
     def _release(self, reason: str) -> list[Decision]:
         """All groups that may go out."""
         decisions: list[Decision] = []
@@ -167,8 +173,8 @@ class PartialReducePolicy(GroupPolicy):
             if len(self._queue) < size:
                 break
             chosen, why = list(islice(self._queue, size)), reason
-            by_component = self._first_of_components()
             if len({self._graph.component(pipeline) for pipeline in chosen}) < self._graph.components:
+                by_component = self._first_of_components()
                 if len(by_component) == 1:
                     break
                 chosen, why = self._across(by_component, size), Reason.ENFORCED
@@ -191,8 +197,8 @@ class PartialReducePolicy(GroupPolicy):
     def _groups(self, chosen: Sequence[int], reason: str) -> list[Group]:
         """One group in each stage, of the pipelines' workers that wait there."""
         groups = []
-        for stage, waiting in enumerate(self.participants.waiting):
-            here = [pipeline for pipeline in chosen if waiting.get(pipeline, math.inf) <= self._queue[pipeline]]
+        for stage in range(self.participants.num_stages):
+            here = [pipeline for pipeline in chosen if stage in self._stages_of(pipeline)]
             if here:
                 config, clocks = self._config, [self._clocks[pipeline] for pipeline in here]
                 shares = None if config.decay is None else weights(clocks, config.decay, config.missing)

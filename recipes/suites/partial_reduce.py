@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def run(
     """
     if output is not None:
         require_matplotlib()
-    parts = {
+    parts: Mapping[str, Callable[[], list[Row]]] = {
         "virtual": lambda: learning(methods, heterogeneity, **virtual, seed=seed, what="virtual"),
         "sweep": lambda: learning(methods, heterogeneity, **sweep, seed=seed, what="sweep"),
         "production": lambda: learning(methods, heterogeneity, **production, seed=seed, what="production"),

@@ -177,6 +177,34 @@ def test_a_pipeline_is_ready_when_all_of_its_stages_are() -> None:
     assert ready(policy, (1, 1, 0)) == []
 
 
+def test_stages_at_different_iterations_come_together_again() -> None:
+    """Stage 0 of pipeline 0 fell silent, and stage 1 went on without it."""
+    policy = PartialReduce(group_size=2).make_policy(2, 2)
+    join_all(policy, 2, 2)
+    policy.on(Left(W(0, 0)), 0.0)
+    assert len(ready(policy, (1, 0, 4), (0, 1, 4), (1, 1, 4))) == 2
+    policy.on(Joined(W(0, 0)), 1.0)
+    assert ready(policy, (1, 0, 5), (0, 1, 5), (1, 1, 5)) == []
+    groups = ready(policy, (0, 0, 4))
+    assert brief(groups) == [(0, (0, 1), Reason.EVERYBODY_CAME), (1, (1,), Reason.EVERYBODY_CAME)]
+    groups = ready(policy, (0, 1, 6), (1, 1, 6), (0, 0, 5))
+    assert brief(groups) == [(0, (0, 1), Reason.EVERYBODY_CAME), (1, (0, 1), Reason.EVERYBODY_CAME)]
+
+
+def test_who_is_ahead_of_a_stage_that_left_is_not_forgotten() -> None:
+    policy = PartialReduce(group_size=2).make_policy(2, 2)
+    join_all(policy, 2, 2)
+    policy.on(Left(W(0, 0)), 0.0)
+    ready(policy, (1, 0, 4), (0, 1, 4), (1, 1, 4))
+    policy.on(Joined(W(0, 0)), 1.0)
+    assert ready(policy, (1, 0, 5), (0, 0, 4)) == []
+    assert policy.on(Left(W(0, 0)), 2.0) == [], "pipeline 0 is ready with iteration 5 of stage 1 now"
+    assert brief(ready(policy, (0, 1, 5), (1, 1, 5))) == [
+        (0, (1,), Reason.EVERYBODY_CAME),
+        (1, (0, 1), Reason.EVERYBODY_CAME),
+    ]
+
+
 def test_fewer_than_p_average_all_together() -> None:
     policy = PartialReduce(group_size=3).make_policy(1, 4)
     join_all(policy, 1, 4)
@@ -190,8 +218,8 @@ def test_fewer_than_p_average_all_together() -> None:
 
 def test_the_history_follows_who_takes_part() -> None:
     """Four times the fewest groups that can connect them, unless it is given."""
-    for given, expected in ((None, [28, 8, 28]), (11, [11, 11, 11])):
-        policy = PartialReduce(group_size=2, history=given).make_policy(1, 8)
+    for history, expected in ((None, [28, 8, 28]), (11, [11, 11, 11])):
+        policy = PartialReduce(group_size=2, history=history).make_policy(1, 8)
         found = []
         for change in (Joined, Left, Joined):
             for pipeline in range(3 if found else 0, 8):
