@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.simulate import Work, jittered
 from recipes.bench import ratio_table
-from recipes.suites import partial_reduce
+from recipes.suites import convergence, partial_reduce, throughput
 from recipes.suites.virtual import Digits, Quadratic, Served, at_target, train
 from tests.recipes.composed import parameters_of
 
@@ -84,6 +85,8 @@ def test_every_method_of_the_suite_can_be_built() -> None:
     wanted = {key.rpartition("/")[2] for key in partial_reduce.SPEED_GOALS}
     assert wanted <= set(parameters["emulated"]["grid"]["partial_reduce"]["heterogeneity"])
     assert parameters["emulated"]["only"] == ["partial_reduce"]
+    for other, name in ((throughput, "emulated"), (convergence, "training")):
+        inspect.signature(other.run).bind(**parameters[name], seed=0)
 
 
 def small() -> dict[str, Any]:

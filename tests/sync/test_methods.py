@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, LocalSGD, NoSync, SDPipeStrategy
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.sync import ParameterServer, PartialReduce, SemiDecentralized
+from lightning_sdpipe.sync.synchronizer import Replica
 from tests.test_strategy import Regression, data, fit
+from tests.workers import run_workers
 
 ROWS = ((5, 3), (2, 4))  # mini-batches of the two pipelines in each epoch, where they differ
 
@@ -198,3 +203,23 @@ def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync:
 def test_wrong_values_are_refused(wrong: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         wrong()
+
+
+def test_what_does_not_fit_the_mesh_is_refused_before_any_process_starts() -> None:
+    with pytest.raises(ConfigurationError, match="group_size=3 is not allowed with 2 pipelines; give 2"):
+        L.Trainer(accelerator="cpu", devices=4, strategy=SDPipeStrategy(2, sync=PartialReduce()), logger=False)
+
+
+def build_with_a_quorum_of_three(rank: int) -> str:
+    mesh = Mesh.build(2, 1)
+    groups = ProcessGroups.open(mesh, timedelta(seconds=20))
+    nobody: Any = None
+    with pytest.raises(ConfigurationError) as refused:
+        ParameterServer(quorum=3).build(Replica(nobody, groups, [], [], [], timedelta(seconds=20)))
+    return str(refused.value)
+
+
+@pytest.mark.distributed
+def test_every_worker_refuses_a_quorum_that_can_never_come_together() -> None:
+    message = "quorum=3 is not allowed with 2 pipelines; give 1 to 2"
+    assert run_workers(2, build_with_a_quorum_of_three) == [message, message]
