@@ -39,6 +39,7 @@ from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.pipeline.data import PipelineLoader, shared_seed
 from lightning_sdpipe.placement.placed import check_shape, mesh_of
 from lightning_sdpipe.placement.roll_call import roll_call
+from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.synchronizer import Replica, SyncStatistics
 from lightning_sdpipe.trainer import finetuning, loop
@@ -99,7 +100,8 @@ class SDPipeStrategy(SDPipeOptions):
         return Mesh.build(self.num_nodes * self.num_processes, self.num_stages)
 
     def _configure_launcher(self) -> None:
-        _ = self.mesh  # refuses a number of workers that does not fit
+        mesh = self.mesh  # refuses a number of workers that does not fit
+        registry.build(self._method.policy, mesh.num_stages, mesh.num_pipelines)  # and values that do not fit the mesh
         timeout = self._run_timeout.total_seconds()
         self._launcher = launcher_for(self, self._start_method, self._check_module, timeout)
 

@@ -1,8 +1,8 @@
-"""A parameter server for one stage: the sum of all updates, given to pipelines as the clocks allow.
+"""A parameter server for one stage: what all updates amount to, given to pipelines as the rule of admission allows.
 
 It runs in threads of a training process, one thread per remote pipeline, which share the parameters under one lock. A
 pipeline sends what its parameters have changed by; the answer comes when its next clock may begin, and holds the
-parameters with everybody's changes so far.
+parameters with everybody's changes that count so far.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.policies.ssp_clocks import SSPClocks
+from lightning_sdpipe.policies.admission import Admission, Verdict
 
 _TAG = 2**31 - 2
-_PUSH, _LEAVE = 0, 1
+_PUSH, _LEAVE, _LEAVE_EMPTY = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ParameterServer:
 
     Args:
         parameters: flat tensors, whose values every pipeline has at the start.
-        clocks: in which every pipeline has joined.
+        admission: in which every pipeline has joined.
         remote: the global rank of every pipeline but this process's own.
         group: a gloo group that holds them all.
         timeout: seconds that a pipeline waits at most for slower ones.
@@ -48,13 +48,15 @@ class ParameterServer:
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        clocks: SSPClocks,
+        admission: Admission,
         remote: Mapping[int, int],
         group: dist.ProcessGroup,
         timeout: float,
     ) -> None:
         self._parameters = [p.detach().to("cpu", copy=True) for p in parameters]
-        self._clocks = clocks
+        self._round: list[Tensor] | None = None
+        """What the open round holds; None for nothing."""
+        self._admission = admission
         self._group = group
         self._timeout = timeout
         self._changed = threading.Condition()
@@ -65,29 +67,26 @@ class ParameterServer:
             ).start()
 
     def push(self, pipeline: int, changes: Sequence[Tensor]) -> Pulled:
-        """Adds the changes of a pipeline's clock, and waits until it may begin the next one.
+        """Takes the changes of a pipeline's clock, and waits until it may begin the next one.
 
         Raises:
-            WorkerFailedError: another pipeline failed, or those that are too far behind did not come in time.
+            WorkerFailedError: another pipeline failed, or those that it awaits did not come in time.
         """
         start = time.perf_counter()
         with self._changed:
-            self._add(changes)
-            self._clocks.finish(pipeline)
-            self._changed.notify_all()
+            self._take(self._admission.push(pipeline), changes)
             self._await(
-                lambda: not self._clocks.may_go_on(pipeline),
-                lambda: f"pipelines {self._clocks.awaited_by(pipeline)}, which are too many clocks behind",
+                lambda: self._admission.waits(pipeline),
+                lambda: f"pipelines {self._admission.awaited_by(pipeline)}, which have not pushed",
             )
+            self._admission.pull(pipeline)
             waited = time.perf_counter() - start
-            return Pulled([p.clone() for p in self._parameters], len(self._clocks.active), waited)
+            return Pulled([p.clone() for p in self._parameters], len(self._admission.active), waited)
 
-    def leave(self, pipeline: int, changes: Sequence[Tensor]) -> None:
-        """Adds the changes of a pipeline that ends its epoch."""
+    def leave(self, pipeline: int, changes: Sequence[Tensor], pushes: bool = True) -> None:
+        """Takes the changes of a pipeline that ends its epoch, if it ``pushes`` any."""
         with self._changed:
-            self._add(changes)
-            self._clocks.leave(pipeline)
-            self._changed.notify_all()
+            self._take(self._admission.leave(pipeline, pushes), changes)
 
     def close(self) -> Sequence[Tensor]:
         """Waits until every pipeline has left; returns the parameters with all changes.
@@ -97,13 +96,25 @@ class ParameterServer:
         """
         with self._changed:
             self._await(
-                lambda: bool(self._clocks.active), lambda: f"pipelines {sorted(self._clocks.active)} to end the epoch"
+                lambda: bool(self._admission.active),
+                lambda: f"pipelines {sorted(self._admission.active)} to end the epoch",
             )
             return self._parameters
 
-    def _add(self, changes: Sequence[Tensor]) -> None:
-        for parameter, change in zip(self._parameters, changes, strict=True):
-            parameter.add_(change)
+    def _take(self, verdict: Verdict, changes: Sequence[Tensor]) -> None:
+        """Carries out what follows from a push. A round that closes with it needs no memory of its own."""
+        scale = verdict.weight if self._round is not None or verdict.closes is None else verdict.weight * verdict.closes
+        if verdict.weight:
+            if self._round is None and verdict.closes is None:
+                self._round = [torch.zeros_like(p) for p in self._parameters]
+            into = self._parameters if self._round is None else self._round
+            for held, change in zip(into, changes, strict=True):
+                held.add_(change, alpha=scale)
+        if verdict.closes is not None and self._round is not None:
+            for parameter, held in zip(self._parameters, self._round, strict=True):
+                parameter.add_(held, alpha=verdict.closes)
+            self._round = None
+        self._changed.notify_all()
 
     def _await(self, blocked: Callable[[], bool], whom: Callable[[], str]) -> None:
         until = time.monotonic() + self._timeout
@@ -123,8 +134,8 @@ class ParameterServer:
             while True:
                 (kind,) = p2p.receive([torch.empty(1, dtype=torch.int64)], rank, self._group, _TAG, peer).wait()
                 p2p.receive(changes, rank, self._group, _TAG, peer).wait()
-                if int(kind) == _LEAVE:
-                    self.leave(pipeline, changes)
+                if int(kind) != _PUSH:
+                    self.leave(pipeline, changes, int(kind) == _LEAVE)
                     return
                 try:
                     pulled = self.push(pipeline, changes)
@@ -165,9 +176,9 @@ class RemoteServer:
         p2p.receive(parameters, self.rank, self.group, _TAG, self.name).wait()
         return Pulled(parameters, head["members"], head["waited"])
 
-    def leave(self, pipeline: int, changes: Sequence[Tensor]) -> None:
+    def leave(self, pipeline: int, changes: Sequence[Tensor], pushes: bool = True) -> None:
         """See :meth:`ParameterServer.leave`."""
-        self._send(_LEAVE, changes)
+        self._send(_LEAVE if pushes else _LEAVE_EMPTY, changes)
 
     def _send(self, kind: int, changes: Sequence[Tensor]) -> None:
         p2p.send([torch.tensor([kind])], self.rank, self.group, _TAG, self.name).wait()

@@ -12,23 +12,23 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.server import ParameterServer, RemoteServer
-from lightning_sdpipe.policies.ssp_clocks import SSPClocks
+from lightning_sdpipe.policies.admission import AdmissionRule, admission
 from tests.workers import run_workers
 
 SIZES = (5, 2)
 START = [torch.arange(size, dtype=torch.float32) for size in SIZES]
 
 
-def line(rank: int, pipelines: int, staleness: int, timeout: float) -> ParameterServer | RemoteServer:
+def line(rank: int, pipelines: int, rule: AdmissionRule, timeout: float) -> ParameterServer | RemoteServer:
     """Rank 0 serves; rank is pipeline."""
     group = dist.group.WORLD
     assert group is not None
     if rank:
         return RemoteServer(0, group, "the parameter server (rank 0)")
-    clocks = SSPClocks(staleness)
+    admitted = admission(rule, pipelines)
     for pipeline in range(pipelines):
-        clocks.join(pipeline)
-    return ParameterServer(START, clocks, {p: p for p in range(1, pipelines)}, group, timeout)
+        admitted.join(pipeline)
+    return ParameterServer(START, admitted, {p: p for p in range(1, pipelines)}, group, timeout)
 
 
 def changes(pipeline: int, clock: int) -> list[Tensor]:
@@ -39,7 +39,7 @@ def train(
     rank: int, slow: int, lengths: Sequence[int], staleness: int
 ) -> tuple[list[float], list[float], list[Tensor]]:
     """When this pipeline began and ended each clock, and what the server had in the end."""
-    server = line(rank, len(lengths), staleness, 15)
+    server = line(rank, len(lengths), AdmissionRule(staleness=staleness, combine="sum"), 15)
     begun, ended = [], []
     for clock in range(lengths[rank]):
         begun.append(time.monotonic())
@@ -75,7 +75,7 @@ def test_the_bound_holds_and_every_change_is_added_once(slow: int, lengths: Sequ
 
 def outrun(rank: int) -> str:
     """Rank 0 and 1 are ahead of rank 2, which does nothing until they have given up."""
-    server = line(rank, 3, 0, 1.0)
+    server = line(rank, 3, AdmissionRule(), 1.0)
     message = ""
     if rank < 2:
         with pytest.raises(WorkerFailedError) as caught:

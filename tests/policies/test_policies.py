@@ -28,6 +28,7 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD, ADPSGDPolicy, Asynchronous
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import check_group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.registry import build
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -43,8 +44,15 @@ semi_decentralized = st.builds(
     max_group=st.sampled_from([None, 2, 3]),
     connectivity_unit=st.sampled_from(["rounds", "groups"]),
 )
+partial_reduce = st.builds(
+    PartialReduce,
+    group_size=st.integers(2, 4),
+    decay=st.sampled_from([None, 0.5]),
+    history=st.sampled_from([None, 5]),
+)
 specs = st.one_of(
     semi_decentralized,
+    partial_reduce,
     st.sampled_from(
         [
             SemiDecentralized(window=math.inf),
@@ -64,6 +72,8 @@ class AnyPolicy(RuleBasedStateMachine):
 
     @initialize(spec=specs, stages=st.integers(1, 3), pipelines=st.integers(1, 6))
     def start(self, spec: PolicyConfig, stages: int, pipelines: int) -> None:
+        if isinstance(spec, PartialReduce):
+            pipelines = max(pipelines, spec.group_size)
         self.spec, self.stages, self.pipelines = spec, stages, pipelines
         self.policy = build(spec, stages, pipelines)
         self.told: list[tuple[float, Event, list[Decision]]] = []
@@ -193,6 +203,9 @@ class AnyPolicy(RuleBasedStateMachine):
         if not hasattr(self, "policy") or self.policy.deadline() is not None:
             return
         stages = {worker.stage for worker in self.waiting}
+        if isinstance(self.spec, PartialReduce):  # whose stages wait for each other
+            assert not stages or self.active - set(self.waiting)
+            return
         for stage in stages:
             assert any(w.stage == stage for w in self.active - set(self.waiting))
         finite = isinstance(self.spec, SemiDecentralized) and self.spec.window != math.inf
@@ -208,7 +221,9 @@ class AnyPolicy(RuleBasedStateMachine):
             assert again.on(event, now) == decisions
         for _ in range(1000):
             stages = {worker.stage for worker in self.waiting}
-            free = [w for w in self.active - set(self.waiting) if w.stage in stages]
+            free = [
+                w for w in self.active - set(self.waiting) if w.stage in stages or isinstance(self.spec, PartialReduce)
+            ]
             if free:
                 # The one furthest behind comes next, as it would in a pipeline.
                 worker = min(free, key=lambda w: (self.iteration[w], w))

@@ -31,7 +31,7 @@ def composed(*overrides: str) -> DictConfig:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_instantiates(option: str, tmp_path: Path) -> None:
-    config = composed(option, *_with_a_placement(option, tmp_path))
+    config = composed("trainer.devices=8", option, *_with_a_placement(option, tmp_path))
     with torch.device("meta"):  # without memory for large models
         assert isinstance(hydra.utils.instantiate(config.model), L.LightningModule)
     assert isinstance(hydra.utils.instantiate(config.data), L.LightningDataModule)
