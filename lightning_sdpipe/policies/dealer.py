@@ -272,14 +272,16 @@ class Dealer:
         return [typical if account.seconds is None else account.seconds for account in self._accounts]
 
     def _quotas(self, now: float) -> dict[int, int]:
-        """How many of the batches that are left each pipeline would finish before anybody else could."""
+        """How many of the batches that are left each pipeline would finish before anybody else could; of those that
+        would finish at the same time, one that has batches of its own left."""
         seconds = self._seconds()
         free = {
-            i: (account.free_at(now, seconds[i]), seconds[i])
+            (not self._left[i], i): (account.free_at(now, seconds[i]), seconds[i])
             for i, account in enumerate(self._accounts)
             if account.present
         }
-        return shares(sum(len(part) for parts in self._left for part in parts), free)
+        quotas = shares(sum(len(part) for parts in self._left for part in parts), free)
+        return {i: quota for (_, i), quota in quotas.items()}
 
     def _even(self, account: Account) -> float:
         """The progress before its next batch if all are equally fast."""

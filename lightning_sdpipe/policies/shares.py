@@ -5,11 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from lightning_sdpipe.errors import ConfigurationError
 
+Key = TypeVar("Key", int, tuple[bool, int])
 
-def shares(pieces: int, workers: Mapping[int, tuple[float, float]]) -> dict[int, int]:
+
+def shares(pieces: int, workers: Mapping[Key, tuple[float, float]]) -> dict[Key, int]:
     """Gives each of ``pieces`` to the worker that finishes it first, which makes the last of them end soonest.
 
     Args:

@@ -1,8 +1,8 @@
 """The dealer's book as a file, so that a scheduler that is started again knows which batches are dealt.
 
-It begins with a line about the mesh; then come the entries of the event log that concern leases, of one segment only: at
-the next one the file is written anew. An entry is in the file before its leases leave. What was written survives the
-end of the process, and not that of the machine.
+It begins with a line about the mesh; then come those entries of the event log from which leases followed, of one
+segment only: at the next one the file is written anew. An entry is in the file before its leases leave. What was
+written survives the end of the process, and not that of the machine.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Journal:
         self._beginning = _Beginning(num_stages, num_pipelines)
         self._file: int | None = None
         self._segment: Segment | None = None
+        self._done: dict[Worker, Trained] = {}
+        """How far each worker is; written when its pipeline returns the rest."""
 
     def open(self) -> list[LeaseEvent]:
         """Events after which a new dealer knows what was dealt.
@@ -60,12 +62,18 @@ class Journal:
         """``entry`` is about to be answered."""
         if self._file is None:
             return
-        segment = _segment_of(entry)
+        event, segment = entry.event, _segment_of(entry)
+        if isinstance(event, Asked | Trained | Told):
+            self._done[event.worker] = Trained(event.worker, event.segment, event.done)
         try:
             if segment is not None and segment != self._segment:
                 self._begin_anew()
                 self._segment = segment
-            if segment is not None or isinstance(entry.event, Returned) or entry.event.segment == self._segment:  # type: ignore[union-attr]
+            if isinstance(event, Returned):
+                for worker, trained in self._done.items():
+                    if worker.pipeline == event.pipeline:
+                        self._append(Entry(entry.at, trained))
+            if segment is not None or isinstance(event, Returned):
                 self._append(entry)
         except OSError as error:
             log.error("the scheduler's journal %s ends here: %s", self._path, error.strerror)
@@ -119,6 +127,7 @@ class Journal:
         assert segment is not None
         books: list[dict[int, Lease]] = [{} for _ in range(pipelines)]
         done: dict[Worker, Done] = {}
+        gone: set[int] = set()
 
         def told(pipeline: int) -> Iterator[LeaseEvent]:
             book = books[pipeline]
@@ -138,13 +147,15 @@ class Journal:
                 yield from told(event.pipeline)
                 yield event
                 books[event.pipeline] = {}
+                gone.add(event.pipeline)
                 continue
             for lease in [*entry.leases, *(event.leases if isinstance(event, Told) else ())]:
                 if lease.segment == segment:
                     books[lease.pipeline][lease.ordinal] = lease
+                    gone.discard(lease.pipeline)
             if isinstance(event, Asked | Trained | Told) and event.segment == segment:
                 done[event.worker] = Done(event.done.batches, event.done.seconds)
-        for pipeline in range(pipelines):
+        for pipeline in set(range(pipelines)) - gone:
             yield from told(pipeline)
 
 
