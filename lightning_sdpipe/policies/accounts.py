@@ -35,8 +35,8 @@ class Account:
 
     @property
     def waits(self) -> bool:
-        """Is one, and does the pipeline hold nothing to train meanwhile?"""
-        return self.open and not (self.leases and self.leases[-1].size)
+        """Is one, and is the pipeline standing still, since it was told so by an empty lease?"""
+        return self.open and bool(self.leases) and not self.leases[-1].size
 
     @property
     def furthest(self) -> int:

@@ -84,6 +84,9 @@ class Dealer:
         leases = self._accounts[pipeline].leases if segment == self.segment else []
         if self._previous is not None and segment == self._previous[0]:
             leases = self._previous[1][pipeline]
+            if ordinal == len(leases):  # it has all that it needs, and has not asked since
+                stop, end = segment.stop, float(self._num_pipelines * segment.stop)
+                return Lease(segment, pipeline, ordinal, pipeline, stop, stop, end, 0.0, over=True)
         return leases[ordinal] if 0 <= ordinal < len(leases) else None
 
     def asks_for_book(self, pipeline: int, segment: Segment) -> bool:
@@ -194,7 +197,8 @@ class Dealer:
         decided: list[Lease] = []
         for pipeline, account in enumerate(self._accounts):
             if account.open and not account.waits:
-                decided.append(self._record(self._lease(pipeline, self._quotas(now), now) or self._empty(pipeline)))
+                lease = None if self._over else self._lease(pipeline, self._quotas(now), now)
+                decided.append(self._record(lease or self._empty(pipeline, self._over)))
         if not self._over and any(account.waits for account in self._accounts):
             decided += self._serve_who_waits(now)
         if self._over:
