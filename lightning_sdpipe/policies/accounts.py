@@ -6,6 +6,9 @@ import math
 
 from lightning_sdpipe.policies.leases import Done, Lease
 
+SHORTEST = 1e-6
+"""Seconds of a batch; no clock is finer."""
+
 
 class Account:
     """One pipeline's leases in this segment, and what is known of its speed."""
@@ -50,7 +53,7 @@ class Account:
     def hear(self, stage: int, done: Done, now: float) -> None:
         """How far the worker of ``stage`` is."""
         if done.seconds is not None:
-            self.seconds = done.seconds
+            self.seconds = max(done.seconds, SHORTEST)
         if done.batches < self.trained.get(stage, 0):
             return  # late
         self.trained[stage] = done.batches

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 
 from lightning_sdpipe.policies.accounts import Account
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.leases import Asked, Lease, LeaseEvent, Returned, Segment, Told, Trained
+from lightning_sdpipe.policies.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.policies.shares import shares
 
@@ -57,7 +57,7 @@ class Dealer:
         """
         match event:
             case Asked(worker, segment, ordinal, done):
-                account = self._account(worker)
+                account = self._account(worker, done)
                 self._check_asks(worker, segment, ordinal)
                 if segment != self.segment:
                     self._begin(segment, now)
@@ -68,7 +68,7 @@ class Dealer:
                 account.asked = max(account.asked, ordinal)
                 return self._settle(now)
             case Trained(worker, segment, done):
-                account = self._account(worker)
+                account = self._account(worker, done)
                 if segment != self.segment or not account.present:
                     return []
                 account.hear(worker.stage, done, now)
@@ -107,11 +107,13 @@ class Dealer:
 
     # ---------------------------------------------------------------- segments
 
-    def _account(self, worker: Worker) -> Account:
+    def _account(self, worker: Worker, done: Done) -> Account:
         if not (0 <= worker.stage < self._num_stages and 0 <= worker.pipeline < self._num_pipelines):
             raise RefusedEvent(
                 f"worker {worker} does not exist in {self._num_stages} stages × {self._num_pipelines} pipelines"
             )
+        if not (done.batches >= 0 and 0 <= done.ago < math.inf and 0 <= (done.seconds or 0) < math.inf):
+            raise RefusedEvent(f"worker {worker} says that it has trained {done}, which cannot be")
         return self._accounts[worker.pipeline]
 
     def _is_newer(self, segment: Segment) -> bool:
@@ -146,7 +148,7 @@ class Dealer:
             account.begin(now)
 
     def _hear_book(self, told: Told, now: float) -> list[Lease]:
-        account, segment = self._account(told.worker), told.segment
+        account, segment = self._account(told.worker, told.done), told.segment
         if self.segment is not None and not self._recovering:
             return []  # another worker of its pipeline was faster
         begins = self._is_newer(segment)

@@ -133,6 +133,8 @@ def test_what_breaks_the_rules_is_refused_and_changes_nothing() -> None:
         (Asked(Worker(0, 0), Segment(1, 0, 0, 7), 1, Done(0)), "must pause at the same batches"),
         (Asked(Worker(0, 2), S, 0, Done(0)), "does not exist in 1 stages × 2 pipelines"),
         (Asked(Worker(0, 0), Segment(1, 0, 8, 8), 0, Done(0)), "which are none"),
+        (Asked(Worker(0, 0), S, 1, Done(1, float("nan"))), "which cannot be"),
+        (Trained(Worker(0, 0), S, Done(1, 1.0, -1.0)), "which cannot be"),
         (Returned(2), "pipeline 2 does not exist"),
     ):
         with pytest.raises(RefusedEvent, match=re.escape(message)):
