@@ -223,10 +223,6 @@ class SchedulerClient:
         """So many batches of the segment are trained by this worker; heartbeats tell, this only notes it."""
         self._leases.trained(batches)
 
-    def idled(self) -> None:
-        """What passed since the last batch belongs to no batch: the pipeline had none, or paused."""
-        self._leases.idled()
-
     def broken(self, sequence: int) -> None:
         """The members of that group, of which this worker is one, did not average; returns when the scheduler knows."""
 

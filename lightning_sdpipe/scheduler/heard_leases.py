@@ -23,6 +23,10 @@ class HeardLeases:
         self._leases: dict[int, Lease] = {}
         self._trained = 0
         self._ended_at = 0.0
+        self._begins = True
+        """Does the next batch begin with the start of a loader?"""
+        self._first: float | None = None
+        """How long such a batch took, which says little, but more than nothing."""
         self._lengths: deque[float] = deque(maxlen=RECENT)
 
     def begin(self, segment: Segment) -> None:
@@ -30,26 +34,29 @@ class HeardLeases:
         with self._lock:
             if segment != self._segment:
                 self._segment, self._leases, self._trained = segment, {}, 0
-                self._ended_at = self._clock()
+                self._ended_at, self._begins = self._clock(), True
 
     def hear(self, lease: Lease) -> None:
         """``lease`` came."""
         with self._lock:
-            if lease.segment == self._segment:
-                self._leases[lease.ordinal] = lease
+            if lease.segment != self._segment:
+                return
+            before = self._leases.get(lease.ordinal - 1)
+            if before is not None and not before.size:  # it stood still
+                self._ended_at, self._begins = self._clock(), True
+            self._leases[lease.ordinal] = lease
 
     def trained(self, batches: int) -> None:
         """So many batches of the segment are trained."""
         with self._lock:
             now = self._clock()
             if batches > self._trained:
-                self._lengths.append((now - self._ended_at) / (batches - self._trained))
-            self._trained, self._ended_at = batches, now
-
-    def idled(self) -> None:
-        """What passed until now belongs to no batch."""
-        with self._lock:
-            self._ended_at = self._clock()
+                length = (now - self._ended_at) / (batches - self._trained)
+                if self._begins:
+                    self._first = length
+                else:
+                    self._lengths.append(length)
+            self._trained, self._ended_at, self._begins = batches, now, False
 
     def done(self) -> Done:
         """In this segment."""
@@ -70,5 +77,5 @@ class HeardLeases:
             return self._segment, leases, any(lease.over for lease in leases), self._done()
 
     def _done(self) -> Done:
-        seconds = sum(self._lengths) / len(self._lengths) if self._lengths else None
+        seconds = sum(self._lengths) / len(self._lengths) if self._lengths else self._first
         return Done(self._trained, seconds, self._clock() - self._ended_at)

@@ -218,18 +218,30 @@ def test_a_lease_in_vain_names_who_is_waited_for() -> None:
             a.lease(S, 0)
 
 
-def test_the_length_of_batches_leaves_out_what_belongs_to_none() -> None:
-    times = iter([10.0, 11.0, 13.0, 20.0, 20.5, 20.6, 30.0])
-    heard = HeardLeases(lambda: next(times))
+def test_the_length_of_batches_leaves_out_the_start_of_a_loader() -> None:
+    now = [10.0]
+    heard = HeardLeases(lambda: now[0])
     assert heard.progress() is None
     assert heard.book() is None
-    heard.begin(S)  # at 10
-    heard.trained(1)  # 11
-    heard.trained(3)  # 13: two at once
-    heard.idled()  # 20
-    heard.trained(4)  # 20.5
-    assert heard.done() == Done(4, (1 + 1 + 0.5) / 3, pytest.approx(0.1))
     heard.begin(S)
-    lease = Lease(S, 0, 0, 0, 0, 4, 0.0, 2.0)
-    heard.hear(lease)
-    assert heard.book() == (S, (lease,), False, Done(4, (1 + 1 + 0.5) / 3, 9.5))
+
+    def trained(at: float, batches: int) -> Done:
+        now[0] = at
+        heard.trained(batches)
+        return heard.done()
+
+    assert heard.done() == Done(0, None, 0.0)
+    assert trained(15.0, 1) == Done(1, 5.0, 0.0), "nothing else is known"
+    assert trained(16.0, 2) == Done(2, 1.0, 0.0)
+    assert trained(20.0, 4) == Done(4, 1.5, 0.0), "two at once"
+    more, empty = Lease(S, 0, 2, 0, 4, 8, 0.0, 2.0), Lease(S, 0, 1, 0, 20, 20, 0.0, 0.0)
+    heard.hear(empty)
+    now[0] = 30.0
+    heard.hear(more)  # it stood still meanwhile
+    assert heard.done() == Done(4, 1.5, 0.0)
+    assert trained(33.0, 5) == Done(5, 1.5, 0.0)
+    assert trained(36.0, 6) == Done(6, 2.0, 0.0)
+    heard.begin(S)
+    assert heard.book() == (S, (empty, more), False, Done(6, 2.0, 0.0))
+    heard.begin(Segment(5, 0, 20, 30))
+    assert heard.book() == (Segment(5, 0, 20, 30), (), False, Done(0, 2.0, 0.0))
