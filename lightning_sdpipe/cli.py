@@ -106,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         "--worker-timeout", type=float, default=30.0, help="seconds of silence until a worker counts as left"
     )
     scheduler.add_argument("--log", type=Path, help="file that gets every event and decision, as lines of JSON")
+    scheduler.add_argument(
+        "--journal", type=Path, help="file with the batches that are dealt, for a scheduler that is started again"
+    )
     scheduler.add_argument("--verbose", action="store_true", help="log every group and its reason")
     scheduler.set_defaults(run=_scheduler)
 
@@ -154,6 +157,7 @@ def _scheduler(options: argparse.Namespace) -> int:
         keys=None if options.key_file is None else read_scheduler_keys(options.key_file),
         worker_timeout=options.worker_timeout,
         log=options.log,
+        journal=options.journal,
     )
     with stop_signals(signal.SIGINT, signal.SIGTERM) as stop, server:
         print(f"scheduler listens at {server.address}", flush=True)
@@ -192,18 +196,18 @@ def _replay(options: argparse.Namespace) -> int:
     differs = False
     for record in read_log(options.file):
         beginning, entries = record.beginning, record.entries
-        decided = sum(len(entry.decisions) for entry in entries)
+        decided = sum(len(entry.decisions) + len(entry.leases) for entry in entries)
         print(
             f"scheduler of {beginning.time}: {beginning.policy['type']} for {beginning.num_stages} × "
             f"{beginning.num_pipelines}, {len(entries)} events, {decided} decisions"
         )
-        first = next(differences(record.policy(), entries), None)
+        first = next(differences(record.policy(), record.dealer(), entries), None)
         if first is None:
             print("the policy decides the same again")
             continue
         differs = True
         print(f"event {first.number} at {first.entry.at:.6f}: {first.entry.event}")
-        print(f"  recorded  {first.entry.decisions}")
+        print(f"  recorded  {first.entry.decisions or first.entry.leases}")
         print(f"  now       {first.decisions}")
     return int(differs)
 

@@ -17,7 +17,18 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 # From the top down: what is further left imports what is further right.
 HOUSE = (
     *("cli", "sweep", "configuration", "check"),
-    *("strategy", "options", "training", "assembly", "membership", "launching", "trainer", "checkpoints", "sync"),
+    *(
+        "strategy",
+        "options",
+        "training",
+        "assembly",
+        "membership",
+        "launching",
+        "trainer",
+        "checkpoints",
+        "sync",
+        "data",
+    ),
     *("placement", "pipeline", "partition", "exchange", "groups", "scheduler", "simulate", "policies"),
     *("optim", "heterogeneity", "random_streams", "option_checks", "p2p", "mesh", "errors"),
 )
@@ -25,6 +36,7 @@ HOUSE = (
 LONG = {
     "strategy.py": "Lightning's hooks, in the order of a run's life",
     "scheduler/service.py": "what the scheduler does with each kind of message",
+    "scheduler/client.py": "what a worker asks and tells the scheduler, over one connection that may be lost",
 }
 
 
