@@ -7,14 +7,15 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_sdpipe.averaging.buckets import flatten
 from torch import Tensor, nn
 
+from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.membership import connect, start_scheduler
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.sync import PartialReduce
 from lightning_sdpipe.sync.methods import method_of
-from lightning_sdpipe.sync.rendezvous import connect, start_scheduler
+from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica
 from tests.workers import run_workers
 
@@ -39,7 +40,8 @@ def take_turns(rank: int, decay: float | None) -> list[Tensor]:
     models, iteration = [], 0
     try:
         sync = method.build(Replica(client, groups, flatten([parameter]), [], [parameter], TIMEOUT))
-        sync.resume()
+        rendezvous = Rendezvous(sync)
+        rendezvous.join()
         for turn in TURNS:
             if rank in turn:
                 sync.announce(iteration)
@@ -49,7 +51,7 @@ def take_turns(rank: int, decay: float | None) -> list[Tensor]:
                 models.append(parameter.detach().clone())
                 iteration += 1
             dist.barrier()
-        sync.pause(position=len(TURNS))
+        rendezvous.pause(position=len(TURNS))
     finally:
         client.close()
         if embedded is not None:
