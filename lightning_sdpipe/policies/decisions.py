@@ -25,7 +25,8 @@ class Reason(StrEnum):
     ENFORCED = "enforced"
     """The stage waited, holding the token, until the sync-graph was connected (SDPipe §3.4)."""
     TOKEN_BUSY = "token busy"
-    """The sync-graph is not connected, but another stage holds the token: waiting could deadlock."""
+    """There was something to wait for, as in a sync-graph that is not connected, but another stage holds the token:
+    waiting could deadlock."""
     WORKER_LOST = "worker lost"
     """The workers it waited for left or fell silent, and the remaining ones need wait no longer."""
     MATCHED = "matched"

@@ -279,6 +279,9 @@ class PHDPSGDPolicy(GroupPolicy):
         if gone:
             self.versions[stage].leaves(group, lost)
         if stage != self._last:
+            if gone and self._replays[stage].expects(group):
+                self.versions[self._last].doubted()
+                return self._look_again() + self._replay()
             return self._replays[stage].turn()
         decisions: list[Decision] = []
         if gone or (group in self._wanted and not self._waiting(group)):

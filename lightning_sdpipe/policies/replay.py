@@ -8,7 +8,9 @@ who waits, and nothing deadlocks.
 The bound on staleness is this stage's own: those that a meeting lets go on wait here, too, for the models that are
 behind theirs. They need wait for meetings of lower numbers only, since on the last stage these were enough.
 
-A worker that was lost is left out. Whose pipeline has no last stage any more goes on alone.
+A worker that was lost is left out. What others would have had from its group by meetings that are still to come here,
+they have on the last stage only, so there everything is doubted then. Whose pipeline has no last stage any more goes on
+alone.
 """
 
 from __future__ import annotations
@@ -74,6 +76,14 @@ class Replay:
         """What was decided before is not known any more."""
         self._due.clear()
         self._unheard = set(range(self._participants.num_pipelines))
+
+    def expects(self, group: int) -> bool:
+        """Is there a meeting with others still to come in which ``group`` takes part?"""
+        return any(
+            len(due.planned.parts) + len(due.planned.computing) > 1
+            and (group in due.planned.computing or any(part.group == group for part in due.planned.parts))
+            for due in self._due
+        )
 
     def turn(self) -> list[Decision]:
         """What can go out now."""

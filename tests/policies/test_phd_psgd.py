@@ -243,6 +243,7 @@ options = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.timeout(3600)  # of the long profile
 @settings(max_examples=HISTORIES, deadline=None)
 @given(
     options=options,
@@ -259,6 +260,7 @@ def test_the_bound_holds_nobody_is_stuck_and_a_group_waits_for_current_steps_onl
     """Hypothesis chooses who finishes its step next. A stage finishes it after the next stage has; the last stage goes
     on to the next one when all stages have been answered (flush), or as far ahead of them as they are away."""
     bound = options["staleness"]
+    assert isinstance(bound, int)
     pipelines, last = groups * size, stages - 1
     policy = make(stages, pipelines, group_size=size, **options)
     oracles = [Oracle(pipelines) for _ in range(stages)]
@@ -271,8 +273,9 @@ def test_the_bound_holds_nobody_is_stuck_and_a_group_waits_for_current_steps_onl
     def tell(event: Event) -> None:
         nonlocal sequence
         decided = policy.on(event, 0.0)
-        for j in range(stages):
-            assert oracles[j].lag(alive) <= bound  # type: ignore[operator]
+        assert oracles[last].lag(alive) <= bound
+        for oracle in oracles:  # what the dead passed on in the last stage, it may not have in the others
+            assert oracle.lag(alive) <= bound + (0 if len(alive) == pipelines else stages)
         for group in decided:
             check_group(group, sequence)
             sequence = group.sequence + 1

@@ -43,6 +43,7 @@ semi_decentralized = st.builds(
     connectivity=st.sampled_from([1, 2, 3, 5, None]),
     max_group=st.sampled_from([None, 2, 3]),
     connectivity_unit=st.sampled_from(["rounds", "groups"]),
+    staleness=st.sampled_from([None, None, 1, 3]),
 )
 specs = st.one_of(
     semi_decentralized,
@@ -54,6 +55,8 @@ specs = st.one_of(
             LocalSGD(every=3),
             NoSync(),
             ADPSGD(seed=1),
+            ADPSGD(seed=1, staleness=1),
+            ADPSGD(seed=2, staleness=3),
             ADPSGD(asynchronous=True),
             PHDPSGD(staleness=2),
             PHDPSGD(staleness=None, every=2, gamma=0.0),
@@ -68,7 +71,7 @@ class AnyPolicy(RuleBasedStateMachine):
 
     @initialize(spec=specs, stages=st.integers(1, 3), pipelines=st.integers(1, 6))
     def start(self, spec: PolicyConfig, stages: int, pipelines: int) -> None:
-        if isinstance(spec, PHDPSGD):
+        if isinstance(spec, PHDPSGD) or (isinstance(spec, ADPSGD) and spec.staleness is not None):
             stages = 1  # stages before the last wait for it, which does not take part here: see test_phd_psgd.py
         self.spec, self.stages, self.pipelines = spec, stages, pipelines
         self.policy = build(spec, stages, pipelines)
@@ -109,7 +112,8 @@ class AnyPolicy(RuleBasedStateMachine):
             if graph is None:
                 continue
             connected = len(graph.components(batch)) == 1
-            assert connected == (reason != Reason.TOKEN_BUSY)
+            assert connected or reason in (Reason.TOKEN_BUSY, Reason.STALENESS_EXCEEDED)
+            assert not connected or reason != Reason.TOKEN_BUSY
             graph.record(batch)
 
     @rule(data=st.data())
