@@ -3,8 +3,9 @@
 from lightning_sdpipe.policies.ad_psgd import ADPSGD as ADPSGD
 from lightning_sdpipe.policies.local_sgd import LocalSGD as LocalSGD
 from lightning_sdpipe.policies.local_sgd import NoSync as NoSync
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD as PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized as SemiDecentralized
 from lightning_sdpipe.sync.methods import AllReduce as AllReduce
 from lightning_sdpipe.sync.methods import HetPipe as HetPipe
 
-__all__ = ["ADPSGD", "AllReduce", "HetPipe", "LocalSGD", "NoSync", "SemiDecentralized"]
+__all__ = ["ADPSGD", "PHDPSGD", "AllReduce", "HetPipe", "LocalSGD", "NoSync", "SemiDecentralized"]

@@ -13,6 +13,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
@@ -87,6 +88,12 @@ class ByPolicy:
                 return ModelAveraging(replica, every)
             case ADPSGD(asynchronous=True):
                 return AsynchronousPairs(replica)
+            case PHDPSGD():
+                raise ConfigurationError(
+                    "sync=phd_psgd cannot train yet: the workers' half, in which a group averages gradients and meets "
+                    "others, is missing. Try it with sdpipe simulate --policy phd_psgd, and train with "
+                    "SemiDecentralized(), ADPSGD() or AllReduce()."
+                )
             case _:
                 return ModelAveraging(replica)
 

@@ -318,6 +318,7 @@ def test_the_bound_holds_nobody_is_stuck_and_a_group_waits_for_current_steps_onl
             for j in data.draw(st.permutations(range(stages)), label="in this order"):
                 waiting[j].discard(pipeline)
                 tell(Lost(W(j, pipeline)))
+            awaited.clear()  # what it had passed on is doubted, so they may wait for others
     unanswered = [(W(j, p), done[j][p]) for j in range(stages) for p in waiting[j]]
     while any(done[w.stage][w.pipeline] == k and w.pipeline in alive for w, k in unanswered):
         able = free()
