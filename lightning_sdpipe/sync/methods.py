@@ -88,12 +88,6 @@ class ByPolicy:
                 return ModelAveraging(replica, every)
             case ADPSGD(asynchronous=True):
                 return AsynchronousPairs(replica)
-            case PHDPSGD():
-                raise ConfigurationError(
-                    "sync=phd_psgd cannot train yet: the workers' half, in which a group averages gradients and meets "
-                    "others, is missing. Try it with sdpipe simulate --policy phd_psgd, and train with "
-                    "SemiDecentralized(), ADPSGD() or AllReduce()."
-                )
             case _:
                 return ModelAveraging(replica)
 
@@ -102,12 +96,19 @@ def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
     """How ``sync`` is carried out: a method, the values of a policy, or the import path of a user's own.
 
     Raises:
-        ConfigurationError: it is none of these, or the scheduler's process could not make the policy.
+        ConfigurationError: it is none of these, the scheduler's process could not make the policy, or workers cannot
+            carry it out.
     """
     if isinstance(sync, str) and ":" in sync:
         sync = registry.make(sync, {})
     if isinstance(sync, PolicyConfig):
         registry.check(sync)
+        if isinstance(sync, PHDPSGD):
+            raise ConfigurationError(
+                "sync=phd_psgd cannot train yet: the workers' half, in which a group averages gradients and meets "
+                "others, is missing. Try it with sdpipe simulate --policy phd_psgd, and train with "
+                "SemiDecentralized(), ADPSGD() or AllReduce()."
+            )
         return ByPolicy(sync)
     if not isinstance(sync, SyncMethod):
         raise ConfigurationError(

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, LocalSGD, NoSync, SDPipeStrategy
 from lightning_sdpipe.sync import PHDPSGD, SemiDecentralized
-from lightning_sdpipe.sync.methods import method_of
 from tests.test_strategy import Regression, data, fit
 
 ROWS = ((5, 3), (2, 4))  # mini-batches of the two pipelines in each epoch, where they differ
@@ -185,4 +184,4 @@ def test_wrong_values_are_refused(wrong: Any, message: str) -> None:
 
 def test_phd_psgd_is_refused_until_workers_can_carry_it_out() -> None:
     with pytest.raises(ConfigurationError, match=r"sync=phd_psgd cannot train yet.*sdpipe simulate --policy phd_psgd"):
-        method_of(PHDPSGD()).build(None)  # type: ignore[arg-type]
+        SDPipeStrategy(num_stages=2, sync=PHDPSGD())
