@@ -22,9 +22,9 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate import Run, Work, jittered, simulate
-from recipes.suites import phd_figures
+from recipes.suites import phd_bounds, phd_figures
 from recipes.suites.figures import require_matplotlib
-from recipes.suites.phd_training import Task, final_accuracy, reached, train
+from recipes.suites.phd_training import Task, accuracy_at, reached, train
 from recipes.suites.ratios import Ratios, Row, ratio
 
 LOWER_IS_BETTER = frozenset({"phd_samples", "lag"})
@@ -49,6 +49,7 @@ def run(
     staleness: int,
     megabytes: float,
     training: Mapping[str, Any],
+    bounds: Mapping[str, Any],
     repeats: int,
     output: str | None,
     seed: int,
@@ -63,6 +64,7 @@ def run(
         staleness: s of the bounded methods.
         megabytes: of the model, for the bytes that meetings move.
         training: the fields of :class:`~recipes.suites.phd_training.Task`.
+        bounds: arguments of :func:`~recipes.suites.phd_bounds.measure`.
         repeats: seeds.
         output: figures are drawn beside this file; None for none.
         seed: of the first repeat; the following ones count up from it.
@@ -77,7 +79,7 @@ def run(
     pairs = [_pair(times, partner, iterations, jitter, staleness, seed) for partner in range(1, len(times))]
     if output is not None:
         phd_figures.draw([row for row in rows if row["group_size"] == group_sizes[-1]], pairs, task, Path(output))
-    return [*rows, *pairs], ratios(rows, staleness)
+    return [*rows, *pairs, *phd_bounds.measure(**bounds, seed=seed)], ratios(rows, staleness)
 
 
 def methods(times: Sequence[float], size: int, staleness: int, seed: int) -> dict[str, PolicyConfig]:
@@ -114,14 +116,15 @@ def ratios(rows: Sequence[Row], staleness: int) -> Ratios:
         lags = [row["lag"] / staleness for row in by_method["phd"]]
         found[f"lag/{shape}"] = ratio(lags, 1.0, f"largest n - V at staleness={staleness}, over that")
         base = by_method["all_reduce"]
-        samples = [a["samples"] / b["samples"] for a, b in zip(by_method["phd"], base, strict=True) if b["samples"]]
+        reaching = [(a, b) for a, b in zip(by_method["phd"], base, strict=True) if b["samples"]]
+        samples = [(a["samples"] or math.inf) / b["samples"] for a, b in reaching]  # never is infinitely late
         if samples:
             found[f"phd_samples/{shape}"] = ratio(samples, 1.10, "samples to the target, phd over all-reduce")
         if len(base) > 1:
             spread = statistics.stdev(row["final"] for row in base)
             mean = statistics.mean(row["final"] for row in base)
             better = [(row["final"] - mean) / max(spread, 1e-9) for row in by_method["phd"]]
-            meaning = "final accuracy, phd less all-reduce, in standard deviations of all-reduce"
+            meaning = "accuracy after as many samples, phd less all-reduce, in standard deviations of all-reduce"
             found[f"phd_final/{shape}"] = ratio([statistics.mean(better)], -1.0, meaning)
     return found
 
@@ -176,10 +179,13 @@ def _measured(
         if name in TRAINED:
             curve = train(run, task, seed)
             found = reached(curve, task.target)
-            row |= {"final": final_accuracy(curve), "curve": curve}
-            row |= {"seconds": found and found[0], "samples": found and found[1]}
+            row |= {"curve": curve, "seconds": found and found[0], "samples": found and found[1]}
         rows.append(row)
         print(f"{row['shape']} {name}, seed {seed}: {row['steps_per_s']:.2f} steps/s, lag {row['lag']}", flush=True)
+    trained = [row for row in rows if row["curve"]]
+    everybody = min(row["curve"][-1][1] for row in trained)
+    for row in trained:
+        row["final"] = accuracy_at(row["curve"], everybody)
     return rows
 
 

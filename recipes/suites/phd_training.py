@@ -98,9 +98,9 @@ def reached(curve: Sequence[Point], target: float) -> Point | None:
     return None
 
 
-def final_accuracy(curve: Sequence[Point]) -> float:
-    """The mean of the last tenth."""
-    return float(np.mean([point[2] for point in curve[-max(1, len(curve) // 10) :]]))
+def accuracy_at(curve: Sequence[Point], samples: int) -> float:
+    """The mean of the last tenth of what had been seen by then."""
+    return float(np.mean([point[2] for point in curve if 0.9 * samples <= point[1] <= samples]))
 
 
 def _new_model(task: Task, seed: int) -> Array:
