@@ -32,10 +32,10 @@ def throughput_figures(summaries: Sequence[Row], output: Path) -> list[Path]:
     compared = [row for row in summaries if row["panel"] != "headline"]  # whose mini-batches are shorter
     emulated = [row for row in compared if row["workload"] == "emulated"]
     panels = _by(compared, "workload", "shape", "schedule")
-    files = _save(_grouped_bars(panels, "samples_per_s", "samples/s"), output, "throughput")
+    files = save_figure(_grouped_bars(panels, "samples_per_s", "samples/s"), output, "throughput")
     flush = [row for row in emulated if row["schedule"] == "1f1b" and row["shape"].startswith("4x")]
     if len({row["shape"] for row in flush}) > 1:
-        files += _save(
+        files += save_figure(
             _grouped_bars(_by(speedups(flush), "heterogeneity"), "speedup", "speed-up", "shape"), output, "scale"
         )
     return files
@@ -50,7 +50,7 @@ def convergence_figures(rows: Sequence[Row], output: Path) -> list[Path]:
     """
     files = []
     for name, own in _by(rows, "workload", "heterogeneity").items():
-        figure, axes = _axes(2)
+        figure, axes = new_axes(2)
         methods = list(dict.fromkeys(_method(row) for row in own))
         for axis, column, label in zip(axes, (0, 1), ("seconds", "samples"), strict=True):
             for row in own:
@@ -63,7 +63,7 @@ def convergence_figures(rows: Sequence[Row], output: Path) -> list[Path]:
             axis.axhline(float(own[0]["target"].split()[-1]), color="grey", linestyle=":")
             axis.set_title(name)
         axes[0].legend(fontsize="small")
-        files += _save(figure, output, f"convergence.{name.replace(' ', '.')}")
+        files += save_figure(figure, output, f"convergence.{name.replace(' ', '.')}")
     return files
 
 
@@ -91,7 +91,7 @@ def _by(rows: Sequence[Row], *columns: str) -> dict[str, list[Row]]:
 
 def _grouped_bars(panels: Mapping[str, Sequence[Row]], value: str, label: str, along: str = "heterogeneity") -> Any:
     """One panel each, a group of bars for each value of ``along``, and a bar for each method."""
-    figure, axes = _axes(len(panels))
+    figure, axes = new_axes(len(panels))
     methods = list(dict.fromkeys(_method(row) for rows in panels.values() for row in rows))
     for axis, (title, rows) in zip(axes, panels.items(), strict=True):
         groups = list(dict.fromkeys(row[along] for row in rows))
@@ -110,7 +110,8 @@ def _grouped_bars(panels: Mapping[str, Sequence[Row]], value: str, label: str, a
     return figure
 
 
-def _axes(count: int) -> tuple[Any, Sequence[Any]]:
+def new_axes(count: int) -> tuple[Any, Sequence[Any]]:
+    """A figure with so many panels beside each other."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -119,7 +120,8 @@ def _axes(count: int) -> tuple[Any, Sequence[Any]]:
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
-def _save(figure: Any, output: Path, name: str) -> list[Path]:
+def save_figure(figure: Any, output: Path, name: str) -> list[Path]:
+    """Beside ``output``, under its name with an addition."""
     files = [output.with_suffix(f".{name}{kind}") for kind in (".png", ".svg")]
     for file in files:
         figure.savefig(file)

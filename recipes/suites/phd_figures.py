@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.suites.figures import _axes, _save
+from recipes.suites.figures import new_axes, save_figure
 from recipes.suites.phd_training import Task
 from recipes.suites.ratios import Row
 
@@ -37,7 +37,7 @@ def _of(rows: Sequence[Row], method: str, column: str) -> list[float]:
 
 def _learning(rows: Sequence[Row], task: Task, output: Path) -> list[Path]:
     """Figures 6 to 8: accuracy over time, and what it took to reach the target."""
-    figure, axes = _axes(3)
+    figure, axes = new_axes(3)
     for index, method in enumerate(COMPARED):
         for number, row in enumerate(row for row in rows if row["what"] == method):
             axes[0].plot(
@@ -53,12 +53,12 @@ def _learning(rows: Sequence[Row], task: Task, output: Path) -> list[Path]:
     axes[0].legend(fontsize="small")
     _bars(axes[1], rows, "seconds", f"seconds to {100 * task.target:g} % (Fig. 7)")
     _bars(axes[2], rows, "samples", f"samples to {100 * task.target:g} % (Fig. 8)")
-    return _save(figure, output, "phd.learning")
+    return save_figure(figure, output, "phd.learning")
 
 
 def _throughput(rows: Sequence[Row], pairs: Sequence[Row], output: Path) -> list[Path]:
     """Figures 9 and 10: steps per second of all, of two groups by themselves, and what goes over slow links."""
-    figure, axes = _axes(3)
+    figure, axes = new_axes(3)
     methods = ("all_reduce", "phd", "phd_every4", "phd_async", "sdpipe", "nosync")
     _bars(axes[0], rows, "steps_per_s", "mini-batches/s (Fig. 9)", methods)
     for index, column in enumerate(("phd_steps_per_s", "phd_async_steps_per_s", "possible")):
@@ -77,12 +77,12 @@ def _throughput(rows: Sequence[Row], pairs: Sequence[Row], output: Path) -> list
     axes[2].set_xticks(range(4), names, fontsize="small")
     axes[2].set(title="MB per step over slow links, by formula (Fig. 10b)", ylabel="MB")
     axes[2].title.set_fontsize("medium")
-    return _save(figure, output, "phd.throughput")
+    return save_figure(figure, output, "phd.throughput")
 
 
 def _steps_of_all_reduce(rows: Sequence[Row], output: Path) -> list[Path]:
     """Figure 11: what a worker has sent and received after each step of an all-reduce around a ring."""
-    figure, axes = _axes(1)
+    figure, axes = new_axes(1)
     (whole, *_) = _of(rows, "all_reduce", "mb_per_step")
     workers = 4 * rows[0]["group_size"]
     steps = 2 * (workers - 1)
@@ -91,11 +91,11 @@ def _steps_of_all_reduce(rows: Sequence[Row], output: Path) -> list[Path]:
     axes[0].bar(range(workers - 1, steps), moved[workers - 1 :], color="C1", label="(b) handed round")
     axes[0].set(xlabel=f"step of {steps}", ylabel="MB sent and received", title="all-reduce, by formula (Fig. 11)")
     axes[0].legend(fontsize="small")
-    return _save(figure, output, "phd.all_reduce")
+    return save_figure(figure, output, "phd.all_reduce")
 
 
 def _lags(rows: Sequence[Row], output: Path) -> list[Path]:
-    figure, axes = _axes(1)
+    figure, axes = new_axes(1)
     figure.set_size_inches(9, 3.5)
     seed = rows[0]["seed"]
     for method, colour in LAGGING:
@@ -105,7 +105,7 @@ def _lags(rows: Sequence[Row], output: Path) -> list[Path]:
                 axes[0].step(at, lag, where="post", color=colour, linewidth=0.8, label=method)
     axes[0].set(xlabel="seconds (simulated)", ylabel="steps", title="steps of a group that the oldest model lacks")
     axes[0].legend(fontsize="small", loc="upper left")
-    return _save(figure, output, "phd.lag")
+    return save_figure(figure, output, "phd.lag")
 
 
 def _bars(axis: object, rows: Sequence[Row], column: str, title: str, methods: Sequence[str] = COMPARED) -> None:
