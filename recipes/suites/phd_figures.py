@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +85,7 @@ def _steps_of_all_reduce(rows: Sequence[Row], output: Path) -> list[Path]:
     """Figure 11: what a worker has sent and received after each step of an all-reduce around a ring."""
     figure, axes = new_axes(1)
     (whole, *_) = _of(rows, "all_reduce", "mb_per_step")
-    workers = 4 * rows[0]["group_size"]
+    workers = math.prod(map(int, rows[0]["shape"].split("x")))
     steps = 2 * (workers - 1)
     moved = [whole * (k + 1) / steps for k in range(steps)]
     axes[0].bar(range(workers - 1), moved[: workers - 1], color="C0", label="(a) reduced")
