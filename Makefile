@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test quick lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -12,6 +12,9 @@ demo: .venv/ready  ## train on handwritten digits with 2 pipelines × 2 stages, 
 
 test: lint  ## ruff, mypy and pytest
 	$(BIN)/python -m pytest
+
+quick: .venv/ready  ## the tests that start no other processes, within a minute
+	$(BIN)/python -m pytest -m "not distributed"
 
 lint: .venv/ready  ## ruff and mypy
 	$(BIN)/ruff check .

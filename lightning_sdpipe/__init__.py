@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_sdpipe.sync import HetPipe as HetPipe
     from lightning_sdpipe.sync import LocalSGD as LocalSGD
     from lightning_sdpipe.sync import NoSync as NoSync
+    from lightning_sdpipe.sync import ParameterServer as ParameterServer
+    from lightning_sdpipe.sync import PartialReduce as PartialReduce
     from lightning_sdpipe.sync import SemiDecentralized as SemiDecentralized
 
 __version__ = "0.1.0"
@@ -35,6 +37,8 @@ _HOMES = {
     "HetPipe": "lightning_sdpipe.sync",
     "LocalSGD": "lightning_sdpipe.sync",
     "NoSync": "lightning_sdpipe.sync",
+    "ParameterServer": "lightning_sdpipe.sync",
+    "PartialReduce": "lightning_sdpipe.sync",
     "SemiDecentralized": "lightning_sdpipe.sync",
 }
 __all__ = [*_HOMES]

@@ -22,10 +22,10 @@ from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
+from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import StageRunner
 from lightning_sdpipe.trainer.freezing import Freezing
-from lightning_sdpipe.trainer.refusals import refuse_shared
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Assembled:
     ownership: Ownership
     cut_model: CutModel
     runners: Sequence[StageRunner]  # of its stages, in order
-    pipeline: FlushPipeline | PipeDreamPipeline
+    pipeline: Pipeline
     freezing: Freezing  # which of its parameters train
     buffers: Sequence[Tensor]
     delays: DelayInjector
@@ -65,9 +65,6 @@ def assemble(
     """Keeps this rank's part of ``module``, equal on all pipelines, on ``device``, and the rest on ``meta``.
 
     Every rank must call it.
-
-    Raises:
-        ConfigurationError: the module does not go with the schedule.
     """
     worker, pipeline_number = groups.mesh.locate(groups.rank)
     chain, spans = plan.chain, plan.module_spans
@@ -80,8 +77,7 @@ def assemble(
     late = {id(p) for p in shared.parameters}  # complete when all owners are
     backwards = parameters[::-1]
     in_order = sorted(backwards, key=lambda p: id(p) in late)
-    check = partial(refuse_shared, module, ownership.shared_parameters(module), options.schedule)
-    freezing = Freezing(module, in_order, groups, check)
+    freezing = Freezing(module, in_order, groups)
     shared.make_equal()
     for tensor in (*(bucket.buffer for bucket in freezing.buckets), *buffers):
         dist.broadcast(tensor, min(groups.mesh.stage_ranks(worker)), group=groups.stage)
@@ -102,9 +98,9 @@ def assemble(
     ]
     settle = None if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
     delays = DelayInjector(options.delays, worker, pipeline_number, groups.rank, settle=settle)
-    pipeline: FlushPipeline | PipeDreamPipeline
+    pipeline: Pipeline
     if options.schedule == "pipedream":
-        pipeline = PipeDreamPipeline(runners[0], freezing.trained, delays)
+        pipeline = PipeDreamPipeline(runners[0], freezing.trained, shared, delays)
     else:
         pipeline = FlushPipeline(
             runners, options.num_stages, freezing.trained, shared, delays, options.schedule, options.num_micro_batches

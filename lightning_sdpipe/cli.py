@@ -3,7 +3,8 @@
 ``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, ``sdpipe status ADDRESS`` shows
 how it goes, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe
 partition`` shows how a model would be cut, ``sdpipe check`` whether it then computes the same, and ``sdpipe record
-FILE`` writes down how fast a device is over time.
+FILE`` writes down how fast a device is over time. ``sdpipe measure FILE`` measures links and devices, and ``sdpipe
+place FILE`` decides which device runs what.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from lightning_sdpipe.scheduler.status import Status
 from lightning_sdpipe.scheduler.status_page import render, to_plain
 from lightning_sdpipe.scheduler.stop_signals import stop_signals
 
-_OWN_OPTIONS = {"partition": "partition.__main__", "check": "check", "simulate": "simulate.__main__"}  # parse their own
+_OWN_OPTIONS = {  # commands that parse their own
+    "partition": "partition.__main__",
+    "check": "check",
+    "simulate": "simulate.__main__",
+    "measure": "placement.measure",
+    "place": "placement.command",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("partition", help="show the chain of a model and where it would be cut", add_help=False)
     commands.add_parser("check", help="compare what a cut model computes with the whole one", add_help=False)
     commands.add_parser("simulate", help="run a policy under stragglers, in virtual time", add_help=False)
+    commands.add_parser("measure", help="measure the links between a job's workers, and their speed", add_help=False)
+    commands.add_parser("place", help="decide which device runs which stage of which pipeline", add_help=False)
 
     record = commands.add_parser("record", help="record a device's relative speed over time, to replay it elsewhere")
     record.add_argument("file", type=Path, help="the trace to write")
@@ -97,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         "--worker-timeout", type=float, default=30.0, help="seconds of silence until a worker counts as left"
     )
     scheduler.add_argument("--log", type=Path, help="file that gets every event and decision, as lines of JSON")
+    scheduler.add_argument(
+        "--journal", type=Path, help="file with the batches that are dealt, for a scheduler that is started again"
+    )
     scheduler.add_argument("--verbose", action="store_true", help="log every group and its reason")
     scheduler.set_defaults(run=_scheduler)
 
@@ -145,6 +157,7 @@ def _scheduler(options: argparse.Namespace) -> int:
         keys=None if options.key_file is None else read_scheduler_keys(options.key_file),
         worker_timeout=options.worker_timeout,
         log=options.log,
+        journal=options.journal,
     )
     with stop_signals(signal.SIGINT, signal.SIGTERM) as stop, server:
         print(f"scheduler listens at {server.address}", flush=True)
@@ -183,18 +196,18 @@ def _replay(options: argparse.Namespace) -> int:
     differs = False
     for record in read_log(options.file):
         beginning, entries = record.beginning, record.entries
-        decided = sum(len(entry.decisions) for entry in entries)
+        decided = sum(len(entry.decisions) + len(entry.leases) for entry in entries)
         print(
             f"scheduler of {beginning.time}: {beginning.policy['type']} for {beginning.num_stages} × "
             f"{beginning.num_pipelines}, {len(entries)} events, {decided} decisions"
         )
-        first = next(differences(record.policy(), entries), None)
+        first = next(differences(record.policy(), record.dealer(), entries), None)
         if first is None:
             print("the policy decides the same again")
             continue
         differs = True
         print(f"event {first.number} at {first.entry.at:.6f}: {first.entry.event}")
-        print(f"  recorded  {first.entry.decisions}")
+        print(f"  recorded  {first.entry.decisions or first.entry.leases}")
         print(f"  now       {first.decisions}")
     return int(differs)
 

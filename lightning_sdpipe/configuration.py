@@ -19,7 +19,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.options import nearest
+from lightning_sdpipe.option_checks import nearest
 
 
 def check(config: DictConfig, typed: Sequence[str] = ("lightning_sdpipe",)) -> None:
@@ -130,7 +130,7 @@ def _resolved(node: DictConfig | ListConfig) -> Iterator[tuple[Any, Any]]:
 
 
 def _hints(target: Any) -> Mapping[str, Any]:
-    function = target.__init__ if inspect.isclass(target) and "__init__" in vars(target) else target
+    function = target.__init__ if inspect.isclass(target) and inspect.isfunction(target.__init__) else target
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError):  # a name that is imported for type checkers only

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from lightning_sdpipe.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas of a stage, as one of them reaches the others: by the rank of each pipeline in a process group."""
+
+    group: dist.ProcessGroup
+    ranks: Sequence[int]  # of each pipeline, in ``group``
+    stage: int
+    pipeline: int  # this worker's
+
+    def name(self, pipeline: int) -> str:
+        """Of another one, for messages."""
+        return f"pipeline {pipeline} of stage {self.stage}"
+
+    def coalesces(self, device: torch.device) -> bool:
+        """Must messages of both directions be begun together (NCCL)?"""
+        return isinstance(self.group, dist.ProcessGroup) and self.group._get_backend(device).supports_coalescing
+
+    def stages(self, tensor: torch.Tensor) -> bool:
+        """Must ``tensor`` go through the memory of the host?"""
+        return tensor.device.type == "cuda" and self.group.name() == "gloo"
 
 
 @dataclass(frozen=True)
@@ -33,6 +57,13 @@ class ProcessGroups:
             if ranks not in groups:
                 groups[ranks] = dist.new_group(sorted(ranks), timeout=timeout)
         return cls(mesh, rank, groups[rows[pipeline]], groups[columns[stage]])
+
+    def replicas(self, group: dist.ProcessGroup | None = None) -> Replicas:
+        """Of this worker's stage, over ``group``, which holds them all: that of the stage if it is None."""
+        stage, pipeline = self.mesh.locate(self.rank)
+        ranks = self.mesh.stage_ranks(stage)
+        in_order = sorted(ranks)
+        return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline)
 
     def side_channel(self, timeout: timedelta | None) -> dist.ProcessGroup:
         """A second group of the replicas of this worker's stage, on gloo, for threads beside the training.

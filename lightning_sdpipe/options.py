@@ -1,148 +1,166 @@
-"""Checks of the strategy's options: their names, types and values, before anything is made of them."""
+"""What users say to :class:`~lightning_sdpipe.strategy.SDPipeStrategy`: the one list of its options."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import numbers
-import types
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
 
-from lightning_sdpipe.errors import ConfigurationError
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
 
-LOOPED = ("interleaved_1f1b", "zero_bubble")  # schedules that give a worker several stages
+from lightning_sdpipe import option_checks
+from lightning_sdpipe.assembly import Options
+from lightning_sdpipe.heterogeneity.delays import Delays
+from lightning_sdpipe.heterogeneity.injector import Heterogeneity
+from lightning_sdpipe.membership import scheduler_log, standing_scheduler
+from lightning_sdpipe.partition import plan
+from lightning_sdpipe.placement.placed import placed_blocks, read_placement
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.sync import SemiDecentralized
+from lightning_sdpipe.sync.methods import method_of
+from lightning_sdpipe.sync.synchronizer import SyncMethod
 
-# How to write what is easily written otherwise.
-_FOR_EXAMPLE = {
-    "sync": "AllReduce()",
-    "delays": "Delays(probability=0.1, seconds=0.3)",
-    "partition": '"parameters", or [3, 2]: the number of blocks of each stage',
-    "blocks": '["model.embeddings", "model.layers.*"]',
-    "timeout": "timedelta(minutes=10)",
-}
-
-# Of Lightning's DDPStrategy and torch's DistributedDataParallel, which its further options go to.
-_OF_DDP = {
-    **dict.fromkeys(
-        ["ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"],
-        "sync= says what is averaged, and when",
-    ),
-    "bucket_cap_mb": "sync=AllReduce(bucket_mib=...) sets the size of buckets",
-    "find_unused_parameters": "parameters without a gradient are allowed",
-    "broadcast_buffers": "buffers are averaged over the pipelines before validation and at the end of an epoch",
-    **dict.fromkeys(
-        [
-            *("static_graph", "gradient_as_bucket_view", "mixed_precision", "init_sync", "device_ids", "output_device"),
-            *("dim", "process_group", "check_reduction", "delay_all_reduce_named_params", "param_to_hook_all_reduce"),
-            *("device_mesh", "skip_all_reduce_unused_params"),
-        ],
-        "leave it out",
-    ),
-}
+Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
 
 
-def check(given: Mapping[str, Any], unknown: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for options that cannot be meant so.
+class SDPipeOptions(DDPStrategy):
+    """Checks and stores the options.
 
     Args:
-        given: all options by name.
-        unknown: those that are none.
-        hints: the types of ``given``.
+        num_stages: M, the stages of a pipeline; must divide the number of workers.
+        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default. Or the values of a
+            policy of your own, or its import path, as in ``"my_package.policies:RoundRobin"``.
+        schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
+            optimizer steps, and so do ``"interleaved_1f1b"`` and ``"zero_bubble"``, which cut the model into
+            ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
+            up to M − 1 steps late.
+        stages_per_worker: how many stages, ``num_stages`` apart, a worker runs under these two schedules.
+        num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; ``num_stages`` by default.
+            ``"pipedream"`` does not split mini-batches.
+        partition: ``"uniform"`` (equally many blocks), ``"parameters"``, ``"balanced"`` (by measured times) or
+            :class:`~lightning_sdpipe.partition.plan.Balanced` with options, or the number of blocks of each stage;
+            ``"placed"`` for those that ``placement`` names.
+        blocks: paths of the modules that form the chain, in the order in which they run, if the automatic choice does
+            not fit; ``*`` stands for one part of a path.
+        placement: file that says which device runs which stage of which pipeline, as ``sdpipe place`` writes it; by
+            default consecutive ranks form a pipeline.
+        delays: what slows workers down while they train, to study stragglers; from
+            :mod:`lightning_sdpipe.heterogeneity`.
+        scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
+            that of ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
+        scheduler_key_file: the workers' keys for it, as ``sdpipe keygen`` made them; ``SDPIPE_KEY_FILE`` by default.
+        log_dir: directory on rank 0's machine that gets ``scheduler.jsonl``, with every event and decision of the
+            scheduler that rank 0 starts; ``sdpipe replay`` reads it.
+        variance_correction: correct the second moments of an optimizer of the Adam family for the averaging of models
+            (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the number of pipelines.
+        dynamic_shapes: a block's output shape may differ between batches of equal shapes.
+        save_distributed_checkpoint: every rank writes its own part of a checkpoint, a directory then, instead of rank 0
+            all of a file; with ``"async"`` in the background.
+        gather_module: give every worker the whole module again when a run has ended (with another start method than
+            ``"popen"``, the user's process only); by default if it was whole before, and not built on ``meta``.
+        on_nonfinite: ``"stop"`` ends the run when the loss, the gradients or the parameters of a pipeline are not
+            finite, before its model reaches the others; in 16-bit mixed precision, where losses and gradients may
+            overflow, only when parameters are not. ``"continue"`` does not look.
+        timeout: how long any transfer or answer may take before the run ends with an error.
+        start_method: how the other processes of a machine start; as for
+            :class:`~lightning.pytorch.strategies.DDPStrategy`, like all that follow.
+        process_group_backend: ``"gloo"``, ``"nccl"`` or both by kind of device; as the accelerator asks by default.
+        accelerator: set by the Trainer, as are the next two.
+        parallel_devices: of this machine.
+        cluster_environment: knows who starts processes, and where they meet.
+        checkpoint_io: writes and reads checkpoint files.
+        precision_plugin: instead of ``Trainer(precision=...)``.
+
+    Raises:
+        ConfigurationError: at the first moment at which something is known not to work.
     """
-    for name in unknown:
-        if name in _OF_DDP:
-            raise ConfigurationError(
-                f"{name} is an option of DistributedDataParallel, which SDPipeStrategy does not use: {_OF_DDP[name]}."
-            )
-        raise ConfigurationError(f"{name} is not an option of SDPipeStrategy{nearest(name, given)}")
-    for name, value in given.items():
-        _check_type(name, value, hints[name])
-    _check_values(given)
 
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a message about a wrong ``name``: the one that may have been meant, or all."""
-    names = sorted({*names})
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names) or 'none'}."
-
-
-def _check_type(name: str, value: Any, hint: Any) -> None:
-    if _accepts(hint, value):
-        return
-    if inspect.isclass(value):
-        raise ConfigurationError(
-            f"{name}={value.__name__} is a class; give an object of it: {name}={value.__name__}()."
+    def __init__(
+        self,
+        num_stages: int = 1,
+        sync: SyncMethod | PolicyConfig | str | None = None,
+        schedule: Schedule = "1f1b",
+        stages_per_worker: int = 2,
+        num_micro_batches: int | None = None,
+        partition: plan.Partition | Literal["placed"] = "uniform",
+        blocks: Sequence[str] | None = None,
+        placement: str | Path | None = None,
+        delays: Heterogeneity | None = None,
+        scheduler: str | None = None,
+        scheduler_key_file: str | Path | None = None,
+        log_dir: str | Path | None = None,
+        variance_correction: bool = False,
+        dynamic_shapes: bool = False,
+        save_distributed_checkpoint: bool | Literal["async"] = False,
+        gather_module: bool | None = None,
+        on_nonfinite: Literal["stop", "continue"] = "stop",
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **unknown: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
+        option_checks.check(given, unknown, get_type_hints(SDPipeOptions.__init__))
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=None if parallel_devices is None else list(parallel_devices),
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
         )
-    choices = [choice for each in _alternatives(hint) for choice in _choices(each)]
-    if isinstance(value, str) and choices:
-        others = "" if _alternatives(hint) == (hint,) else f", or {_described(hint)}"
-        raise ConfigurationError(f"{name}={value!r} is not known; use one of {choices}{others}{_close(value, choices)}")
-    example = f", such as {_FOR_EXAMPLE[name]}" if name in _FOR_EXAMPLE else ""
-    raise ConfigurationError(f"{name}={value!r} is not allowed: give {_described(hint)}{example}.")
+        self.num_stages = num_stages
+        self.sync = sync if sync is not None else SemiDecentralized()
+        self.schedule = schedule
+        self.stages_per_worker = stages_per_worker if schedule in option_checks.LOOPED else 1
+        self.num_micro_batches = 1 if schedule == "pipedream" else num_micro_batches or num_stages
+        self.placement = None if placement is None else read_placement(placement)
+        self.partition = placed_blocks(self.placement) if partition == "placed" else partition
+        self.blocks = blocks
+        self.delays: Heterogeneity = delays if delays is not None else Delays()
+        self.variance_correction = variance_correction
+        self.dynamic_shapes = dynamic_shapes
+        self.save_distributed_checkpoint = save_distributed_checkpoint
+        self.gather_module = gather_module
+        self.on_nonfinite = on_nonfinite
+        self._run_timeout = timeout
+        self._method = method_of(self.sync)
+        self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
+        self._scheduler_log = scheduler_log(log_dir, self._standing_scheduler)
 
+    @property
+    def total_stages(self) -> int:
+        """Of a pipeline."""
+        return self.num_stages * self.stages_per_worker
 
-def _check_values(given: Mapping[str, Any]) -> None:
-    schedule, stages, micro_batches = given["schedule"], given["num_stages"], given["num_micro_batches"]
-    for name in ("num_stages", "stages_per_worker", "num_micro_batches"):
-        if given[name] is not None and given[name] < 1:
-            raise ConfigurationError(f"{name}={given[name]} is not allowed; use 1 or more.")
-    if schedule in LOOPED and (stages < 2 or given["stages_per_worker"] < 2):
-        raise ConfigurationError(
-            f"schedule={schedule!r} needs num_stages and stages_per_worker of 2 or more; given {stages} and "
-            f"{given['stages_per_worker']}."
+    @property
+    def in_flight(self) -> plan.InFlight | None:
+        """What the schedule keeps, if the memory of devices counts."""
+        if not (isinstance(self.partition, plan.Balanced) and self.partition.memory is not None):
+            return None
+        return plan.in_flight(self.schedule, self.num_stages, self.num_micro_batches)
+
+    @property
+    def pipeline_options(self) -> Options:
+        """Those that say how pipelines run."""
+        return Options(
+            self.num_stages,
+            self.schedule,
+            self.stages_per_worker,
+            self.num_micro_batches,
+            self.dynamic_shapes,
+            self.delays,
+            self._run_timeout,
         )
-    if schedule not in LOOPED and given["stages_per_worker"] != 2:
-        raise ConfigurationError(
-            f"stages_per_worker={given['stages_per_worker']} has no meaning with schedule={schedule!r}, under which a "
-            f"worker runs one stage. Leave it out, or use one of {LOOPED}."
-        )
-    if schedule == "pipedream" and (micro_batches or 1) > 1:
-        raise ConfigurationError(
-            f"num_micro_batches={micro_batches} does not go with schedule='pipedream', which does not split "
-            "mini-batches. Leave it out, or use schedule='1f1b'."
-        )
-    if given["timeout"] <= timedelta(0):
-        raise ConfigurationError(f"timeout={given['timeout']} is not allowed; give more than nothing.")
-
-
-def _accepts(hint: Any, value: Any) -> bool:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return any(_accepts(each, value) for each in typing.get_args(hint))
-    if typing.get_origin(hint) is typing.Literal:
-        return any(type(choice) is type(value) and choice == value for choice in typing.get_args(hint))
-    if hint is Any:
-        return True
-    if hint in (int, float):
-        return isinstance(value, numbers.Integral if hint is int else numbers.Real) and not isinstance(value, bool)
-    if typing.get_origin(hint) is Sequence:
-        (element,) = typing.get_args(hint)
-        return isinstance(value, Sequence) and not isinstance(value, str) and all(_accepts(element, v) for v in value)
-    return isinstance(value, hint) and not inspect.isclass(value)
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-
-
-def _choices(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-
-
-def _close(value: str, choices: Iterable[str]) -> str:
-    near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else "."
-
-
-def _described(hint: Any) -> str:
-    def name(each: Any) -> str:
-        if typing.get_origin(each) is typing.Literal:
-            return " or ".join(map(repr, typing.get_args(each)))
-        if typing.get_origin(each) is Sequence:
-            return f"a list of {typing.get_args(each)[0].__name__}"
-        return "None" if each is types.NoneType else str(each.__name__)
-
-    return " or ".join(map(name, _alternatives(hint)))

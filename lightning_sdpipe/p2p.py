@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -96,43 +96,6 @@ def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: 
             with transfer.naming_the_peer():
                 transfer.works.append(_started(dist.irecv(staged, source, group=group, tag=tag)))
     return transfer
-
-
-def exchange(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], group: dist.ProcessGroup, tag: int) -> None:
-    """Sends to and receives from several peers at once, and waits for all of it. NCCL has to be told of both directions
-    together: two peers that each start with the same one would block.
-
-    Args:
-        outgoing: what each global rank gets.
-        into: contiguous tensors for what each sends.
-        group: a process group that holds them all. On NCCL it must have been used by all of its members before.
-        tag: of all these messages.
-
-    Raises:
-        WorkerFailedError: a peer closed the connection or the group's timeout passed; names the peer.
-    """
-    arriving = {peer: _landing(tensor, group) for peer, tensor in into.items()}
-    leaving = {peer: tensor.cpu() if _needs_staging(tensor, group) else tensor for peer, tensor in outgoing.items()}
-    directions = ((dist.irecv, arriving), (dist.isend, leaving))
-    operations = [
-        dist.P2POp(direction, tensor, peer, group, tag)
-        for direction, tensors in directions
-        for peer, tensor in tensors.items()
-        if tensor.numel()
-    ]
-    peers = sorted({operation.peer for operation in operations})
-    failing: object = peers[0] if len(peers) == 1 else f"one of {peers}"
-    try:
-        works = dist.batch_isend_irecv(operations) if operations else []
-        for index, work in enumerate(works):
-            if len(works) == len(operations):
-                failing = operations[index].peer
-            work.wait()
-    except RuntimeError as error:
-        raise WorkerFailedError(f"exchanging with rank {failing} failed: {str(error).splitlines()[0]}") from error
-    for peer, tensor in into.items():
-        if arriving[peer] is not tensor:
-            tensor.copy_(arriving[peer])
 
 
 def send_bytes(data: bytes, to: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:

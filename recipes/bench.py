@@ -70,11 +70,19 @@ def ratio_table(ratios: Ratios, lower_is_better: Collection[str]) -> str:
     """Each ratio beside its goal."""
     lines = [("ratio", "value", "low to high", "goal", "", "meaning")]
     for key, ratio in ratios.items():
+        free = ratio["goal"] is None  # it is measured to be known
         sign = "≤" if key.partition("/")[0] in lower_is_better else "≥"
         spread = f"{_shown(ratio['low'])} to {_shown(ratio['high'])}"
-        verdict = "met" if is_met(key, ratio, lower_is_better) else "missed"
+        verdict = "" if free else "met" if is_met(key, ratio, lower_is_better) else "missed"
         lines.append(
-            (key, _shown(ratio["value"]), spread, f"{sign} {_shown(ratio['goal'])}", verdict, ratio["meaning"])
+            (
+                key,
+                _shown(ratio["value"]),
+                spread,
+                "" if free else f"{sign} {_shown(ratio['goal'])}",
+                verdict,
+                ratio["meaning"],
+            )
         )
     return _table(lines)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("shared host", deadline=None)  # where an example may wait long for a core
-settings.register_profile("long", deadline=None, max_examples=10_000)  # pytest --hypothesis-profile=long
+settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypothesis-profile=long, before a release
 settings.load_profile("shared host")
 
 

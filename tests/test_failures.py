@@ -106,7 +106,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         ("killed_het_pipe", r"((receiving from|sending to) pipeline 1 \(rank 1\)|meeting among ranks \[0, 1\]) failed"),
         (
             "killed_ad_psgd",
-            r"((receiving from|sending to) pipeline 1 of stage 0 \(rank 1\)|meeting among ranks \[0, 1\]) failed",
+            r"(exchanging with pipeline 1 of stage 0|meeting among ranks \[0, 1\]) failed",
         ),
     ],
 )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
 from tests.features.table import supported
+from tests.namespaces import machines
 from tests.scripts import launched
 from tests.test_strategy import Regression, fit
 from tests.workers import free_port, run_workers
@@ -76,43 +75,14 @@ def test_two_nodes_of_torchrun_on_loopback() -> None:
     check(places([node(rank, "127.0.0.1", port, each=2) for rank in range(2)]))
 
 
-@pytest.fixture
-def namespaces() -> Iterator[list[str]]:
-    """Two network namespaces with the addresses 10.231.7.1 and 10.231.7.2, joined by a cable."""
-    ip = shutil.which("ip")
-    if ip is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and the command ip (package iproute2)")
-    names = [f"sdpipe-{os.getpid()}-{number}" for number in (1, 2)]
-    cable = [f"sd{os.getpid()}a"[-15:], f"sd{os.getpid()}b"[-15:]]
-
-    def run(*arguments: str) -> None:
-        outcome = subprocess.run([ip, *arguments], capture_output=True, text=True, check=False)
-        if outcome.returncode:
-            pytest.skip(f"ip {' '.join(arguments)}: {outcome.stderr.strip()}")
-
-    try:
-        for name in names:
-            run("netns", "add", name)
-        run("link", "add", cable[0], "type", "veth", "peer", "name", cable[1])
-        for number, (name, end) in enumerate(zip(names, cable, strict=True), start=1):
-            run("link", "set", end, "netns", name)
-            run("-n", name, "addr", "add", f"10.231.7.{number}/24", "dev", end)
-            run("-n", name, "link", "set", end, "up")
-            run("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run([ip, "netns", "del", name], capture_output=True, check=False)
-
-
 @supported("Launching", "two machines", "two network namespaces with a cable between them")
 @pytest.mark.distributed
-def test_two_machines(namespaces: list[str]) -> None:
+def test_two_machines() -> None:
     """Gloo looks its address up by the host name, which both namespaces share: it is told the interface."""
-    nodes = [node(rank, "10.231.7.1", 29555, each=1) for rank in range(2)]
-    commands = [["ip", "netns", "exec", name, *command] for name, command in zip(namespaces, nodes, strict=True)]
-    interfaces = [{"GLOO_SOCKET_IFNAME": f"sd{os.getpid()}{end}"[-15:]} for end in "ab"]
-    check(places(commands, interfaces), size=2, host="10.231.7.1")
+    with machines(2) as both:
+        commands = [machine.running(node(rank, both[0].address, 29555, each=1)) for rank, machine in enumerate(both)]
+        interfaces = [{"GLOO_SOCKET_IFNAME": machine.interface} for machine in both]
+        check(places(commands, interfaces), size=2, host=both[0].address)
 
 
 def slurm(rank: int, nodes: int, tasks_per_node: int) -> dict[str, str]:

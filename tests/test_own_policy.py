@@ -95,7 +95,7 @@ def test_a_scheduler_in_this_process_and_in_another_serve_it(own: ModuleType, tm
         train(scheduler.address)
     (record,) = read_log(log)
     assert record.beginning.policy == {"type": NAME, "size": 2}
-    assert list(differences(record.policy(), record.entries)) == []
+    assert list(differences(record.policy(), record.dealer(), record.entries)) == []
 
 
 def test_a_scheduler_that_cannot_import_it_says_so(
@@ -143,7 +143,7 @@ def test_training_goes_by_it(own: ModuleType, tmp_path: Path) -> None:
     decisions: list[Any] = [group for entry in record.entries for group in entry.decisions]
     assert {group.reason for group in decisions} == {"its turn"}
     assert {len(group.members) for group in decisions} == {1, 2}
-    assert list(differences(record.policy(), record.entries)) == []
+    assert list(differences(record.policy(), record.dealer(), record.entries)) == []
 
 
 def test_the_import_path_will_do(own: ModuleType) -> None:

@@ -72,7 +72,7 @@ class Diary(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.batches += 1
-        self.trained = trainer.strategy._mini_batches
+        self.trained = trainer.strategy.training.mini_batches
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
@@ -226,7 +226,8 @@ def test_pipedream_drains_with_uneven_shards(tmp_path: Path) -> None:
         start_method="fork",
         timeout=timedelta(seconds=30),
     )
-    records = fit(tmp_path, stream=Stream((3, 7)), strategy=strategy, val_check_interval=3)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    records = fit(tmp_path, stream=Stream((3, 7)), strategy=strategy, val_check_interval=3, **options)
     assert [name for name, _ in same_for_all(records, [6, 14])] == ["validation", "validation", "epoch"] * 2
 
 

@@ -14,7 +14,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = {"trainer", "strategy", "schedule", "partition", "sync", "heterogeneity"}
+INSTALLED = {"trainer", "strategy", "schedule", "partition", "placement", "sync", "heterogeneity"}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,8 +23,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_workers(count: int, work: Callable[..., Any], *arguments: Any, timeout: float = 50) -> list[Any]:
-    """What ``work(rank, *arguments)`` returns on each of ``count`` ranks; raises what the first failing one raised."""
+def run_workers(
+    count: int, work: Callable[..., Any], *arguments: Any, timeout: float = 50, lost: Collection[int] = ()
+) -> list[Any]:
+    """What ``work(rank, *arguments)`` returns on each of ``count`` ranks, None for those that get ``lost`` without a
+    word; raises what the first failing one raised."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as directory:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
@@ -38,9 +41,13 @@ def run_workers(count: int, work: Callable[..., Any], *arguments: Any, timeout: 
             deadline = time.monotonic() + timeout
             outcomes = []
             for rank, (receive, _) in enumerate(pipes):
-                if not receive.poll(max(0.0, deadline - time.monotonic())):
+                if rank not in lost and not receive.poll(max(0.0, deadline - time.monotonic())):
                     raise TimeoutError(f"rank {rank} did not finish within {timeout} s")
-                outcomes.append(torch.load(io.BytesIO(receive.recv_bytes()), weights_only=False))
+                if rank in lost:
+                    processes[rank].join(max(0.0, deadline - time.monotonic()))
+                    outcomes.append((True, None))
+                else:
+                    outcomes.append(torch.load(io.BytesIO(receive.recv_bytes()), weights_only=False))
         finally:
             for process in processes:
                 process.join(1)

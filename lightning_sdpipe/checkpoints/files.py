@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -28,6 +30,15 @@ class WholeFiles(TorchCheckpointIO):
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
+
+
+def with_whole_files(io: CheckpointIO | None) -> CheckpointIO:
+    """``io``; :class:`WholeFiles` if it is none, and within it if it wraps none."""
+    if io is None:
+        return WholeFiles()
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = WholeFiles()  # unless it has one
+    return io
 
 
 @contextmanager

@@ -30,12 +30,15 @@ def gather(groups: ProcessGroups) -> dict[str, Any]:
 
 
 def restore(saved: Mapping[str, Any], groups: ProcessGroups) -> None:
-    """Gives this rank its state of back then; on another mesh, or on other devices, there is none to give."""
+    """Gives this rank the state of the worker that it is now, which another rank may have been back then; on a mesh of
+    another shape, or on other devices, there is none to give."""
     mine = _collect()
     sizes = {name: len(state) for name, state in mine.items()}
-    if saved.get("mesh") != [list(row) for row in groups.mesh.ranks] or saved["sizes"] != sizes:
+    before = [list(row) for row in saved.get("mesh", ())]
+    if [len(row) for row in before] != [len(row) for row in groups.mesh.ranks] or saved["sizes"] != sizes:
         return
-    parts = torch.split(saved["states"][groups.rank], list(sizes.values()))
+    stage, pipeline = groups.mesh.locate(groups.rank)
+    parts = torch.split(saved["states"][before[pipeline][stage]], list(sizes.values()))
     states = dict(zip(sizes, parts, strict=True))
     torch.set_rng_state(states["torch"].clone())
     if "cuda" in states:

@@ -1,1 +1,1 @@
-"""How tensors move between the replicas of a stage: what a message holds, and what is computed from messages."""
+"""How tensors move between the replicas of a stage: movers; what a message holds; what is computed of messages."""

@@ -44,7 +44,7 @@ def record(path: Path, device: str, seconds: float, interval: float, share: floa
     if not 0.0 < share <= 1.0:
         raise ConfigurationError(f"share={share} must lie above 0 and up to 1.")
     try:
-        kernel = _kernel(torch.device(device))
+        kernel, _ = matrix_product(torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(f"The device {device!r} cannot be used: {error}") from error
     rates = sample(kernel, round(seconds / interval), interval, share)
@@ -75,17 +75,22 @@ def sample(
     return rates
 
 
-def _kernel(device: torch.device) -> Callable[[], None]:
-    """A matrix product that takes about :data:`_KERNEL_SECONDS` here, and returns when it is done."""
+def matrix_product(device: torch.device) -> tuple[Callable[[], None], int]:
+    """A matrix product that takes about :data:`_KERNEL_SECONDS` here, and returns when it is done; and how many
+    floating-point operations it is."""
     size = _SIZES[0]
     while True:
         product = _product(size, device)
         product()  # memory, and the choice of an algorithm
-        start = time.perf_counter()
-        product()
-        if time.perf_counter() - start >= _KERNEL_SECONDS or size >= _SIZES[1]:
-            return product
+        if min(_timed(product) for _ in range(3)) >= _KERNEL_SECONDS or size >= _SIZES[1]:
+            return product, 2 * size**3
         size *= 2
+
+
+def _timed(product: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    product()
+    return time.perf_counter() - start
 
 
 def _product(size: int, device: torch.device) -> Callable[[], None]:

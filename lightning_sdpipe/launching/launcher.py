@@ -18,6 +18,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _basic_subpr
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.errors import WorkerFailedError
@@ -25,9 +26,32 @@ from lightning_sdpipe.launching import hydra_job, job
 
 _log = logging.getLogger(__name__)
 
+_GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
 _JOINED = "SDPIPE_JOINED"  # in a started process: the pipe through which it says that it has come to its Trainer
 _SET_FOR_WORKERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _children: list[subprocess.Popen[bytes]] = []  # of this process's job: all its Trainers run on the same ones
+
+
+def launcher_for(strategy: Any, start_method: str, check: Callable[[], None], timeout: float) -> _Launcher:
+    """Starts the processes of ``strategy``; see the classes below."""
+    job.begin()
+    if start_method != "popen":
+        return WholeModelLauncher(strategy, start_method, check, _GRACE)
+    return CheckingLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes, check, timeout)
+
+
+def end_after_failure(launcher: _Launcher | None) -> None:
+    """Sees to it that what was started ends with the job, after the error has been printed."""
+    if isinstance(launcher, CheckingLauncher):
+        job.at_end(launcher.end_children, _GRACE)
+
+
+def give_up(launcher: _Launcher | None) -> None:
+    """Ends a wait for a tensor that will never come: with its sender if this process has to run on."""
+    if hydra_job.in_sweep() and isinstance(launcher, CheckingLauncher) and launcher.procs:
+        launcher.end_children(0)
+    else:
+        os._exit(1)
 
 
 class CheckingLauncher(_SubprocessScriptLauncher):

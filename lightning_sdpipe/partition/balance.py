@@ -8,14 +8,19 @@ blocks that they cover finds the cut with the least maximum (as in PipeDream's p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.memory import Memory, shown
 
 
 def balance(
-    seconds: Sequence[float], crossing: Sequence[float], speeds: Sequence[float]
+    seconds: Sequence[float],
+    crossing: Sequence[float],
+    speeds: Sequence[float],
+    memory: Memory | None = None,
+    slowness: Sequence[float] | None = None,
 ) -> tuple[tuple[range, ...], float]:
     """The consecutive spans of blocks that minimise the time of the slowest stage.
 
@@ -27,13 +32,16 @@ def balance(
         crossing: seconds to send the activations of each of the n − 1 cuts down and their gradients up;
             infinite where the chain cannot be cut.
         speeds: relative speed of each stage's device; as many as there are stages, M.
+        memory: what fits where; None if everything does.
+        slowness: by what ``crossing`` is multiplied between each stage and the next; M − 1, all 1 by default.
 
     Returns:
         M non-empty spans that cover the chain, and the slowest stage's seconds. Equally good cuts are decided
         by the first, so all ranks find the same one. Takes O(M n²) time and O(M n) memory.
 
     Raises:
-        ConfigurationError: more stages than blocks, a speed that is not positive, or no cut is possible.
+        ConfigurationError: more stages than blocks, a speed that is not positive, no cut is possible, or a stage
+            does not fit into its device whichever cut is made.
     """
     n, m = len(seconds), len(speeds)
     if m > n or any(not (math.isfinite(s) and s > 0) for s in speeds):
@@ -43,29 +51,56 @@ def balance(
         )
     until = list(accumulate(seconds, initial=0.0))
     cost = [0.0, *crossing, 0.0]  # of a stage that begins or ends before block i
+    link = [1.0, *(slowness or [1.0] * (m - 1)), 1.0]  # before each stage, and after the last
 
-    def time(start: int, end: int, speed: float) -> float:
-        return cost[start] + (until[end] - until[start]) / speed + cost[end]
+    def time(stage: int, start: int, end: int) -> float:
+        if memory is not None and not memory.fits(stage, start, end):
+            return math.inf
+        return link[stage] * cost[start] + (until[end] - until[start]) / speeds[stage] + link[stage + 1] * cost[end]
 
-    slowest = [[math.inf] * (n + 1) for _ in range(m + 1)]  # [j][end]: stages 0..j−1 cover blocks 0..end−1
-    begins = [[0] * (n + 1) for _ in range(m + 1)]
-    slowest[0][0] = 0.0
-    for j in range(1, m + 1):
-        for end in range(j, n - (m - j) + 1):
-            for start in range(j - 1, end):
-                candidate = max(slowest[j - 1][start], time(start, end, speeds[j - 1]))
-                if candidate < slowest[j][end]:
-                    slowest[j][end], begins[j][end] = candidate, start
-    if math.isinf(slowest[m][n]):
+    spans, slowest = _least_maximum(n, m, time)
+    if not math.isinf(slowest):
+        return spans, slowest
+    if memory is not None:
+        lacking = memory
+
+        def lack(stage: int, start: int, end: int) -> float:
+            uncut = math.isinf(cost[start]) or math.isinf(cost[end])
+            return math.inf if uncut else lacking.needed(stage, start, end) - lacking.available[stage]
+
+        spans, slowest = _least_maximum(n, m, lack)
+    if math.isinf(slowest):
         raise ConfigurationError(
-            f"The chain of {n} blocks cannot be cut into {m} stages: too many of its blocks return "
-            "something that "
+            f"The chain of {n} blocks cannot be cut into {m} stages: too many of its blocks return something that "
             "cannot travel between stages. Use fewer stages, or name other blocks with "
             "SDPipeStrategy(blocks=[...])."
         )
+    stage, too_much = lacking.overflow(spans)
+    have, span = lacking.available[stage], spans[stage]
+    blocks = f"block {span.start}" if len(span) == 1 else f"blocks {span.start} to {span[-1]}"
+    raise ConfigurationError(
+        f"The model does not fit: however its {n} blocks are cut into {m} stages, one of them needs more memory than "
+        f"its device has. At best that is stage {stage} ({blocks}), which needs {shown(have + too_much)} where there "
+        f"are {shown(have)}: {shown(too_much)} too much. Use more stages, smaller micro-batches, or devices with more "
+        "memory."
+    )
+
+
+def _least_maximum(n: int, m: int, cost: Callable[[int, int, int], float]) -> tuple[tuple[range, ...], float]:
+    """The m spans of n blocks with the smallest largest ``cost(stage, start, end)``, and that; infinite if there are
+    none."""
+    largest = [[math.inf] * (n + 1) for _ in range(m + 1)]  # [j][end]: stages 0..j−1 cover blocks 0..end−1
+    begins = [[0] * (n + 1) for _ in range(m + 1)]
+    largest[0][0] = -math.inf
+    for j in range(1, m + 1):
+        for end in range(j, n - (m - j) + 1):
+            for start in range(j - 1, end):
+                candidate = max(largest[j - 1][start], cost(j - 1, start, end))
+                if candidate < largest[j][end]:
+                    largest[j][end], begins[j][end] = candidate, start
     spans: list[range] = []
     end = n
     for j in range(m, 0, -1):
         spans.append(range(begins[j][end], end))
         end = begins[j][end]
-    return tuple(reversed(spans)), slowest[m][n]
+    return tuple(reversed(spans)), largest[m][n]

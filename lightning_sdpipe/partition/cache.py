@@ -21,12 +21,16 @@ from torch.utils._pytree import tree_leaves
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.profile import BlockProfile
 
+FIELDS = tuple(BlockProfile.__dataclass_fields__)
+"""What a profile holds; one that another version measured may lack some of it."""
+
 
 def fingerprint(module: nn.Module, blocks: Sequence[Block], batch: Any, device: torch.device) -> str:
     """A name for what a profile depends on: the modules (class, printed options), the parameters (name,
     shape, dtype, trained or not), the blocks, the input's shapes and dtypes, the device, its threads and the
     version of torch."""
     parts = (
+        FIELDS,
         repr(module),
         [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in module.named_parameters()],
         tuple(blocks),

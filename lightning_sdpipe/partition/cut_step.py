@@ -75,7 +75,8 @@ class CutModel:
         self._run: _Run | None = None
         self._looked: set[int] = set()
         self._watches = {index: Watch(chain[index], module.get_submodule(chain[index])) for index in self._owned}
-        self._restore: list[Callable[[], None]] = [hear_assignments()]
+        sends = any(span.stop < len(chain) for span in owned)
+        self._restore: list[Callable[[], None]] = [hear_assignments()] if sends else []
         for index, block in enumerate([module.get_submodule(path) for path in chain]):
             self._restore.append(intercept(block, partial(self._call, index)))
 

@@ -175,6 +175,8 @@ class Labels(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"it communicates with other processes ({func.__name__} of torch.distributed)")
         kwargs = kwargs or {}
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         reads = [] if func in FROM_METADATA else [v for t in inputs if (v := self._value(t)) is not None]

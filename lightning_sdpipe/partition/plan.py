@@ -15,8 +15,10 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
 from lightning_sdpipe.partition.chain import Block, find_chains, join_ends
 from lightning_sdpipe.partition.cut import cut
+from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.profile import BlockProfile
 from lightning_sdpipe.partition.rehearsed import Rehearsed
+from lightning_sdpipe.partition.saved import parameter_bytes
 from lightning_sdpipe.partition.sending import Travel
 
 
@@ -28,14 +30,32 @@ class Balanced:
         speeds: relative speed of the device of each stage; all equal by default. 0.5 gets about half the
             work.
         bandwidth: bytes per second between neighbouring stages, in either direction.
+        memory: bytes that training may use of the device of each stage; None if that need not be looked at.
+            Counted are parameters, gradients, the optimizer's state, and what the micro-batches in flight keep.
+        optimizer_state: its bytes for each byte of trained parameters: 2 for Adam, 1 with momentum, 0 for plain SGD.
     """
 
     speeds: Sequence[float] | None = None
     bandwidth: float = 1e9
+    memory: Sequence[float] | None = None
+    optimizer_state: float = 2.0
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ConfigurationError(f"bandwidth={self.bandwidth} must be positive, in bytes per second.")
+        if not self.optimizer_state >= 0:
+            raise ConfigurationError(
+                f"optimizer_state={self.optimizer_state} must be at least 0, in bytes for each byte of parameters."
+            )
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What each stage keeps of a schedule at most: measured micro-batches whose backward is still to come, and
+    copies of its weights."""
+
+    micro_batches: Sequence[int]
+    copies: Sequence[int]
 
 
 Partition = Literal["uniform", "parameters", "balanced"] | Balanced | Sequence[int]
@@ -74,6 +94,7 @@ def plan(
     names: Sequence[str] | None = None,
     measure: Callable[[Sequence[Block]], Profile] | None = None,
     rehearse: Callable[[Sequence[str]], Rehearsed | None] = lambda _: None,
+    in_flight: InFlight | None = None,
 ) -> Plan:
     """Finds the chain of ``module`` and cuts it into ``num_stages`` stages.
 
@@ -90,6 +111,7 @@ def plan(
         measure: gives the profile of the blocks; called for ``"balanced"`` only.
         rehearse: runs the user's steps with a chain, to see in which order its modules run and what crosses a cut; None
             if that cannot be found out. Called for several stages only.
+        in_flight: of the schedule; needed for :class:`Balanced` with ``memory``.
 
     Raises:
         ConfigurationError: the chain cannot be cut so.
@@ -98,13 +120,14 @@ def plan(
     refused: ConfigurationError | None = None
     for found in find_chains(module, names):
         try:
+            _check_weights(module, found, num_stages, partition, in_flight)
             chain, rehearsed = _rehearsed(found, rehearse, names) if num_stages > 1 else (found, None)
         except ConfigurationError as error:
             refused = refused or error
             continue
         for blocks in _blocks(module, chain, names, rehearsed is not None):
             try:
-                return _cut(module, blocks, num_stages, partition, measure, rehearsed)
+                return _cut(module, blocks, num_stages, partition, measure, rehearsed, in_flight)
             except ConfigurationError as error:
                 refused = refused or error
     assert refused is not None
@@ -144,6 +167,7 @@ def _cut(
     partition: Partition,
     measure: Callable[[Sequence[Block]], Profile] | None,
     rehearsed: Rehearsed | None,
+    in_flight: InFlight | None,
 ) -> Plan:
     cut(len(blocks), num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition)
     if partition == "parameters":
@@ -156,7 +180,8 @@ def _cut(
         measured = with_crossing(measure(blocks), blocks, rehearsed)
         seconds = [block.forward_seconds + block.backward_seconds for block in measured]
         crossing = [transfer_seconds(block, options.bandwidth) for block in measured[:-1]]
-        spans, _ = balance(seconds, crossing, options.speeds or [1.0] * num_stages)
+        memory = None if options.memory is None else _memory(options, measured, in_flight)
+        spans, _ = balance(seconds, crossing, options.speeds or [1.0] * num_stages, memory)
     else:
         spans = cut(len(blocks), num_stages, partition)  # type: ignore[arg-type]  # names are dealt with above
     made = Plan(blocks, spans)
@@ -187,7 +212,13 @@ def is_measured(partition: Partition) -> bool:
     return partition == "balanced" or isinstance(partition, Balanced)
 
 
-def check(module: nn.Module, names: Sequence[str] | None, num_stages: int, partition: Partition) -> None:
+def check(
+    module: nn.Module,
+    names: Sequence[str] | None,
+    num_stages: int,
+    partition: Partition,
+    in_flight: InFlight | None = None,
+) -> None:
     """Raises ConfigurationError if it can be seen without a batch that ``module`` cannot be cut so."""
     check_partition(num_stages, partition)
     refused: ConfigurationError | None = None
@@ -195,6 +226,7 @@ def check(module: nn.Module, names: Sequence[str] | None, num_stages: int, parti
         num_blocks = len(join_ends(module, chain)) if names is None else len(chain)
         try:
             cut(num_blocks, num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition)
+            _check_weights(module, chain, num_stages, partition, in_flight)
         except ConfigurationError as error:
             refused = refused or error
         else:
@@ -215,6 +247,11 @@ def check_partition(num_stages: int, partition: Partition) -> None:
         raise ConfigurationError(
             f"Balanced(speeds={list(partition.speeds)}) names {len(partition.speeds)} devices for num_stages="
             f"{num_stages}. Give one speed for each stage."
+        )
+    if isinstance(partition, Balanced) and partition.memory and len(partition.memory) != num_stages:
+        raise ConfigurationError(
+            f"Balanced(memory={list(partition.memory)}) names {len(partition.memory)} devices for num_stages="
+            f"{num_stages}. Give the bytes of one device for each stage."
         )
 
 
@@ -249,3 +286,52 @@ def transfer_seconds(block: BlockProfile, bandwidth: float) -> float:
     if block.activation_bytes is None:
         return math.inf
     return (block.activation_bytes + block.gradient_bytes) / bandwidth
+
+
+def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> InFlight:
+    """What each of M stages keeps at most, when a mini-batch is m micro-batches.
+
+    Stage j has begun up to M − j micro-batches whose backward is to come with ``"1f1b"``, all m with ``"gpipe"``, and
+    M − j whole mini-batches with ``"pipedream"``, which keeps the weights of each, except on the last stage.
+
+    Raises:
+        ConfigurationError: another schedule, of which it is not known.
+    """
+    ahead = range(num_stages, 0, -1)
+    match schedule:
+        case "1f1b":
+            return InFlight([min(num_micro_batches, depth) for depth in ahead], [0] * num_stages)
+        case "gpipe":
+            return InFlight([num_micro_batches] * num_stages, [0] * num_stages)
+        case "pipedream":
+            copies = [depth if depth > 1 else 0 for depth in ahead]
+            return InFlight([num_micro_batches * depth for depth in ahead], copies)
+    raise ConfigurationError(
+        f"Balanced(memory=...) does not know what schedule={schedule!r} keeps in memory. Use 1f1b, gpipe or pipedream, "
+        "or leave memory out."
+    )
+
+
+def _check_weights(
+    module: nn.Module, chain: Sequence[str], num_stages: int, partition: Partition, in_flight: InFlight | None
+) -> None:
+    """Refuses a model of which not even the weights fit, before it is on any device."""
+    if not isinstance(partition, Balanced) or partition.memory is None or len(chain) < num_stages:
+        return
+    weights = [BlockProfile(0, 0, 0, 0, *parameter_bytes(module, (path,))) for path in chain]
+    nothing = [0.0] * len(chain)
+    balance(nothing, nothing[1:], [1.0] * num_stages, _memory(partition, weights, in_flight))
+
+
+def _memory(options: Balanced, profile: Profile, in_flight: InFlight | None) -> Memory:
+    assert options.memory is not None
+    if in_flight is None:
+        raise ConfigurationError("Balanced(memory=...) needs to know what the schedule keeps in flight.")
+    return Memory(
+        options.memory,
+        [block.parameter_bytes + (1 + options.optimizer_state) * block.trained_bytes for block in profile],
+        [block.saved_bytes for block in profile],
+        in_flight.micro_batches,
+        [block.trained_bytes for block in profile],
+        in_flight.copies,
+    )

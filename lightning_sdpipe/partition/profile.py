@@ -18,6 +18,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.intercept import Original, intercept
 from lightning_sdpipe.partition.rehearsal import without_a_trace
+from lightning_sdpipe.partition.saved import parameter_bytes, recording_saved
 from lightning_sdpipe.partition.structure import Opaque, take_apart
 
 
@@ -30,6 +31,9 @@ class BlockProfile:
     backward_seconds: float
     activation_bytes: int | None  # that would cross a cut after it; None: the output cannot travel
     gradient_bytes: int  # that would come back over it
+    parameter_bytes: int = 0  # tied ones count in every block that has them
+    trained_bytes: int = 0  # of these
+    saved_bytes: int = 0  # kept from its forward to its backward
 
 
 def profile(
@@ -72,15 +76,19 @@ def profile(
         return clock()
 
     with without_a_trace(module):
-        runs = [_measure(module, blocks, step, now) for _ in range(repeats + 1)][1:]
+        with recording_saved(module, blocks) as saved:
+            _measure(module, blocks, step, now)
+        runs = [_measure(module, blocks, step, now) for _ in range(repeats)]
     return tuple(
         BlockProfile(
             median(block.forward_seconds for block in of_block),
             median(block.backward_seconds for block in of_block),
             of_block[0].activation_bytes,
             of_block[0].gradient_bytes,
+            *parameter_bytes(module, block),
+            kept,
         )
-        for of_block in zip(*runs, strict=True)
+        for block, kept, of_block in zip(blocks, saved, zip(*runs, strict=True), strict=True)
     )
 
 

@@ -39,7 +39,7 @@ def rehearse(module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls]
     """Runs the forwards of ``steps`` with labelled tensors. ``module`` is whole, on ``device``, and is left as it was.
 
     Raises:
-        Exception: what a step raised.
+        Exception: what a step raised, or that it communicates with other processes, which do not rehearse.
     """
     streams = RandomStreams(device)
     traces = {}

@@ -1,21 +1,19 @@
 """The same batches on every stage of a pipeline, random augmentation and masking included.
 
 The sampler gives the stages of a pipeline the same samples. What a dataset or a collate function draws at random must
-be equal too: the first stage needs the masked words and the last one the labels that belong to them. But the stages'
-global generators drift apart as soon as one stage drops out more than another. So batches are fetched with a random
-state of their own, which all stages of a pipeline share and the model never sees.
+be equal too: the first stage needs the masked words and the last one the labels that belong to them. So every batch is
+fetched with random numbers from a stream of its own, which all stages of a pipeline share.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
@@ -27,8 +25,10 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.samples import tensors_in
+from lightning_sdpipe.random_streams import RandomStreams
 
-_State = tuple[Tensor, Any, Any]
+_STREAMS = RandomStreams(torch.device("cpu"))
+_FETCHING = -1  # in the place of a block's number
 
 
 class PipelineLoader:
@@ -79,11 +79,10 @@ class PipelineLoader:
         seed = self._seed()
         self._repetition = self._repetition + 1 if seed == self._last else 0
         self._last = seed
-        stream = _RandomStream(_mixed(*seed, self._repetition))
-        with stream.active():
+        with _drawing(*seed, self._repetition, 0):
             batches = iter(self._loader)
-        while True:
-            with stream.active():
+        for number in count(1):
+            with _drawing(*seed, self._repetition, number):
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -91,40 +90,15 @@ class PipelineLoader:
             yield batch
 
 
-class _RandomStream:
-    """A state of the global generators on the CPU that is active only while batches are fetched."""
-
-    def __init__(self, seed: int) -> None:
-        before = _collect()
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        self._state = _collect()
-        _restore(before)
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        before = _collect()
-        _restore(self._state)
-        try:
-            yield
-        finally:
-            self._state = _collect()
-            _restore(before)
-
-
-def _collect() -> _State:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _restore(state: _State) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    np.random.set_state(state[2])
-
-
-def _mixed(*seeds: int) -> int:
-    return int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0] >> np.uint64(2))
+@contextmanager
+def _drawing(*key: int) -> Iterator[None]:
+    """Within, draws come from the stream of ``key``. What they were does not matter to what follows."""
+    before = _STREAMS.current
+    _STREAMS.begin(*key)
+    try:
+        yield
+    finally:
+        _STREAMS.leave(_FETCHING, before)
 
 
 def shared_seed() -> int:

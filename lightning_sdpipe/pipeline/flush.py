@@ -75,6 +75,9 @@ class FlushPipeline:
         self._num_micro_batches = num_micro_batches
         self._loss = SharedLoss(runners[-1].link, num_workers)
 
+    flushes = True
+    filling = draining = False  # nothing is under way between two mini-batches
+
     def train(
         self,
         batch: Any,
@@ -128,6 +131,17 @@ class FlushPipeline:
         return loss_with_gradients(
             self._loss.take(), self._parameters, gradients, step.loss_scale, exchange, accumulated
         )
+
+    def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
+        """Never called, since the pipeline is never ``draining``."""
+        raise RuntimeError("a pipeline with a flush has no backwards left to run")
+
+    def finish(self) -> None:
+        """Nothing: every mini-batch is finished."""
+
+    def rest(self, loss: Tensor) -> Tensor:
+        """``loss`` as it is: the gradients of an accumulation are in place already."""
+        return loss
 
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""

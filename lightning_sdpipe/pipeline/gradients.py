@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_sdpipe.exchange.gradients import GradientExchange as GradientExchange
 
 
 def set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
@@ -22,22 +24,6 @@ def put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | No
     """Undoes :func:`set_aside`."""
     for p, grad in zip(parameters, gradients, strict=True):
         p.grad = grad
-
-
-class GradientExchange(Protocol):
-    """Replaces the gradients of an update by other ones, such as their means over replicas.
-
-    Parameters are known by number: their place in the sequence that the pipeline and the exchange were both made with.
-    """
-
-    def ready(self, number: int, gradient: Tensor) -> None:
-        """The gradient of parameter ``number`` is final; the backward goes on. It may change when this has returned."""
-
-    def complete(self, gradients: Sequence[Tensor | None]) -> None:
-        """The backward is over: these are all gradients, those that :meth:`ready` had among them. Does not wait."""
-
-    def finish(self) -> list[Tensor | None]:
-        """Waits for the gradients that take the place of those given to :meth:`complete`."""
 
 
 @contextmanager

@@ -109,14 +109,14 @@ class StageLink:
             message = [torch.tensor([g is not None for g in gradients]), *(g for g in gradients if g is not None)]
         else:
             message = [torch.zeros_like(t) if g is None else g for t, g in zip(received, gradients, strict=True)]
-        self._sent_up.append(p2p.send(message, self.ranks[to], self.group, tag, self._name(to)))
+        self._sent_up.append(p2p.send(message, self.ranks[to], self.group, tag, self.name(to)))
         if self.sends_in_flight is not None:
             self._settle(self._sent_up, self.sends_in_flight)
 
     def receive_gradients(self, sent: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Waits for the gradients of the tensors ``sent`` to the next stage: those that have one, and theirs."""
         source, tag = self.stage + 1, 2 * self.stage + 1
-        rank, name = self.ranks[source], self._name(source)
+        rank, name = self.ranks[source], self.name(source)
         outputs = list(sent)
         if len(outputs) > 1:
             (flags,) = self._wait(p2p.receive([torch.empty(len(sent), dtype=torch.bool)], rank, self.group, tag, name))
@@ -148,17 +148,17 @@ class StageLink:
         note = torch.empty(1 + layout.first_numbers[-1], dtype=torch.float64)
         buffers = [note, *(meta.empty(self.device) for meta in layout.values)]
         source = self.stage - 1
-        return p2p.receive(buffers, self.ranks[source], self.group, 2 * self.stage, self._name(source))
+        return p2p.receive(buffers, self.ranks[source], self.group, 2 * self.stage, self.name(source))
 
     def _receive_layout(self) -> Layout:
         source, tag = self.stage - 1, 2 * self.stage
-        return Layout.decode(p2p.receive_bytes(self.ranks[source], self.group, tag, self._name(source)))
+        return Layout.decode(p2p.receive_bytes(self.ranks[source], self.group, tag, self.name(source)))
 
     def _send_down(self, send: Callable[..., p2p.Transfer], what: Any) -> None:
         to, tag = self.stage + 1, 2 * (self.stage + 1)
-        self._sent_down.append(send(what, self.ranks[to], self.group, tag, self._name(to)))
+        self._sent_down.append(send(what, self.ranks[to], self.group, tag, self.name(to)))
 
-    def _name(self, stage: int) -> str:
+    def name(self, stage: int) -> str:
         return f"stage {stage} (rank {self.ranks[stage]})"
 
 

@@ -2,16 +2,26 @@
 
 Stages are counted from 0 here, and d = M − 1 − j is how far stage j runs ahead of its backwards.
 
-Order. On mini-batch k, stage j runs the forward of k, and then, if k ≥ d, the backward of k − d, whose gradient the
-optimizer applies at once. The first d mini-batches of an epoch only fill the pipeline. At the end of the epoch the
-pipeline drains: the remaining d backwards follow, each with its optimizer step, so every mini-batch is trained on
-exactly once.
+Order. At turn k, stage j runs the forward of mini-batch k, and then, if k ≥ d, the backward of k − d. If the optimizer
+steps at this turn, it applies a gradient that is complete, if there is one. The first d turns of an epoch only fill the
+pipeline. At the end of the epoch the pipeline drains: the remaining backwards and updates follow, so every mini-batch
+is trained on exactly once.
 
 Stash. The forward of k runs on a copy of the weights as they are then, and so does its backward (weight stashing). At
 most d + 1 = M − j mini-batches are in flight on stage j, each with its copy; the last stage needs none.
 
 Staleness. The gradient of mini-batch k is computed with weights that have seen the mini-batches up to k − d − 1, and
 is applied to the newest weights, which have seen those up to k − 1: it is d steps late.
+
+Shared weights. All owners apply the sum of their gradients of mini-batch k at the same turn, that of their first stage:
+all copies stay equal, and a shared weight is as late as a weight of its first owner (``late_sums``).
+
+Accumulation over A mini-batches. Every update is of the same A mini-batches on all stages, and is applied at the first
+step of the optimizer at which they are complete: ⌈d / A⌉ updates late (``windows``). With A ≥ M − 1 that is one, as in
+PipeDream-2BW (Narayanan et al., ICML 2021).
+
+Clipping by norm takes the norm over all stages that is known at that turn, and the loss scale of 16-bit mixed precision
+is the last stage's (``notes``). A stage that overflows skips its own update of these mini-batches.
 """
 
 from __future__ import annotations
@@ -26,12 +36,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients
+from lightning_sdpipe.pipeline.late_sums import LateSum
 from lightning_sdpipe.pipeline.micro_batches import whole
+from lightning_sdpipe.pipeline.notes import StageNotes
+from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import AFTER_THE_STEP, StageRunner, Step
 from lightning_sdpipe.pipeline.step_log import StepLog
+from lightning_sdpipe.pipeline.windows import Lane, Window
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,25 @@ class _InFlight:
     inputs: Sequence[Tensor]  # what was received and needs a gradient
     outputs: Sequence[Tensor]  # what was sent and gets one; on the last stage the loss
     weights: Sequence[Tensor]  # the leaves that the forward ran on, in the order of the parameters
+    loss_scale: float  # known on the last stage
+    window: Window
+    closes: bool  # is it the window's last?
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Parameters whose gradients belong to the same mini-batches."""
+
+    parameters: Sequence[nn.Parameter]
+    loss_scale: float  # the largest with which they were computed; taken out again
+
+
+@dataclass(frozen=True)
+class Norm:
+    """By which norm to clip the gradients of which parameters."""
+
+    parameters: Sequence[nn.Parameter]
+    square: float
 
 
 class PipeDreamPipeline:
@@ -49,29 +83,47 @@ class PipeDreamPipeline:
 
     Args:
         runner: runs this stage's part of a step.
-        parameters: this stage's trained parameters; none may be shared with another stage. The sequence may change
-            when nothing is in flight.
+        parameters: this stage's trained parameters. The sequence may change when nothing is in flight.
+        shared: those that other stages hold too.
         delays: makes this worker slow, if it was asked to.
     """
 
-    def __init__(self, runner: StageRunner, parameters: Sequence[nn.Parameter], delays: DelayInjector) -> None:
+    def __init__(
+        self, runner: StageRunner, parameters: Sequence[nn.Parameter], shared: SharedParameters, delays: DelayInjector
+    ) -> None:
+        self.notes = StageNotes(runner.link)
+        self.applied: list[Applied] = []
+        """What the newest update is made of."""
         self._runner = runner
         self._parameters = parameters
         self._delays = delays
-        self._depth = len(runner.link.ranks) - 1 - runner.link.stage
+        last = len(runner.link.ranks) - 1
+        self._depth = last - runner.link.stage
+        self._own = Lane(self._depth)
+        self._sums = [(Lane(last - total.first_stage), total) for total in shared.late_sums(parameters)]
+        self._clipped: list[LateSum] = []  # those of the newest update
+        self._norms_known = False  # in the newest update
+        self._turn = 0
+        self._open: Window | None = None
         self._in_flight: deque[_InFlight] = deque()
         self._steps = _Steps(runner.module)
         self._names = {id(p): f"module.{name}" for name, p in runner.module.named_parameters()}
 
+    flushes = False
+
+    @property
+    def is_last(self) -> bool:
+        return self._runner.is_last
+
     @property
     def filling(self) -> bool:
-        """The next :meth:`train` runs a forward only, so no optimizer step may follow it."""
-        return len(self._in_flight) < self._depth
+        """The next :meth:`train` leaves nothing to apply, so no optimizer step may follow it."""
+        return not any(lane.would_be_due(self._turn) for lane in self._lanes)
 
     @property
     def draining(self) -> bool:
-        """Backwards are left that only :meth:`drain` will run."""
-        return bool(self._in_flight)
+        """Updates are left that only :meth:`drain` will make."""
+        return any(lane.waiting for lane in self._lanes)
 
     def train(
         self,
@@ -89,31 +141,125 @@ class PipeDreamPipeline:
             step: the user's method.
             iteration: counts mini-batches.
             exchange: what an update that follows replaces gradients by; not used while the pipeline fills.
-            accumulated: False; every gradient is applied at once.
-            ready: called when this worker needs nothing more from others to compute the gradient that is due; not
-                while the pipeline fills.
+            accumulated: mini-batches before this one belong to the same update.
+            ready: called when this worker needs nothing more from others to compute the gradients that are due; not
+                if none are.
 
         Returns:
             The loss of this mini-batch, a scalar (nan on all stages but the last, which will know it later). Its
-            ``backward`` puts the gradient of the mini-batch that is due in place, or none while the pipeline fills.
+            ``backward`` puts the gradients that are due in place, or none if none are.
+
+        Raises:
+            ConfigurationError: other layers train than at the beginning of this update.
         """
-        filling = self.filling
-        loss = self._forward(batch, step, iteration)
-        return loss_with_gradients(loss, [], []) if filling else self._backward(loss, exchange, ready)
+        self._after_update()
+        window = self._window(step.generation, accumulated)
+        loss = self._forward(batch, step, iteration, window)
+        if step.closes:
+            self._close(window)
+        due = [lane for lane in self._lanes if step.closes and lane.due(self._turn)]
+        self._turn += 1
+        if len(self._in_flight) > self._depth:
+            self._backward(bool(due), exchange, ready)
+        return self._update(loss, due, exchange, ready) if due else loss_with_gradients(loss, [], [])
 
     def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
-        """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
-        return self._backward(torch.zeros((), device=self._runner.link.device), exchange, ready)
+        """Runs the backwards that the oldest update needs; returns a zero whose ``backward`` puts its gradients in
+        place."""
+        self._after_update()
+        due = [lane for lane in self._lanes if lane.waiting]
+        oldest = self._own.waiting[0] if self._own.waiting else None
+        left = sum(mini_batch.window is oldest for mini_batch in self._in_flight)
+        for number in range(left):
+            self._backward(number == left - 1, exchange, ready)
+        if not left and not self._waits_for_owners:
+            ready()
+        return self._update(torch.zeros((), device=self._runner.link.device), due, exchange, ready)
+
+    def finish(self) -> None:
+        """After the last :meth:`drain`: runs the backwards of mini-batches whose update has not come yet."""
+        self._after_update()
+        while self._in_flight:
+            self._backward()
+        self.notes.forget()
+        for _, total in self._sums:
+            total.finish()
+
+    def rest(self, loss: Tensor) -> Tensor:
+        """``loss``, as a tensor whose ``backward`` puts the gradients of an unfinished update in place; after
+        :meth:`finish`."""
+        if self._open is None:
+            return loss_with_gradients(loss, [], [])
+        self._close(self._open)
+        self._pass_on(self._own.waiting[0])
+        return self._update(loss, self._lanes, None, lambda: None)
 
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""
         self._runner.link.settle()
 
-    def _forward(self, batch: Any, step: Step, iteration: int) -> Tensor:
+    def norms(self, own_square: float) -> list[Norm]:
+        """For an update that is being made: who is clipped by which norm over all stages. All copies of a shared weight
+        are by that which their first owner knows.
+
+        Args:
+            own_square: the squared norm of this stage's gradients, without those that an earlier stage holds too.
+
+        Raises:
+            ConfigurationError: it is asked for again: stages tell each other one norm for an update.
+            WorkerFailedError: another stage is gone.
+        """
+        if self._norms_known:
+            raise ConfigurationError(
+                "Gradients were clipped by norm twice in one update, and with schedule='pipedream' stages tell each "
+                "other one norm for each. Clip once, in configure_gradient_clipping."
+            )
+        self._norms_known = True
+        square = self.notes.squared_norm(own_square)
+        for total in self._clipped:
+            if total.is_first:
+                total.tell_square(square)
+        of_others = [Norm(total.parameters, total.hear_square()) for total in self._clipped if not total.is_first]
+        elsewhere = {id(p) for norm in of_others for p in norm.parameters}
+        return [Norm([p for p in self._parameters if id(p) not in elsewhere], square), *of_others]
+
+    @property
+    def _waits_for_owners(self) -> bool:
+        return any(total.trained for _, total in self._sums)
+
+    @property
+    def _late(self) -> set[int]:
+        """The ids of shared parameters."""
+        return {id(p) for _, total in self._sums for p in total.parameters}
+
+    @property
+    def _lanes(self) -> list[Lane]:
+        return [self._own, *(lane for lane, _ in self._sums)]
+
+    def _window(self, generation: int, accumulated: bool) -> Window:
+        if self._open is None or not accumulated:  # Lightning zeroes what no step has applied
+            self._open = Window(generation)
+        elif self._open.generation != generation:
+            raise ConfigurationError(
+                "Layers were frozen or unfrozen between two mini-batches of one update, which with "
+                "schedule='pipedream' adds up gradients of equal layers only. Do it where an update begins: "
+                "batch_idx % accumulate_grad_batches == 0."
+            )
+        return self._open
+
+    def _close(self, window: Window) -> None:
+        window.closed_at, self._open = self._turn, None
+        for lane in self._lanes:
+            lane.waiting.append(window)
+
+    def _forward(self, batch: Any, step: Step, iteration: int, window: Window) -> Tensor:
         runner, log = self._runner, StepLog()
         micro_batch = whole(batch)
         key = step.key(micro_batch)
-        received = None if runner.is_first else runner.link.receive_activations(key)
+        received = None
+        if not runner.is_first:
+            received = runner.link.receive_activations(key)
+            self.notes.receive_down()
         self._delays.before_forward(iteration)
         weights: Sequence[Tensor] = self._parameters if runner.is_last else self._stash()
         names = [self._names[id(p)] for p in self._parameters]
@@ -122,32 +268,52 @@ class PipeDreamPipeline:
             run = partial(runner.train, micro_batch, 0, step, received, log)
             outcome = functional_call(self._steps, replaced, (run,))
         runner.cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
+        scale = 1.0
         if isinstance(outcome, Message):
             runner.link.send_activations(outcome, key)
+            self.notes.send_down()
             outputs = [t for t in outcome.tensors if t.requires_grad]
             loss = torch.full((), torch.nan, device=runner.link.device)
         else:
             outputs, loss = [outcome], outcome.detach()
+            if step.loss_scale is not None:
+                scale, loss = float(step.loss_scale), loss / step.loss_scale
         inputs = [t for t in received.tensors if t.requires_grad] if received else []
-        self._in_flight.append(_InFlight(iteration, inputs, outputs, weights))
+        self._in_flight.append(_InFlight(iteration, inputs, outputs, weights, scale, window, step.closes))
         log.replay(runner.module.log)
         return loss
 
     def _stash(self) -> list[Tensor]:
         return [p.detach().clone().requires_grad_() for p in self._parameters]
 
-    def _backward(self, loss: Tensor, exchange: GradientExchange | None, ready: Callable[[], None]) -> Tensor:
+    def _backward(
+        self,
+        before_update: bool = False,
+        exchange: GradientExchange | None = None,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The oldest one. Right before an update, ``ready`` is told before it, unless that waits for other owners; and
+        ``exchange`` within of each gradient, if the update has no others."""
         runner, oldest = self._runner, self._in_flight.popleft()
-        outputs, gradients = (oldest.outputs, None) if runner.is_last else runner.link.receive_gradients(oldest.outputs)
+        outputs, gradients, scale = oldest.outputs, None, oldest.loss_scale
+        self.notes.pay()
+        if not runner.is_last:
+            outputs, gradients = runner.link.receive_gradients(oldest.outputs)
+            scale = self.notes.receive_scale()
+            self.notes.gradient_received()
         self._delays.before_backward(oldest.iteration)
         runner.link.make_room()
-        ready()
+        if before_update and not self._waits_for_owners:
+            ready()
         leaves = [*oldest.inputs, *oldest.weights]
         hooks = []
-        if exchange is not None:
+        alone = oldest.closes and not oldest.window.gradients and scale == 1.0
+        if exchange is not None and before_update and alone and self._own.waiting[0] is oldest.window:
+            late = self._late
             hooks = [
                 leaf.register_hook(partial(exchange.ready, number))  # type: ignore[no-untyped-call]
-                for number, leaf in enumerate(oldest.weights)
+                for number, (leaf, p) in enumerate(zip(oldest.weights, self._parameters, strict=True))
+                if id(p) not in late
             ]
         results: Sequence[Tensor | None] = [None] * len(leaves)
         if leaves and outputs:  # else all of this stage, or of it and those before, is frozen
@@ -155,10 +321,47 @@ class PipeDreamPipeline:
                 results = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
         for hook in hooks:
             hook.remove()
-        to_send, to_apply = results[: len(oldest.inputs)], results[len(oldest.inputs) :]
+        to_send, found = results[: len(oldest.inputs)], results[len(oldest.inputs) :]
         if not runner.is_first:
             runner.link.send_gradients(oldest.inputs, to_send)
-        return loss_with_gradients(loss, self._parameters, to_apply, exchange=exchange)
+            self.notes.send_scale(scale)
+            self.notes.gradient_sent()
+        oldest.window.add(self._parameters, found, scale, to_send)
+        if oldest.closes:
+            self._pass_on(oldest.window)
+
+    def _pass_on(self, window: Window) -> None:
+        for _, total in self._sums:
+            total.add(window)
+
+    def _update(
+        self, loss: Tensor, due: Sequence[Lane], exchange: GradientExchange | None, ready: Callable[[], None]
+    ) -> Tensor:
+        found: dict[nn.Parameter, Tensor] = {}
+        self.applied, self._norms_known = [], False
+        if self._own in due:
+            window = self._own.waiting.popleft()
+            found |= window.gradients
+            late = self._late
+            self.applied.append(Applied([p for p in self._parameters if id(p) not in late], window.loss_scale))
+        for lane, total in self._sums:
+            if lane in due:
+                window = lane.waiting.popleft()
+                found |= total.take()
+                self.applied.append(Applied(total.trained, window.loss_scale))
+                if self.notes.norms:
+                    total.begin_clipping()
+                    self._clipped.append(total)
+        if self._waits_for_owners:
+            ready()
+        gradients = [found.get(p) for p in self._parameters]
+        return loss_with_gradients(loss, self._parameters, gradients, exchange=exchange)
+
+    def _after_update(self) -> None:
+        self.notes.pay()
+        for total in self._clipped:
+            total.settle()
+        self._clipped = []
 
 
 class _Steps(nn.Module):

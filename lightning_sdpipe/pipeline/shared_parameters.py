@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -12,6 +13,17 @@ from torch import nn
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.pipeline.late_sums import LateSum
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Parameters with the same owners."""
+
+    group: dist.ProcessGroup
+    ranks: Sequence[int]  # of the owners in this pipeline, by stage
+    owners: Sequence[int]  # stages
+    names: Sequence[str]
 
 
 class SharedParameters:
@@ -27,19 +39,20 @@ class SharedParameters:
         shared = ownership.shared_parameters(module)
         stage, pipeline = mesh.locate(groups.rank)
         self._module = module
-        self._copies: list[tuple[dist.ProcessGroup, int, Sequence[str]]] = []
+        self._stage = stage
+        self._copies: list[_Copies] = []
         for owners in sorted({owners for owners, _ in shared}):
             for row in range(mesh.num_pipelines):
                 ranks = [mesh.rank(j, row) for j in owners]
                 group = dist.new_group(sorted(ranks), timeout=timeout)
                 if row == pipeline and stage in owners:
                     names = [name for these, name in shared if these == owners]
-                    self._copies.append((group, ranks[0], names))
+                    self._copies.append(_Copies(group, ranks, owners, names))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Those of this stage."""
-        return [self._module.get_parameter(name) for _, _, names in self._copies for name in names]
+        return [p for copies in self._copies for p in self._of(copies)]
 
     @property
     def train(self) -> bool:
@@ -48,17 +61,26 @@ class SharedParameters:
 
     def make_equal(self) -> None:
         """Gives every copy the value of the first stage that holds it."""
-        for group, first, names in self._copies:
-            for name in names:
-                dist.broadcast(self._module.get_parameter(name).data, first, group=group)
+        for copies in self._copies:
+            for parameter in self._of(copies):
+                dist.broadcast(parameter.data, copies.ranks[0], group=copies.group)
 
     def sum_gradients(self) -> None:
         """Gives every copy the sum of the gradients of all; a parameter that no owner used has none, as in one
         process."""
-        for group, _, names in self._copies:
-            trained = [p for p in map(self._module.get_parameter, names) if p.requires_grad]
+        for copies in self._copies:
+            trained = [p for p in self._of(copies) if p.requires_grad]
             for dtype in {p.dtype: None for p in trained}:
-                _sum_gradients([p for p in trained if p.dtype == dtype], group)
+                _sum_gradients([p for p in trained if p.dtype == dtype], copies.group)
+
+    def late_sums(self, trained: Sequence[nn.Parameter]) -> list[LateSum]:
+        """What sums them in a pipeline without a flush; one for each set of owners."""
+        return [
+            LateSum(c.group, c.ranks, c.owners, c.owners.index(self._stage), self._of(c), trained) for c in self._copies
+        ]
+
+    def _of(self, copies: _Copies) -> list[nn.Parameter]:
+        return [self._module.get_parameter(name) for name in copies.names]
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -31,6 +31,7 @@ class Step:
     context: StepContext  # the precision plugin's
     stream: tuple[int, ...] = ()  # what its random numbers depend on, besides the micro-batch
     loss_scale: Tensor | None = None  # of training in 16-bit mixed precision
+    closes: bool = True  # does the optimizer step after it?
     generation: int = 0  # of the choice of layers that train, on which it depends what needs a gradient
 
     def key(self, micro_batch: MicroBatch) -> Hashable:

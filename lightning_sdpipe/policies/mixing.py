@@ -1,4 +1,4 @@
-"""How fast groups spread updates: the mean mixing matrix and its ρ (P-Reduce §3.2, assumption (3)).
+"""How fast groups spread updates: the mean mixing matrix and its ρ (P-Reduce §3.2, assumption (3)), and theorem 1.
 
 In a group every member's model becomes the weighted sum of all of them; other workers keep theirs. W has the weights in
 the rows of the members and 1 on the diagonal of the others (SDPipe, equation 2, with weights 1/|S|). ρ is the modulus
@@ -10,6 +10,7 @@ This is for looking at a run, not for deciding, so that the scheduler needs no n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 Matrix = list[list[float]]
@@ -45,3 +46,41 @@ def mixing_radius(matrix: Matrix) -> float:
         return 0.0
     # Taking 1/n off every entry makes the eigenvalue of the constant vector 0 and keeps the others.
     return float(max(abs(numpy.linalg.eigvals(numpy.array(matrix) - 1 / size))))
+
+
+def uniform_radius(num_workers: int, group_size: int) -> float:
+    """ρ when each group of P of N workers is as likely: (N − P)/(N − 1)."""
+    return (num_workers - group_size) / (num_workers - 1)
+
+
+def network_error(rho: float) -> float:
+    """ρ̄ = ρ/(1 − ρ) + 2√ρ/(1 − √ρ)² of P-Reduce's theorem 1, to which its bound for the network error is
+    proportional; infinite at ρ = 1, where nothing mixes."""
+    root = math.sqrt(rho)
+    return rho / (1 - rho) + 2 * root / (1 - root) ** 2 if rho < 1.0 else math.inf
+
+
+def theorem_1(learning_rate: float, lipschitz: float, num_workers: int, group_size: float, rho: float) -> float:
+    """ηL + 2N³η²ρ̄/P² with η = Pγ/N: where it is at most 1, P-Reduce's theorem 1 holds (equation 7).
+
+    It assumes doubly stochastic mixing, so equal weights. As it is printed, the second term has no L², which it would
+    need for an L other than 1 if units should agree.
+
+    Args:
+        learning_rate: γ, of plain SGD.
+        lipschitz: L, of the gradient.
+        num_workers: N.
+        group_size: P; the mean of different ones.
+        rho: ρ, from 0 on.
+    """
+    step = group_size * learning_rate / num_workers
+    bound = network_error(rho)
+    return step * lipschitz + (2 * num_workers**3 * step**2 * bound / group_size**2 if step else 0.0)
+
+
+def largest_learning_rate(lipschitz: float, num_workers: int, group_size: float, rho: float) -> float:
+    """γ up to which :func:`theorem_1` holds; 0 where nothing mixes."""
+    a = 2 * num_workers**3 * network_error(rho) / group_size**2
+    # The positive root of aη² + Lη = 1, without the difference of two large numbers.
+    step = 2 / (lipschitz + math.sqrt(lipschitz**2 + 4 * a))
+    return num_workers * step / group_size

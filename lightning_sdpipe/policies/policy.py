@@ -24,6 +24,7 @@ from lightning_sdpipe.policies.decisions import Decision
 from lightning_sdpipe.policies.events import Event
 
 Unit = Literal["rounds", "groups"]
+Announcement = Literal["early", "late"]
 
 
 class RefusedEvent(ValueError):
@@ -60,6 +61,11 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def looks_back(self) -> tuple[int, Unit]:
         """How far ``sdpipe status`` looks back for who has met: P rounds, or groups."""
         return 10, "rounds"
+
+    @property
+    def announces(self) -> Announcement:
+        """When a worker says that it is ready: before its last backward (SDPipe §4), or after the optimizer's step."""
+        return "early"
 
 
 def refusal(name: str, value: object, allowed: str) -> ConfigurationError:

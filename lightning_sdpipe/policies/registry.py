@@ -23,6 +23,7 @@ BUILT_IN: Mapping[str, str] = {
     "semi_decentralized": "lightning_sdpipe.policies.semi_decentralized:SemiDecentralized",
     "all_reduce": "lightning_sdpipe.policies.all_reduce:AllReduceModels",
     "local_sgd": "lightning_sdpipe.policies.local_sgd:LocalSGD",
+    "partial_reduce": "lightning_sdpipe.policies.partial_reduce:PartialReduce",
     "ad_psgd": "lightning_sdpipe.policies.ad_psgd:ADPSGD",
     "phd_psgd": "lightning_sdpipe.policies.phd_psgd:PHDPSGD",
     "no_sync": "lightning_sdpipe.policies.local_sgd:NoSync",

@@ -18,9 +18,11 @@ import zmq
 from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.leases import Lease, Segment
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.connection import GLANCE, Connection
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
+from lightning_sdpipe.scheduler.heard_leases import HeardLeases
 from lightning_sdpipe.scheduler.heartbeat import HeartbeatThread
 from lightning_sdpipe.scheduler.recovery import HeardAnswers
 from lightning_sdpipe.scheduler.step_timer import StepTimer
@@ -98,6 +100,9 @@ class SchedulerClient:
         self._joined = False
         self._iteration: int | None = None
         self._heard = HeardAnswers(worker)
+        self._early: m.Answer | None = None
+        """To the unanswered ready, if it came while something else was waited for."""
+        self._leases = HeardLeases()
         self._steps = StepTimer()
         self._invited = 0
         self._invitations = threading.Condition()
@@ -151,7 +156,7 @@ class SchedulerClient:
 
     def leave(self) -> None:
         """Pause or end the epoch; returns when the scheduler has acknowledged it."""
-        self._iteration = None
+        self._iteration = self._early = None
         with self._lock:
             self._joined = False
             self._heard.forget()
@@ -183,16 +188,40 @@ class SchedulerClient:
         iteration = self._iteration
         if iteration is None:
             raise SchedulerError(f"worker {self.worker} asked for a group without being ready; call ready() first")
-        answer = self._wait(
+        answer = self._early or self._wait(
             m.Answer,
             lambda reply: reply.iteration_of(self.worker) == iteration,
             lambda: self._transmit(m.Ready(self.worker, self._session, self._next_number(), iteration)),
             f"the group of its iteration {iteration}",
         )
-        self._iteration = None
+        self._iteration = self._early = None
         with self._lock:
             self._heard.hear(answer)
         return answer.group
+
+    def lease(self, segment: Segment, ordinal: int) -> Lease:
+        """Wait for lease ``ordinal`` of this worker's pipeline in ``segment``, which all its stages get alike.
+
+        After one that is not empty the answer comes at once: batches, or an empty lease. After an empty one, which is
+        the sign to train whatever is held, it comes when there is something, or the segment is over.
+        """
+        self._leases.begin(segment)
+
+        def matches(reply: m.Dealt) -> bool:
+            return reply.lease.segment == segment and reply.lease.ordinal == ordinal
+
+        def ask() -> None:
+            done = self._leases.done()
+            self._transmit(m.AskLease(self.worker, self._session, self._next_number(), segment, ordinal, done))
+
+        ask()
+        lease = self._wait(m.Dealt, matches, ask, f"lease {ordinal} of {segment}").lease
+        self._leases.hear(lease)
+        return lease
+
+    def trained(self, batches: int) -> None:
+        """So many batches of the segment are trained by this worker; heartbeats tell, this only notes it."""
+        self._leases.trained(batches)
 
     def broken(self, sequence: int) -> None:
         """The members of that group, of which this worker is one, did not average; returns when the scheduler knows."""
@@ -303,6 +332,11 @@ class SchedulerClient:
                 if rejoin is not None:
                     self._transmit(rejoin)
                     repeat()
+            if isinstance(reply, m.AskLeases) and (book := self._book()) is not None and repeat is not None:
+                self._transmit(book)
+                repeat()
+            if isinstance(reply, m.Answer) and reply.iteration_of(self.worker) == self._iteration is not None:
+                self._early = reply
             if isinstance(reply, m.Refused) and reply.number == self._number:
                 raise SchedulerError(f"the scheduler at {self.address} refused: {reply.reason}")
         return None
@@ -314,6 +348,10 @@ class SchedulerClient:
             self._number += 1
             heard = self._heard
             return m.Join(self.worker, self._session, self._number, self._mesh, True, heard.highest, heard.to_report())
+
+    def _book(self) -> m.TellLeases | None:
+        book = self._leases.book()
+        return None if book is None else m.TellLeases(self.worker, self._session, self._next_number(), *book)
 
     def _who_is_missing(self) -> str:
         number = self._next_number()
@@ -336,7 +374,12 @@ class _Pulse:
         client = self._client
         with client._lock:
             client._number += 1
-            return m.Heartbeat(client.worker, client._session, client._number, client._joined, client._steps.take())
+            number, joined = client._number, client._joined
+        steps, dealt = client._steps.take(), client._leases.progress()
+        return m.Heartbeat(client.worker, client._session, number, joined, steps, dealt)
+
+    def book(self) -> m.Request | None:
+        return self._client._book()
 
     def rejoin(self) -> m.Request | None:
         return self._client._rejoin()

@@ -1,12 +1,14 @@
-"""The one place where the policy hears of events: each is checked, decided and logged."""
+"""The one place where the policy, and who deals batches, hear of events: each is checked, decided and logged."""
 
 from __future__ import annotations
 
 import logging
 import math
 
+from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, check_group
 from lightning_sdpipe.policies.events import Event, Restarted
+from lightning_sdpipe.policies.leases import Lease, LeaseEvent
 from lightning_sdpipe.policies.policy import Policy, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 from lightning_sdpipe.scheduler.event_log import EventLog
@@ -19,10 +21,11 @@ class PolicyFailed(Exception):
 
 
 class Decider:
-    """Drives ``policy`` and keeps ``event_log``. Once the policy has failed nothing is decided any more."""
+    """Drives ``policy`` and ``dealer``, and keeps ``event_log``. Once one has failed nothing is decided any more."""
 
-    def __init__(self, policy: Policy, event_log: EventLog) -> None:
+    def __init__(self, policy: Policy, dealer: Dealer, event_log: EventLog) -> None:
         self._policy = policy
+        self.dealer = dealer
         self._log = event_log
         self._next_sequence = 0
         self.failed = False
@@ -52,6 +55,18 @@ class Decider:
         self.deadline = math.inf if deadline is None else deadline
         self._log.record(now, event, decisions)
         return decisions
+
+    def deal(self, event: LeaseEvent, now: float) -> list[Lease]:
+        """The leases that follow from ``event``.
+
+        Raises:
+            RefusedEvent: the event breaks a rule; nothing has changed.
+        """
+        if self.failed:
+            return []
+        leases = self.dealer.on(event, now)
+        self._log.record_leases(now, event, leases)
+        return leases
 
     def number_from(self, sequence: int, now: float) -> list[Decision]:
         """Groups below ``sequence`` have been; the scheduler that formed them is no more."""

@@ -18,8 +18,10 @@ import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Event
+from lightning_sdpipe.policies.leases import Asked, Lease, LeaseEvent, Returned, Told, Trained
 from lightning_sdpipe.policies.policy import Policy, RefusedEvent
 
 log = logging.getLogger(__name__)
@@ -29,12 +31,13 @@ REMEMBERED = 4096
 """Events that are kept in memory, unless there are many workers."""
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """``event`` happened at ``at``, in seconds of the scheduler's clock, and ``decisions`` followed."""
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``event`` happened at ``at``, in seconds of the scheduler's clock, and ``decisions`` or ``leases`` followed."""
 
     at: float
-    event: Event
+    event: Event | LeaseEvent
     decisions: list[Decision] = []
+    leases: list[Lease] = []
 
 
 class Beginning(msgspec.Struct, frozen=True, tag_field="format", tag=FORMAT):
@@ -62,6 +65,8 @@ class EventLog:
         self._readers: list[Callable[[float, Event, list[Decision]], None]] = []
         self._path = path
         self._file: int | None = None
+        self.journal: Callable[[Entry], None] | None = None
+        """Hears of what is dealt before anybody else does."""
 
     def open(self, beginning: Beginning) -> None:
         """Begin to write, at the end of the file.
@@ -103,6 +108,14 @@ class EventLog:
         if self._file is not None:
             self._write(Entry(now, event, decisions))
 
+    def record_leases(self, now: float, event: LeaseEvent, leases: list[Lease]) -> None:
+        """``event`` happened at ``now``, and ``leases`` followed. They are not kept in memory: a dealer is."""
+        entry = Entry(now, event, leases=leases)
+        if self.journal is not None:
+            self.journal(entry)
+        if self._file is not None:
+            self._write(entry)
+
     def close(self) -> None:
         """Safe to call twice."""
         if self._file is not None:
@@ -130,13 +143,17 @@ class Record(msgspec.Struct):
             registry.from_plain(self.beginning.policy), self.beginning.num_stages, self.beginning.num_pipelines
         )
 
+    def dealer(self) -> Dealer:
+        """A new one for the same workers."""
+        return Dealer(self.beginning.num_stages, self.beginning.num_pipelines)
+
 
 class Difference(msgspec.Struct, frozen=True):
     """Where a policy decides something else than is recorded."""
 
     number: int
     entry: Entry
-    decisions: list[Decision] | RefusedEvent
+    decisions: list[Decision] | list[Lease] | RefusedEvent
 
 
 def read_log(path: Path) -> list[Record]:
@@ -165,13 +182,17 @@ def read_log(path: Path) -> list[Record]:
     return records
 
 
-def differences(policy: Policy, entries: Sequence[Entry]) -> Iterator[Difference]:
-    """Plays ``entries`` back to ``policy``, which must be new; where it decides otherwise, and how."""
+def differences(policy: Policy, dealer: Dealer, entries: Sequence[Entry]) -> Iterator[Difference]:
+    """Plays ``entries`` back to ``policy`` and ``dealer``, which must be new; where they decide otherwise, and how."""
     for number, entry in enumerate(entries):
         try:
-            decisions = policy.on(entry.event, entry.at)
+            if isinstance(entry.event, Asked | Trained | Told | Returned):
+                decisions: list[Decision] | list[Lease] = dealer.on(entry.event, entry.at)
+                recorded: list[Decision] | list[Lease] = entry.leases
+            else:
+                decisions, recorded = policy.on(entry.event, entry.at), entry.decisions
         except RefusedEvent as refused:
             yield Difference(number, entry, refused)
             continue
-        if decisions != entry.decisions:
+        if decisions != recorded:
             yield Difference(number, entry, decisions)

@@ -32,6 +32,9 @@ class Pulse(Protocol):
     def rejoin(self) -> m.Request | None:
         """How to join again; None when the worker does not take part now."""
 
+    def book(self) -> m.Request | None:
+        """Which leases the worker has heard of, if it was dealt any."""
+
     def hear_failure(self, failure: m.Failure) -> None:
         """The run is over."""
 
@@ -95,6 +98,8 @@ class HeartbeatThread:
         match reply:
             case m.Unknown():
                 request = self._pulse.rejoin()
+            case m.AskLeases():
+                request = self._pulse.book()
             case m.Abort(failure=failure):
                 self._pulse.hear_failure(failure)
             case m.Pulse(failure=m.Failure() as failure):

@@ -16,9 +16,10 @@ import msgspec
 
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.leases import Done, Lease, Segment
 from lightning_sdpipe.scheduler.status import Status
 
-VERSION = 2
+VERSION = 3
 MAX_REQUEST_BYTES = 1 << 20
 """Requests are tens of bytes, but one that resumes a run carries groups of up to thousands of members."""
 MAX_REPLY_BYTES = 1 << 22
@@ -131,10 +132,28 @@ class AskMissing(_Request, frozen=True, gc=False, tag="ask_missing"):
 
 class Heartbeat(_Request, frozen=True, gc=False, tag="heartbeat"):
     """The worker lives; ``joined`` says whether it believes that it takes part, ``steps`` what it did since the last
-    heartbeat."""
+    heartbeat, and ``dealt`` how far it is with what was dealt."""
 
     joined: bool
     steps: Steps | None = None
+    dealt: tuple[Segment, Done] | None = None
+
+
+class AskLease(_Request, frozen=True, gc=False, tag="ask_lease"):
+    """Which batches does my pipeline train after those of its lease before ``ordinal``?"""
+
+    segment: Segment
+    ordinal: int
+    done: Done
+
+
+class TellLeases(_Request, frozen=True, gc=False, tag="tell_leases"):
+    """All leases in ``segment`` that the worker heard of; ``over`` if it heard that too."""
+
+    segment: Segment
+    leases: tuple[Lease, ...]
+    over: bool
+    done: Done
 
 
 class AskStatus(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_status"):
@@ -207,13 +226,25 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="in
     group: Group
 
 
+class Dealt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="dealt"):
+    """The answer to an :class:`AskLease`, when it is decided."""
+
+    lease: Lease
+
+
+class AskLeases(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_leases"):
+    """The scheduler was started anew: which leases has the worker heard of?"""
+
+
 class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="status"):
     """How the run is."""
 
     status: Status
 
 
-Request: TypeAlias = Hello | Join | Ready | Leave | Broken | Failed | AskFailure | AskMissing | Heartbeat
+Request: TypeAlias = (
+    Hello | Join | Ready | Leave | Broken | Failed | AskFailure | AskMissing | Heartbeat | AskLease | TellLeases
+)
 Reply: TypeAlias = (
     Welcome
     | Acknowledged
@@ -226,6 +257,8 @@ Reply: TypeAlias = (
     | Pulse
     | Lost
     | Invitation
+    | Dealt
+    | AskLeases
     | StatusReply
 )
 

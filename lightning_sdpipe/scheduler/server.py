@@ -17,6 +17,7 @@ from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.authentication import KeyCheck
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.event_log import Beginning, EventLog
+from lightning_sdpipe.scheduler.journal import Journal
 from lightning_sdpipe.scheduler.service import Addressed, SchedulerService
 from lightning_sdpipe.scheduler.watcher import StopMessage, Watcher
 
@@ -39,6 +40,7 @@ class Server:
         worker_timeout: float = 30.0,
         recovery_grace: float = 10.0,
         log: Path | None = None,
+        journal: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value in (("worker_timeout", worker_timeout), ("recovery_grace", recovery_grace)):
@@ -68,6 +70,7 @@ class Server:
             now=now,
             log=self._log,
         )
+        self._journal = None if journal is None else Journal(journal, num_stages, num_pipelines)
         self._bind = bind
         self._keys = keys
         self._clock = clock
@@ -100,6 +103,10 @@ class Server:
             raise SchedulerError(f"the scheduler cannot listen at {self._bind} ({error.strerror}); {advice}") from error
         try:
             self._log.open(self._beginning)
+            if self._journal is not None:
+                for event in self._journal.open():
+                    self.service.restore(event, self._clock())
+                self._log.journal = self._journal.write
         except ConfigurationError:
             self.close()
             raise
@@ -151,6 +158,8 @@ class Server:
             self._context.term()
             self._context = None
         self._log.close()
+        if self._journal is not None:
+            self._journal.close()
 
     def _handle(self, peer: bytes, frame: bytes, now: float) -> list[Addressed]:
         try:

@@ -15,8 +15,10 @@ import math
 from collections import Counter
 
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Broken, Joined, Left, Lost, Progress, Ready, Tick, Worker
+from lightning_sdpipe.policies.leases import Asked, LeaseEvent, Segment, Told, Trained
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 from lightning_sdpipe.scheduler import messages as m
@@ -84,7 +86,10 @@ class SchedulerService:
         self.log = EventLog() if log is None else log
         self.log.remember(EVENTS_PER_WORKER * num_stages * num_pipelines)
         self.log.tell(self.overview)
-        self._decider = Decider(registry.build(config, num_stages, num_pipelines), self.log)
+        policy = registry.build(config, num_stages, num_pipelines)
+        self._decider = Decider(policy, Dealer(num_stages, num_pipelines), self.log)
+        self._asking: dict[Worker, tuple[bytes, Segment, int]] = {}
+        """Workers that asked for a lease which is not decided: where the answer goes, and for which."""
         self._worker_timeout = worker_timeout
         self._started = now
         self._sessions = Sessions()
@@ -132,6 +137,10 @@ class SchedulerService:
         except Exception as error:
             self._give_up(error)
         return self._sent()
+
+    def restore(self, event: LeaseEvent, now: float) -> None:
+        """What the journal of an earlier scheduler says was dealt."""
+        self._decider.deal(event, now)
 
     def ignore(self, kind: str, peer: bytes, detail: str) -> None:
         """A message from ``peer`` changes nothing; it is counted, and logged unless there were many."""
@@ -182,9 +191,10 @@ class SchedulerService:
             case m.Join():
                 self._join_anew(request, peer, now)
             case m.Heartbeat(joined=False):
+                self._hear_dealt(request, peer, now)
                 self._say(peer, m.Pulse(self.failure))
-            case m.Hello() | m.Failed() | m.AskFailure() | m.AskMissing():
-                self._from_anybody(request, peer)
+            case m.Hello() | m.Failed() | m.AskFailure() | m.AskMissing() | m.AskLease() | m.TellLeases():
+                self._from_anybody(request, peer, now)
             case _:
                 self._say(peer, m.Unknown(request.number))
 
@@ -203,9 +213,14 @@ class SchedulerService:
             case m.Broken():
                 self._broken(session, request, peer, now)
             case _:
-                self._from_anybody(request, peer)
+                self._from_anybody(request, peer, now)
 
-    def _from_anybody(self, request: m.Hello | m.Failed | m.AskFailure | m.AskMissing, peer: bytes) -> None:
+    def _from_anybody(
+        self,
+        request: m.Hello | m.Failed | m.AskFailure | m.AskMissing | m.AskLease | m.TellLeases,
+        peer: bytes,
+        now: float,
+    ) -> None:
         """What needs no session."""
         match request:
             case m.Hello():
@@ -219,6 +234,11 @@ class SchedulerService:
                 self._say(peer, m.FirstFailure(request.number, self.failure))
             case m.Failed():
                 self._fail(m.Failure(request.worker, request.reason[: m.MAX_REASON_CHARACTERS]), peer)
+            case m.AskLease():
+                self._ask_lease(request, peer, now)
+            case m.TellLeases():
+                told = Told(request.worker, request.segment, request.leases, request.over, request.done)
+                self._deal(told, now)
 
     def _ready(self, session: Session, request: m.Ready, peer: bytes, now: float) -> None:
         iteration, recovery = request.iteration, self._recovery
@@ -258,6 +278,7 @@ class SchedulerService:
             event = Progress(request.worker, steps.iteration, steps.count, steps.seconds, steps.waiting)
             self._let_time_pass(now)
             self._carry_out(self._decider.tell(event, now))
+        self._hear_dealt(request, peer, now)
         self._say(peer, m.Pulse(self.failure))
 
     def _broken(self, session: Session, request: m.Broken, peer: bytes, now: float) -> None:
@@ -268,6 +289,44 @@ class SchedulerService:
         self._let_time_pass(now)
         self._carry_out(self._decider.tell(Broken(request.sequence), now))
         self._say(peer, m.Acknowledged(request.number, session.invitations))
+
+    # ------------------------------------------------------------------ leases
+
+    def _ask_lease(self, request: m.AskLease, peer: bytes, now: float) -> None:
+        """Asks are told apart by segment and ordinal, so they need no session and may be repeated."""
+        worker, segment, dealer = request.worker, request.segment, self._decider.dealer
+        self._check_exists(worker)
+        if self.failure is not None:
+            self._say(peer, m.Abort(self.failure))
+        elif (lease := dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
+            self._say(peer, m.Dealt(lease))
+        elif dealer.asks_for_book(worker.pipeline, segment):
+            self._say(peer, m.AskLeases())
+        else:
+            self._asking[worker] = peer, segment, request.ordinal
+            try:
+                self._deal(Asked(worker, segment, request.ordinal, request.done), now)
+            except RefusedEvent:
+                del self._asking[worker]
+                raise
+
+    def _hear_dealt(self, heartbeat: m.Heartbeat, peer: bytes, now: float) -> None:
+        if heartbeat.dealt is None or self.failure is not None:
+            return
+        worker, (segment, done) = heartbeat.worker, heartbeat.dealt
+        self._check_exists(worker)
+        if self._decider.dealer.asks_for_book(worker.pipeline, segment):
+            self._say(peer, m.AskLeases())
+        else:
+            self._deal(Trained(worker, segment, done), now)
+
+    def _deal(self, event: LeaseEvent, now: float) -> None:
+        self._decider.deal(event, now)
+        for worker, (peer, segment, ordinal) in list(self._asking.items()):
+            lease = self._decider.dealer.answer(worker.pipeline, segment, ordinal)
+            if lease is not None:
+                self._say(peer, m.Dealt(lease))
+                del self._asking[worker]
 
     # -------------------------------------------------------- coming and going
 

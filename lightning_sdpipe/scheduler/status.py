@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from lightning_sdpipe.policies import sync_graph
+from lightning_sdpipe.policies import mixing, sync_graph
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Broken, Event, Joined, Left, Lost, Progress, Ready, Worker
 from lightning_sdpipe.policies.policy import Unit
@@ -81,6 +81,15 @@ class StageStatus(msgspec.Struct, frozen=True):
     def rho(self) -> float:
         """Of the groups of the rounds that are told; needs numpy."""
         return sync_graph.spectral_radius(self._meetings(), self.active())
+
+    def largest_learning_rate(self, rho: float) -> float | None:
+        """Up to which P-Reduce's theorem 1 holds with this ρ and an L of 1; None when no groups are told, or unequal
+        weights, which it does not cover."""
+        groups = [row for row in self.groups if row.number >= 0 and row.round >= self.since]
+        if not groups or any(row.weights for row in groups):
+            return None
+        size = sum(len(row.pipelines) for row in groups) / len(groups)
+        return mixing.largest_learning_rate(1.0, len(self.active()), size, rho)
 
     def _meetings(self) -> list[Meeting]:
         return [Meeting(row.round, row.pipelines, _group(row)) for row in self.groups if row.round >= self.since]

@@ -6,6 +6,7 @@ import json
 
 import msgspec
 
+from lightning_sdpipe.policies import mixing
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.status import StageStatus, Status, WorkerStatus
 
@@ -37,12 +38,14 @@ def to_plain(status: Status) -> dict[str, object]:
 
 
 def _stage_to_plain(stage: StageStatus) -> dict[str, object]:
+    rho = _rho(stage)
     plain: dict[str, object] = {
         "round": stage.round,
         "since": stage.since,
         "components": [sorted(component) for component in stage.components()],
         "rounds_since_connected": stage.rounds_since_connected(),
-        "rho": _rho(stage),
+        "rho": rho,
+        "largest_learning_rate": None if rho is None else stage.largest_learning_rate(rho),
         "groups": [
             {
                 "number": row.number,
@@ -125,6 +128,10 @@ def _sync_graph(number: int, stage: StageStatus, status: Status) -> list[str]:
         f"sync-graph of stage {number} in the last {stage.round - stage.since + 1} {unit}: {connected}; "
         + (f"ρ {rho:.3f}" if rho is not None else "ρ needs numpy")
     ]
+    rate = None if rho is None else stage.largest_learning_rate(rho)
+    if rho is not None and rate is not None:
+        error = mixing.network_error(rho)
+        lines.append(f"  P-Reduce's theorem 1: ρ̄ {error:.3g}, for learning rates up to {rate:.3g} where L = 1")
     pipelines, met = stage.active(), stage.rounds_since_met()
     if len(pipelines) <= PAIRS_UP_TO:
         header = [f"{unit} since", *map(str, pipelines[:-1])]

@@ -87,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=0.1, help="that a stage computes for a mini-batch")
     parser.add_argument("--jitter", type=float, default=0.05, help="share by which that varies")
     parser.add_argument("--exchange", type=float, default=0.0, help="seconds that a group takes to average")
-    parser.add_argument("--announce", default="early", help="early: before the last backward; late: after the step")
+    parser.add_argument(
+        "--announce",
+        choices=["early", "late"],
+        help="early: before the last backward; late: after the step; as the policy does by default",
+    )
     parser.add_argument(
         "--heterogeneity", default="b", choices=["none", "a", "b", "static", "trace"], help="stragglers"
     )

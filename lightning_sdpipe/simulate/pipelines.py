@@ -23,7 +23,7 @@ from lightning_sdpipe.heterogeneity.tracks import Track
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.policies.decisions import BrokenRule, Decision, Group, check_group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Progress, Ready, Tick, Worker
-from lightning_sdpipe.policies.policy import Policy
+from lightning_sdpipe.policies.policy import Announcement, Policy
 from lightning_sdpipe.simulate.schedules import Schedule, passes
 
 FORWARD_SHARE = 1 / 3
@@ -54,7 +54,8 @@ class Work:
         num_micro_batches: of a mini-batch; M by default, and 1 under ``"pipedream"``.
         heterogeneity: delays and slow devices, from :mod:`lightning_sdpipe.heterogeneity`.
         exchange: seconds that a group takes to average, once all its members are there.
-        announce: ``"early"``, before the last backward, or ``"late"``, after the optimizer has stepped.
+        announce: ``"early"``, before the last backward, or ``"late"``, after the optimizer has stepped; as the policy's
+            values say, or else early, if it is None.
     """
 
     num_stages: int
@@ -65,14 +66,14 @@ class Work:
     num_micro_batches: int | None = None
     heterogeneity: Slowness | None = None
     exchange: Callable[[Group], float] = lambda group: 0.0
-    announce: Literal["early", "late"] = "early"
+    announce: Announcement | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_pipelines", "iterations", "num_micro_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name}={value} is not allowed; give a number from 1")
-        if self.announce not in ("early", "late"):
+        if self.announce not in ("early", "late", None):
             raise ConfigurationError(f'announce={self.announce!r} is not allowed; give "early" or "late"')
 
 
@@ -209,7 +210,7 @@ class Pipelines:
                 if last and not forward:
                     replica.waits = True
                     replica.reported = iteration
-                    at = start if work.announce == "early" else replica.free
+                    at = replica.free if work.announce == "late" else start
                     self._push(at, Ready(replica.worker, iteration))
 
     def _start(self, replica: _Replica, forward: bool, iteration: int, first: bool, needed: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Decision, Group
@@ -102,6 +102,7 @@ def simulate(policy: Policy | PolicyConfig, work: Work) -> Run:
         BrokenRule: the policy decided what cannot be carried out.
     """
     if isinstance(policy, PolicyConfig):
+        work = replace(work, announce=work.announce or policy.announces)
         policy = registry.build(policy, work.num_stages, work.num_pipelines)
     pipelines = Pipelines(policy, work)
     pipelines.run()

@@ -1,10 +1,8 @@
 """A worker's half of asynchronous AD-PSGD: it averages with a neighbour that goes on computing.
 
-Every worker publishes its model: a copy that others may average with at any time. Two workers average by exchanging
-copies of what they publish; each then adds half of the difference to what it publishes by then. So nobody holds a lock
-while it waits for another worker, which excludes deadlock without the bipartite graph of the paper (Lian et al. 2018),
-and the mean over all workers stays the same, whatever happens at the same time. A gradient is computed on one
-unchanged model; its update is added to what is published when it is ready.
+Every worker publishes its model: a copy that others may average with at any time (``exchange/pairs.py``). Nobody holds
+a lock while it waits for another worker, which excludes deadlock without the bipartite graph of the paper (Lian et al.
+2018). A gradient is computed on one unchanged model; its update is added to what is published when it is ready.
 """
 
 from __future__ import annotations
@@ -13,11 +11,11 @@ import queue
 import threading
 import time
 
-import torch
 from torch import Tensor
 
-from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.pairs import PairMean
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
@@ -27,10 +25,10 @@ class AsynchronousPairs(Synchronizer):
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
-        self._channel = replica.groups.side_channel(replica.timeout)
         self._published: list[Tensor] = []
         self._computed_on: list[Tensor] = []
         self._lock = threading.Lock()  # of what is published
+        self._mover = PairMean(replica.groups.replicas(replica.groups.side_channel(replica.timeout)), self._lock)
         self._invitations: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -65,17 +63,17 @@ class AsynchronousPairs(Synchronizer):
             raise self._failure
         self._publish()
         if len(group.members) > 1:
-            self._exchange(group)
-        self._take_over()
+            finish(self._mover.start(self._published, group))
+        self._take_published()
         self.statistics.count(len(group.members), told - start, time.perf_counter() - told)
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
         self._published = [bucket.buffer.clone() for bucket in self.replica.parameters]
         self._computed_on = [tensor.clone() for tensor in self._published]
         self._thread = threading.Thread(target=self._serve, name="AD-PSGD averaging", daemon=True)
         self._thread.start()
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         assert self._thread is not None
         self._invitations.put(None)  # the client has heard of all invitations when it has left
         self._thread.join(self.replica.timeout.total_seconds())
@@ -87,13 +85,13 @@ class AsynchronousPairs(Synchronizer):
                 f"{self.replica.pipeline} within {self.replica.timeout.total_seconds():g} s"
             )
 
-    def _catch_up(self) -> None:
-        self._make_parameters_equal()
+    def catch_up(self) -> None:
+        self.make_parameters_equal()
 
-    def _make_parameters_equal(self) -> None:
+    def make_parameters_equal(self) -> None:
         self._publish()
-        self._take_over()
-        super()._make_parameters_equal()
+        self._take_published()
+        super().make_parameters_equal()
 
     def _publish(self) -> None:
         with self._lock:
@@ -103,7 +101,7 @@ class AsynchronousPairs(Synchronizer):
                 bucket.check()
                 published.add_(bucket.buffer - base)
 
-    def _take_over(self) -> None:
+    def _take_published(self) -> None:
         with self._lock:
             for bucket, base, published in zip(
                 self.replica.parameters, self._computed_on, self._published, strict=True
@@ -114,20 +112,7 @@ class AsynchronousPairs(Synchronizer):
     def _serve(self) -> None:
         while (group := self._invitations.get()) is not None:
             try:
-                self._exchange(group)
+                finish(self._mover.start(self._published, group))
             except Exception as error:  # raised where the training next asks; a thread could only print it
                 self._failure = error
                 return
-
-    def _exchange(self, group: Group) -> None:
-        (pipeline,) = {worker.pipeline for worker in group.members} - {self.replica.pipeline}
-        rank, tag = self.replica.ranks[pipeline], group.sequence % 2**31
-        peer = f"pipeline {pipeline} of stage {self.replica.stage} (rank {rank})"
-        with self._lock:
-            mine = [published.clone() for published in self._published]
-        sending = p2p.send(mine, rank, self._channel, tag, peer)
-        theirs = p2p.receive([torch.empty_like(t) for t in mine], rank, self._channel, tag, peer).wait()
-        sending.wait()
-        with self._lock:
-            for published, here, there in zip(self._published, mine, theirs, strict=True):
-                published.add_(there.sub_(here), alpha=0.5)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdpipe.averaging.gradient_buckets import GradientBuckets
 from lightning_sdpipe.errors import NonFiniteError
+from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -22,7 +22,7 @@ class GradientAveraging(Synchronizer):
 
     def __init__(self, replica: Replica, bucket_bytes: int) -> None:
         super().__init__(replica)
-        self._buckets = GradientBuckets(replica.trained, replica.groups.stage, bucket_bytes, replica.watch)
+        self._buckets = GradientRounds(replica.trained, replica.groups.replicas(), bucket_bytes, replica.watch)
         self._rounds = 0
         self._update = 0
         self.gradients = self
@@ -35,13 +35,11 @@ class GradientAveraging(Synchronizer):
         self._buckets.complete(gradients)
 
     def finish(self) -> list[Tensor | None]:
-        outcome = self._buckets.finish()
+        outcome = self._buckets.wait()
         if outcome.nonfinite:
-            ranks = sorted(self.replica.ranks)
-            pipelines = [self.replica.ranks.index(ranks[number]) for number in outcome.nonfinite]
             raise NonFiniteError(
-                f"the gradients of pipelines {pipelines}, stage {self.replica.stage}, for update {self._update}, "
-                "counted from 0 since training started"
+                f"the gradients of pipelines {outcome.nonfinite}, stage {self.replica.stage}, for update "
+                f"{self._update}, counted from 0 since training started"
             )
         self._rounds += 1
         self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
@@ -51,24 +49,22 @@ class GradientAveraging(Synchronizer):
         """Nothing to do: equal parameters took an equal step."""
         self._update += 1
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
         self._buckets.arrange()  # what trains may have changed
         self._rounds = 0
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         nothing: list[Tensor | None] = [None] * len(self.replica.trained)
         while True:  # until all pipelines are here
             self._buckets.complete(nothing, trains=False)
-            if self._buckets.finish().members == 0:
+            if self._buckets.wait().members == 0:
                 break
 
-    def _catch_up(self) -> None:
-        self._make_parameters_equal()
+    def catch_up(self) -> None:
+        self.make_parameters_equal()
 
-    def _make_parameters_equal(self) -> None:
-        source = self.replica.ranks[self._furthest()]
-        for bucket in self.replica.parameters:
-            dist.broadcast(bucket.buffer, source, group=self.replica.groups.stage)
+    def make_parameters_equal(self) -> None:
+        self._take_over(self._furthest())
 
     def _furthest(self) -> int:
         """The first pipeline among those that trained in the last round since all took part."""

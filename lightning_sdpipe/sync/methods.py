@@ -12,11 +12,13 @@ from typing import Literal
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.admission import AdmissionRule
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
-from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
+from lightning_sdpipe.sync.late_averaging import LateAveraging
 from lightning_sdpipe.sync.model_averaging import ModelAveraging
 from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
@@ -44,6 +46,38 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
+class ParameterServer(AdmissionRule):
+    """Each pipeline pushes its updates to a parameter server and pulls the parameters with those of others.
+
+    What the optimizer changed in ``every`` updates is pushed, so that any optimizer will do: its state stays with the
+    pipeline. The other values say which pushes count, and how much, and who may go on when:
+    :mod:`lightning_sdpipe.policies.admission`.
+
+    ==========================  ===================================================================
+    BSP                         the defaults
+    SSP                         ``staleness=s``
+    ASP                         ``staleness=None``
+    HETE                        ``staleness=None, weights="inverse_staleness"``
+    b backup workers            ``quorum=N - b``
+    Eager-Reduce                ``quorum=⌈N/2⌉, late="carry"``
+    ==========================  ===================================================================
+    """
+
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("every", self.every, 1, "updates")
+
+    @property
+    def policy(self) -> PolicyConfig:
+        return NoSync()  # the parameter servers keep the clocks
+
+    def build(self, replica: Replica) -> Synchronizer:
+        return StaleSynchronous(replica, self, self.every)
+
+
+@dataclass(frozen=True)
 class HetPipe:
     """HetPipe (Park et al. 2020): each pipeline is a virtual worker of a parameter server.
 
@@ -58,20 +92,20 @@ class HetPipe:
     combine: Literal["sum", "mean"] = "sum"
 
     def __post_init__(self) -> None:
-        if self.staleness is not None and self.staleness < 0:
-            raise ConfigurationError(f"staleness={self.staleness} is not allowed; give clocks from 0, or None for M.")
-        if self.sync_every < 1:
-            raise ConfigurationError(f"sync_every={self.sync_every} is not allowed; give updates from 1.")
-        if self.combine not in ("sum", "mean"):
-            raise ConfigurationError(f'combine={self.combine!r} is not allowed; give "sum" or "mean".')
+        check_integer("sync_every", self.sync_every, 1, "updates")
+        self.server(1)
+
+    def server(self, num_stages: int) -> ParameterServer:
+        """The parameter server that this is."""
+        staleness = num_stages if self.staleness is None else self.staleness
+        return ParameterServer(staleness=staleness, combine=self.combine, every=self.sync_every)
 
     @property
     def policy(self) -> PolicyConfig:
-        return NoSync()  # the parameter servers keep the clocks
+        return self.server(1).policy
 
     def build(self, replica: Replica) -> Synchronizer:
-        staleness = replica.groups.mesh.num_stages if self.staleness is None else self.staleness
-        return StaleSynchronous(replica, staleness, self.sync_every, self.combine == "mean")
+        return self.server(replica.groups.mesh.num_stages).build(replica)
 
 
 @dataclass(frozen=True)
@@ -89,7 +123,7 @@ class ByPolicy:
             case ADPSGD(asynchronous=True):
                 return AsynchronousPairs(replica)
             case _:
-                return ModelAveraging(replica)
+                return ModelAveraging(replica) if self.policy.announces == "early" else LateAveraging(replica)
 
 
 def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:

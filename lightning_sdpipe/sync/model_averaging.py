@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
-from lightning_sdpipe.averaging.group_average import group_average
+from lightning_sdpipe.exchange.buckets import tensors_of
+from lightning_sdpipe.exchange.group_mean import GroupMean
+from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -14,11 +16,13 @@ class ModelAveraging(Synchronizer):
     Args:
         replica: this worker.
         every: the scheduler is asked in the updates that this number divides; the others are local.
+        mover: moves the parameters; :class:`~lightning_sdpipe.exchange.group_mean.GroupMean` by default.
     """
 
-    def __init__(self, replica: Replica, every: int = 1) -> None:
+    def __init__(self, replica: Replica, every: int = 1, mover: Mover | None = None) -> None:
         super().__init__(replica)
         self._every = every
+        self._mover = mover or GroupMean(replica.groups.replicas())
 
     @property
     def models_averaged(self) -> int:
@@ -27,7 +31,7 @@ class ModelAveraging(Synchronizer):
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that this worker is ready; see the base class."""
-        if self._active and iteration % self._every == 0:
+        if iteration % self._every == 0:
             self.replica.client.ready(iteration)
             self.announced = True
 
@@ -46,11 +50,6 @@ class ModelAveraging(Synchronizer):
         group = self.replica.client.group()
         self.announced = False
         waited = time.perf_counter() - start
-        members = [self.replica.ranks[worker.pipeline] for worker in group.members]
-        tag = group.sequence % 2**31
-        for number, bucket in enumerate(bucket for bucket in self.replica.parameters if bucket.trains):
-            bucket.check()
-            came = group_average(bucket.buffer, members, group.weights, self.replica.groups.stage, tag)
-            if number == 0:  # after its first piece all members are there
-                waited += came
-        self.statistics.count(len(members), waited, time.perf_counter() - start - waited)
+        trained = [bucket for bucket in self.replica.parameters if bucket.trains]
+        waited += finish(self._mover.start(tensors_of(trained), group))
+        self.statistics.count(len(group.members), waited, time.perf_counter() - start - waited)

@@ -1,90 +1,151 @@
-"""How the workers of a run find its scheduler: rank 0 starts one and tells the others, or it runs already."""
+"""Where a worker is beside the replicas of its stage, and how they find each other when one cannot go on alone.
+
+place      the scheduler counts on this worker   the others                 it gets elsewhere by
+TOGETHER   no                                    are at the same batch      join
+TRAINING   yes                                   are anywhere               come_together, wait_for_others
+AWAY       no: it is out of data                 train, or are AWAY too     come_together, where it was told to; or they
+                                                                            are all out of data, and TRAINING again
+
+Between two meetings nobody knows how far the others are. Most meetings are known in advance, since every worker counts
+the same batches: validation after 100 of them, a checkpoint after 500, the end of the epoch. But a worker that runs
+out of data earlier does not know which meeting comes next. So each meeting begins with one small all-reduce, in which
+those that have arrived say where they are, and those that are out of data learn it.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from enum import Enum, auto
 
-import msgspec
+import torch
 import torch.distributed as dist
 
-from lightning_sdpipe import p2p
-from lightning_sdpipe.mesh import Mesh
-from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
-from lightning_sdpipe.scheduler.credentials import WorkerKeys, read_worker_keys
-from lightning_sdpipe.scheduler.process import EmbeddedScheduler
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.sync.synchronizer import Synchronizer
+
+
+class Place(Enum):
+    """See the table above."""
+
+    TOGETHER = auto()
+    TRAINING = auto()
+    AWAY = auto()
 
 
 @dataclass(frozen=True)
-class SchedulerAddress:
-    """Where the scheduler is, and what opens it."""
+class Meeting:
+    """``position``: after how many batches of the epoch the workers meet. ``closing``: it is the end of the epoch,
+    which everybody's last batch remains to be trained for."""
 
-    address: str
-    keys: WorkerKeys | None
+    position: int
+    closing: bool
 
 
-def standing_scheduler(address: str | None, key_file: str | Path | None) -> SchedulerAddress | None:
-    """The scheduler that somebody else runs: as given, or as SDPIPE_SCHEDULER and SDPIPE_KEY_FILE name it.
+class Rendezvous:
+    """One worker's. All workers of a stage meet at the same points of training, which are told by ``position``, the
+    batches that were begun in this epoch; the numbers of updates in between may differ.
+
+    Args:
+        sync: this worker's half of the synchronisation method.
+    """
+
+    def __init__(self, sync: Synchronizer) -> None:
+        self.place = Place.TOGETHER
+        self._sync = sync
+        self._replica = sync.replica
+        self._unequal = False  # somebody has trained since the last pause
+        self._agreed: int | None = None  # where this worker, which is out of data, will be together with the others
+
+    def join(self) -> None:
+        """Takes part from now on; returns when every worker of the stage does. Nothing happens if it does already."""
+        if self.place is not Place.TOGETHER:
+            return
+        if self._unequal:  # all came together, but not for a pause
+            self._sync.catch_up()
+        self._set_out()
+        self._unequal = True
+
+    def wait_for_others(self, position: int) -> Meeting:
+        """This worker is out of data. Waits, without holding up anybody, until the others meet somewhere or are all out
+        of data themselves. In the latter case everybody takes part again for its last batch."""
+        self.join()
+        self._leave()
+        meeting = _meet(position, True, self._replica.groups.stage, self._replica.device)
+        if meeting.closing:
+            self._sync.catch_up()
+            self._set_out()
+        else:
+            self._agreed = meeting.position
+        return meeting
+
+    def come_together(self, position: int) -> None:
+        """Waits until all workers of the stage are here. Nobody waits in the scheduler for one that waits here.
+
+        Raises:
+            ConfigurationError: this worker has been announced, so that others may count on it; or they met elsewhere.
+        """
+        if self.place is Place.TOGETHER:
+            return
+        if self._sync.announced:
+            raise ConfigurationError(
+                "Something communicates with the other pipelines between the backward pass and the optimizer step, "
+                "where groups are being formed. Do it in on_train_batch_end, or before the backward pass."
+            )
+        if self.place is Place.TRAINING:
+            self._leave()
+        if self._agreed != position:
+            _meet(position, False, self._replica.groups.stage, self._replica.device)
+        self.place, self._agreed = Place.TOGETHER, None
+
+    def pause(self, position: int) -> None:
+        """Comes together and makes all replicas of the stage equal: floating-point buffers become their mean over the
+        pipelines, integer buffers (counters) the largest, and so do parameters, unless the method knows better."""
+        self.come_together(position)
+        if self._unequal:
+            self._unequal = False
+            self._sync.make_parameters_equal()
+            self._sync.average_buffers()
+
+    def abandon(self) -> None:
+        """Training has failed: there is nobody to meet any more."""
+        self.place, self._unequal, self._sync.announced = Place.TOGETHER, False, False
+
+    def _set_out(self) -> None:
+        self._replica.client.join()
+        self._sync.enter()
+        with waiting_for(self._replica.groups.stage, "setting out"):  # nobody's first group may miss one
+            dist.barrier(self._replica.groups.stage)
+        self.place = Place.TRAINING
+
+    def _leave(self) -> None:
+        self._replica.client.leave()
+        self.place = Place.AWAY
+        self._sync.arrive()
+
+
+def _meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: torch.device) -> Meeting:
+    """Waits for all members of ``group``, which have begun ``position`` batches each.
+
+    A worker is ``out_of_data`` when one batch is left, which it keeps for the end of the epoch.
 
     Raises:
-        ConfigurationError: the key file cannot be read, or others can read it.
+        ConfigurationError: the workers with data are at different batches, so that they have come for different things.
+        WorkerFailedError: a member is gone, or the group's timeout passed.
     """
-    address = address or os.environ.get("SDPIPE_SCHEDULER")
-    if address is None:
-        return None
-    key_file = key_file or os.environ.get("SDPIPE_KEY_FILE")
-    return SchedulerAddress(address, read_worker_keys(Path(key_file)) if key_file else None)
-
-
-def start_scheduler(
-    policy: PolicyConfig, mesh: Mesh, bind: str, log: Path | None = None
-) -> tuple[EmbeddedScheduler | None, SchedulerAddress]:
-    """Rank 0 starts the run's own scheduler, which writes a ``log``; every rank must call it and gets its address.
-
-    Its keys, which it has when ``bind`` is not loopback, go through the run's process group: not through the command
-    line, the environment or a file.
-    """
-    scheduler, told = None, b""
-    if dist.get_rank() == 0:
-        scheduler = EmbeddedScheduler.start(policy, mesh.num_stages, mesh.num_pipelines, bind, log=log)
-        keys = msgspec.to_builtins(scheduler.credentials)
-        told = json.dumps({"address": scheduler.address, "keys": keys}).encode()
-    everybody = dist.group.WORLD
-    assert everybody is not None
-    answer = json.loads(p2p.broadcast_bytes(told, 0, everybody))
-    return scheduler, SchedulerAddress(answer["address"], msgspec.convert(answer["keys"], WorkerKeys | None))
-
-
-def connect(
-    scheduler: SchedulerAddress,
-    mesh: Mesh,
-    timeout: float,
-    on_abort: Callable[[Failure], None],
-    embedded: bool = False,
-) -> SchedulerClient:
-    """This rank's line to the scheduler; an ``embedded`` one lives as long as rank 0, and is not restarted.
-
-    Raises:
-        SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another mesh.
-    """
-    worker = Worker(*mesh.locate(dist.get_rank()))
-    client = SchedulerClient(
-        scheduler.address,
-        worker,
-        mesh=(mesh.num_stages, mesh.num_pipelines),
-        timeout=timeout,
-        credentials=scheduler.keys,
-        on_abort=on_abort,
-        host=Worker(*mesh.locate(0)) if embedded else None,
-    )
-    try:
-        client.greet()
-    except BaseException:
-        client.close()
-        raise
-    return client
+    nowhere = -(2**62)
+    here = [nowhere, nowhere, position + 1] if out_of_data else [position, -position, nowhere]
+    places = torch.tensor(here, device=device)
+    with waiting_for(group, "meeting"):
+        dist.all_reduce(places, dist.ReduceOp.MAX, group=group)
+    furthest, nearest, last = (int(place) for place in places)
+    if furthest == nowhere:
+        return Meeting(last, closing=True)
+    if furthest != -nearest or last > furthest:
+        raise ConfigurationError(
+            f"Some workers came together after {-nearest} batches of this epoch and others after "
+            f"{max(furthest, last - 1)}: something was decided differently on them. Validation, checkpoints, barriers "
+            "and skipped epochs must depend on the number of the batch, not on the rank, its data or its clock; and a "
+            "loader must give as many batches as its length says."
+        )
+    return Meeting(furthest, closing=False)

@@ -1,7 +1,7 @@
-"""A worker's half of HetPipe: pipelines train alone and meet at a parameter server, at most s clocks apart.
+"""A worker's half of the methods with parameter servers: pipelines train alone for a clock, push, and pull.
 
-HetPipe (Park et al. 2020) treats a pipeline as a virtual worker: after a clock of several mini-batches it pushes the
-sum of its updates to a parameter server and pulls the parameters with everybody's updates. Each stage has a server of
+As in HetPipe (Park et al. 2020) a pipeline is a virtual worker: after a clock of one or several mini-batches it pushes
+the sum of its updates to a parameter server and pulls the parameters with those of others. Each stage has a server of
 its own, in the process of one of its replicas; the servers of successive stages lie in successive pipelines.
 """
 
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdpipe.sync.parameter_server import ParameterServer, RemoteServer
-from lightning_sdpipe.sync.ssp_clocks import SSPClocks
+from lightning_sdpipe.exchange.server import ParameterServer, RemoteServer
+from lightning_sdpipe.policies.admission import AdmissionRule, admission
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -22,16 +21,15 @@ class StaleSynchronous(Synchronizer):
 
     Args:
         replica: this worker.
-        staleness: s, in clocks.
+        rule: what becomes of pushes, and who may go on.
         every: updates of a clock.
-        mean: pushes 1/N of the updates of each of N pipelines instead of all of them.
     """
 
-    def __init__(self, replica: Replica, staleness: int, every: int, mean: bool) -> None:
+    def __init__(self, replica: Replica, rule: AdmissionRule, every: int) -> None:
         super().__init__(replica)
-        self._staleness = staleness
+        rule.check_fits(len(replica.ranks))
+        self._rule = rule
         self._every = every
-        self._scale = 1 / len(replica.ranks) if mean else 1.0
         self._channel = replica.groups.side_channel(replica.timeout)
         self._host = replica.stage % len(replica.ranks)
         self._server: ParameterServer | RemoteServer | None = None
@@ -58,7 +56,7 @@ class StaleSynchronous(Synchronizer):
         spent = time.perf_counter() - start
         self.statistics.count(pulled.members, pulled.seconds_waiting, spent - pulled.seconds_waiting)
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
         replica = self.replica
         self._updates = 0
         self._pulled = [bucket.buffer.clone() for bucket in replica.parameters]
@@ -67,32 +65,31 @@ class StaleSynchronous(Synchronizer):
             name = f"the parameter server of stage {replica.stage} (rank {rank})"
             self._server = RemoteServer(rank, self._channel, name)
             return
-        clocks = SSPClocks(self._staleness)
+        admitted = admission(self._rule, len(replica.ranks))
         for pipeline in range(len(replica.ranks)):
-            clocks.join(pipeline)
+            admitted.join(pipeline)
         remote = {pipeline: other for pipeline, other in enumerate(replica.ranks) if pipeline != self._host}
         seconds = 0.9 * replica.timeout.total_seconds()  # so that its message comes before the transfers give up
-        self._server = ParameterServer(self._pulled, clocks, remote, self._channel, seconds)
+        self._server = ParameterServer(self._pulled, admitted, remote, self._channel, seconds)
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         assert self._server is not None
-        self._server.leave(self.replica.pipeline, self._changes())
+        self._server.leave(self.replica.pipeline, self._changes(), self._updates % self._every != 0)
 
-    def _catch_up(self) -> None:
-        self._make_parameters_equal()
+    def catch_up(self) -> None:
+        self.make_parameters_equal()
 
-    def _make_parameters_equal(self) -> None:
+    def make_parameters_equal(self) -> None:
         server, replica = self._server, self.replica
         if isinstance(server, ParameterServer):
             for bucket, value in zip(replica.parameters, server.close(), strict=True):
                 bucket.buffer.copy_(value)
         self._server = None
-        for bucket in replica.parameters:
-            dist.broadcast(bucket.buffer, replica.ranks[self._host], group=replica.groups.stage)
+        self._take_over(self._host)
 
     def _changes(self) -> list[Tensor]:
         changes = []
         for bucket, before in zip(self.replica.parameters, self._pulled, strict=True):
             bucket.check()
-            changes.append((bucket.buffer - before).mul_(self._scale).cpu())
+            changes.append((bucket.buffer - before).cpu())
         return changes

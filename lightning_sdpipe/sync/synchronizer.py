@@ -8,17 +8,17 @@ from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe.averaging.buckets import FlatBucket
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
+from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
+from lightning_sdpipe.exchange.gradients import GradientExchange
+from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.p2p import waiting_for
-from lightning_sdpipe.pipeline.gradients import GradientExchange
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import SchedulerClient
-from lightning_sdpipe.sync.meeting import Meeting, meet
 
 
 @dataclass
@@ -79,15 +79,13 @@ class Replica:
 
 
 class Synchronizer:
-    """A worker's half of a synchronisation method. This one never synchronises, except at :meth:`pause`.
+    """A worker's half of a synchronisation method. This one never synchronises, except at a pause.
 
     For every update of the parameters the strategy calls :meth:`announce`, when it waits for no other stage any more,
     and :meth:`synchronise`, when the optimizer has stepped. A method that averages gradients offers ``gradients`` to
     the pipeline, which tells it of every gradient that the backward completes, and waits for the means before it ends.
 
-    A worker takes part from :meth:`resume` on, until it meets the others (:meth:`come_together`, :meth:`pause`) or
-    runs out of data (:meth:`sit_out`). All workers of a stage meet at the same points of training, which are told by
-    ``position``, the batches that were begun in this epoch; the numbers of updates in between may differ.
+    What :class:`~lightning_sdpipe.sync.rendezvous.Rendezvous` calls when a worker joins and leaves are the last five.
     """
 
     gradients: GradientExchange | None = None
@@ -98,15 +96,6 @@ class Synchronizer:
         self.statistics = SyncStatistics()
         self.announced = False
         """Has this worker been announced and not fetched its group yet?"""
-        self._active = False  # the scheduler counts on this worker
-        self._apart = False  # the others may be elsewhere
-        self._unequal = False  # somebody has trained since the last pause
-        self._agreed: int | None = None  # where this worker, which is out of data, will be together with the others
-
-    @property
-    def together(self) -> bool:
-        """Are all workers of the stage at the same point of training, and outside of the scheduler's groups?"""
-        return not self._apart
 
     @property
     def models_averaged(self) -> int:
@@ -116,63 +105,6 @@ class Synchronizer:
         where it is, and every update moves it.
         """
         return 1
-
-    def resume(self) -> None:
-        """Takes part from now on; returns when every worker of the stage does."""
-        if not self._active:
-            if self._unequal:  # all came together, but not for a pause
-                self._catch_up()
-            self._join()
-            self._barrier()  # nobody's first group may miss one that has not joined yet
-            self._apart = self._unequal = True
-
-    def sit_out(self, position: int) -> Meeting:
-        """Waits, without holding up anybody, until the others meet somewhere or are all out of data themselves.
-
-        In the latter case everybody takes part again for its last batch.
-        """
-        self.resume()
-        self._leave()
-        meeting = meet(position, True, self.replica.groups.stage, self.replica.device)
-        if meeting.closing:
-            self._catch_up()
-            self._join()
-            self._barrier()
-        else:
-            self._agreed = meeting.position
-        return meeting
-
-    def come_together(self, position: int) -> None:
-        """Waits until all workers of the stage are here. Nobody waits in the scheduler for one that waits here.
-
-        Raises:
-            ConfigurationError: this worker has been announced, so that others may count on it; or they met elsewhere.
-        """
-        if not self._apart:
-            return
-        if self.announced:
-            raise ConfigurationError(
-                "Something communicates with the other pipelines between the backward pass and the optimizer step, "
-                "where groups are being formed. Do it in on_train_batch_end, or before the backward pass."
-            )
-        self._leave()
-        if self._agreed != position:
-            meet(position, False, self.replica.groups.stage, self.replica.device)
-        self._apart, self._agreed = False, None
-
-    def pause(self, position: int) -> None:
-        """Comes together and makes all replicas of the stage equal: floating-point buffers become their mean over the
-        pipelines, integer buffers (counters) the largest, and so do parameters, unless the method knows better."""
-        self.come_together(position)
-        if self._unequal:
-            self._unequal = False
-            with waiting_for(self.replica.groups.stage, "averaging"):
-                self._make_parameters_equal()
-                self._average_buffers()
-
-    def abandon(self) -> None:
-        """Training has failed: there is nobody to meet any more."""
-        self._active = self._apart = self._unequal = self.announced = False
 
     def announce(self, iteration: int) -> None:
         """Nothing but this worker's own computing can hold up update ``iteration`` any more. Does not wait."""
@@ -186,42 +118,36 @@ class Synchronizer:
         """The optimizer has stepped. Returns when the next iteration may start."""
         self.statistics.count(members=1)
 
-    def _join(self) -> None:
-        self.replica.client.join()
-        self._active = True
-        self._enter()
+    def enter(self) -> None:
+        """This worker takes part from now on; the others will, too."""
 
-    def _leave(self) -> None:
-        if self._active:
-            self.replica.client.leave()
-            self._active = False
-            self._arrive()
+    def arrive(self) -> None:
+        """This worker stops taking part, while others may train on."""
 
-    def _barrier(self) -> None:
-        with waiting_for(self.replica.groups.stage, "setting out"):
-            dist.barrier(self.replica.groups.stage)
-
-    def _enter(self) -> None:
-        """What else :meth:`resume` does before it waits for everybody."""
-
-    def _arrive(self) -> None:
-        """What else a worker does that stops taking part, while others may train on."""
-
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """What all workers, which are together, do before they take part again without a pause in between."""
 
-    def _make_parameters_equal(self) -> None:
-        for bucket in self.replica.parameters:
-            bucket.check()
-            if bucket.trains or torch.is_floating_point(bucket.buffer):  # quantised ones have not changed
-                _mean(bucket.buffer, self.replica.groups.stage)
+    def make_parameters_equal(self) -> None:
+        """All replicas, which are together, get the same parameters."""
+        self._average([b for b in self.replica.parameters if b.trains or torch.is_floating_point(b.buffer)])
 
-    def _average_buffers(self) -> None:
-        for buffer in self.replica.buffers:
-            if torch.is_floating_point(buffer):
-                _mean(buffer, self.replica.groups.stage)
-            else:
-                dist.all_reduce(buffer, dist.ReduceOp.MAX, group=self.replica.groups.stage)
+    def _average(self, buckets: Sequence[FlatBucket]) -> None:
+        finish(FullMean(self.replica.groups.replicas()).start(tensors_of(buckets), self._everybody()))
+
+    def average_buffers(self) -> None:
+        """As :meth:`make_parameters_equal`, of what is no parameter."""
+        finish(FullMean(self.replica.groups.replicas()).start(self.replica.buffers, self._everybody()))
+
+    def _take_over(self, pipeline: int) -> None:
+        """Everybody gets the parameters of that pipeline's replica."""
+        group = self._everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
+        finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
+
+    def _everybody(self, weights: Sequence[float] | None = None) -> Group:
+        """All replicas of the stage as a group, by equal weights if none are given."""
+        size = len(self.replica.ranks)
+        members = tuple(Worker(self.replica.stage, pipeline) for pipeline in range(size))
+        return Group(members, tuple(weights or [1 / size] * size), 0, "pause")
 
 
 @runtime_checkable
@@ -234,8 +160,3 @@ class SyncMethod(Protocol):
 
     def build(self, replica: Replica) -> Synchronizer:
         """This worker's half. Every worker of the run must call it at the same point."""
-
-
-def _mean(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    tensor.div_(dist.get_world_size(group))
-    dist.all_reduce(tensor, group=group)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 
 
 def clip_over_stages(
@@ -25,9 +29,53 @@ def clip_over_stages(
 ) -> None:
     """Makes ``precision`` clip by the norm over all stages of this pipeline, which must step together; ``known`` is
     called when the norm is."""
-    stage, _ = groups.mesh.locate(groups.rank)
-    counted = [p for name, p in module.named_parameters() if ownership.stages[name][0] == stage]
+    counted = _counted(module, ownership, groups)
     precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_norm, counted, groups.pipeline, known)
+
+
+def clip_without_flush(
+    precision: Precision,
+    module: nn.Module,
+    ownership: Ownership,
+    groups: ProcessGroups,
+    pipeline: PipeDreamPipeline,
+    known: Callable[[], None] = lambda: None,
+) -> None:
+    """The same where stages step at different times: by the norm over all stages as far as this one knows it, see
+    :mod:`lightning_sdpipe.pipeline.notes`."""
+    counted = _counted(module, ownership, groups)
+    precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_known_norm, counted, pipeline, known)
+
+
+def _counted(module: nn.Module, ownership: Ownership, groups: ProcessGroups) -> list[nn.Parameter]:
+    """Whose gradients make up this stage's part of the norm: a shared parameter counts on its first stage only."""
+    stage, _ = groups.mesh.locate(groups.rank)
+    return [p for name, p in module.named_parameters() if ownership.stages[name][0] == stage]
+
+
+def _clip_by_known_norm(
+    counted: Sequence[nn.Parameter],
+    pipeline: PipeDreamPipeline,
+    known: Callable[[], None],
+    optimizer: Optimizer,
+    clip_val: float,
+) -> None:
+    """
+    Raises:
+        ConfigurationError: nobody could know that gradients would be clipped.
+        WorkerFailedError: another stage is gone.
+    """
+    if not pipeline.notes.norms:
+        raise ConfigurationError(
+            "Gradients are clipped by norm although neither gradient_clip_val was given to the Trainer nor "
+            "configure_gradient_clipping is overridden, so that with schedule='pipedream' no stage was told the norms "
+            "of the others. Do one of the two."
+        )
+    gradients = [p.grad for p in counted if p.grad is not None]
+    norms = pipeline.norms(float(get_total_norm(gradients).double().square()))
+    known()
+    for norm in norms:
+        clip_grads_with_norm_(norm.parameters, clip_val, torch.tensor(math.sqrt(norm.square)))
 
 
 def _clip_by_norm(

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
+from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.random_streams import RandomStreams
 
 _BEFORE_THE_STEP = -2  # in the place of a micro-batch's number; AFTER_THE_STEP is another
@@ -20,18 +21,17 @@ class Draws:
         trainer: about to run.
         streams: of this worker.
         seed: of the run; equal on all workers, and kept in checkpoints.
-        pipeline: this worker's.
-        num_pipelines: N. Batch k of pipeline i is number k N + i of the epoch.
+        groups: this worker's place. Batch k of pipeline i, of N, is number k N + i of the epoch.
     """
 
     def __init__(
-        self, trainer: Trainer, streams: RandomStreams, seed: Callable[[], int], pipeline: int, num_pipelines: int
+        self, trainer: Trainer, streams: RandomStreams, seed: Callable[[], int], groups: ProcessGroups
     ) -> None:
         self._trainer: Any = trainer
         self._streams = streams
         self._seed = seed
-        self._pipeline = pipeline
-        self._num_pipelines = num_pipelines
+        _, self._pipeline = groups.mesh.locate(groups.rank)
+        self._num_pipelines = groups.mesh.num_pipelines
         self.stream: tuple[int, ...] = ()
         """Names the streams of the batch that is with its step now."""
         self._module = trainer.lightning_module

@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.trainer import lockstep
-from lightning_sdpipe.trainer.appointments import Appointments
+from lightning_sdpipe.trainer import loop
+from lightning_sdpipe.trainer.clock import ClockChecks
 
 
 class EpochCallback(Callback):
@@ -27,18 +27,22 @@ class EpochCallback(Callback):
         groups: ProcessGroups,
         pause: Callable[[], None],
         random_states: Callable[[], dict[str, Any]],
-        appointments: Appointments,
+        checks: ClockChecks,
         first_failure: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._groups = groups
         self._pause = pause
         self._random_states = random_states
-        self._appointments = appointments
+        self._checks = checks
         self._first_failure = first_failure
         self._to_load: Mapping[str, Any] | None = None
 
+    def put_first(self, trainer: Any) -> None:
+        """Before the callbacks of ``trainer``, in the place of one that an earlier run has left there."""
+        trainer.callbacks = [self, *(c for c in trainer.callbacks if not isinstance(c, EpochCallback))]
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._appointments.start(lockstep.batches(trainer))
+        self._checks.start(loop.batches(trainer))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["random_states"] = self._random_states()
@@ -57,11 +61,11 @@ class EpochCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        due = self._appointments.due(lockstep.batches(trainer))
+        due = self._checks.due(loop.batches(trainer))
         if due or any(_saves_now(callback, trainer) for callback in trainer.checkpoint_callbacks):
             self._pause()
             self._share_metrics(trainer)
-            self._appointments.now = due
+            self._checks.now = due
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause()

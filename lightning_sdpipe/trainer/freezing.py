@@ -7,15 +7,15 @@ way and all pipelines are together; what runs in between goes by what was agreed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_sdpipe.averaging.buckets import FlatBucket, flatten
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.buckets import FlatBucket, flatten
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 
@@ -27,7 +27,6 @@ class Freezing:
         module: all of it. What other stages hold is on ``meta``, and says ``requires_grad`` all the same.
         parameters: this stage's, about in the order in which a backward completes their gradients.
         groups: this worker's place.
-        check: raises ConfigurationError if what trains now does not go with the schedule.
     """
 
     def __init__(
@@ -35,12 +34,10 @@ class Freezing:
         module: nn.Module,
         parameters: Sequence[nn.Parameter],
         groups: ProcessGroups,
-        check: Callable[[], None],
     ) -> None:
         self._named = list(module.named_parameters())
         self._parameters = parameters
         self._groups = groups
-        self._check = check
         self.generation = 0
         """Counts the changes; equal on all stages."""
         self.trained: list[nn.Parameter] = []
@@ -58,7 +55,7 @@ class Freezing:
         way.
 
         Raises:
-            ConfigurationError: it was changed on some ranks only, or does not go with the schedule.
+            ConfigurationError: it was changed on some ranks only.
             WorkerFailedError: another rank is gone, or has not changed anything within the timeout.
         """
         mine = torch.tensor(self._flags(), dtype=torch.uint8)
@@ -99,7 +96,6 @@ class Freezing:
         return [parameter.requires_grad for _, parameter in self._named]
 
     def _agree(self) -> None:
-        self._check()
         self._agreed = self._flags()
         self.trained[:] = [p for p in self._parameters if p.requires_grad]
         self.buckets.clear()  # before the new ones are made, so that old memory is let go of meanwhile

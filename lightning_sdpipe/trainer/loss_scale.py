@@ -6,7 +6,9 @@ micro-batch is scaled there, and the gradients are divided by that scale when Li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
@@ -16,6 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
+
+_Scaler = TypeVar("_Scaler", bound=torch.amp.GradScaler)
 
 
 class _VotingScaler(ShardedGradScaler):
@@ -34,19 +39,76 @@ def agree_on_overflow(precision: Precision, groups: ProcessGroups, voted: Callab
     if not isinstance(precision, MixedPrecision) or precision.scaler is None:
         return
     scaler = precision.scaler
-    if isinstance(scaler, _VotingScaler):  # of an earlier run of this strategy
-        scaler.voted = voted
-        return
-    precision.scaler = _VotingScaler(
+    if not isinstance(scaler, _VotingScaler):  # else of an earlier run of this strategy
+        scaler = precision.scaler = _like(scaler, _VotingScaler, process_group=groups.pipeline)
+    scaler.voted = voted
+
+
+def _like(scaler: torch.amp.GradScaler, kind: type[_Scaler], **options: Any) -> _Scaler:
+    """Another kind of scaler with the same values."""
+    return kind(
         device=scaler._device,
         init_scale=scaler.get_scale(),
         growth_factor=scaler.get_growth_factor(),
         backoff_factor=scaler.get_backoff_factor(),
         growth_interval=scaler.get_growth_interval(),
         enabled=scaler.is_enabled(),
-        process_group=groups.pipeline,
+        **options,
     )
-    precision.scaler.voted = voted
+
+
+class _LateScaler(torch.amp.GradScaler):
+    """Of one stage of a pipeline without a flush.
+
+    Gradients come without a loss scale, and Lightning's ``backward`` brings this scaler's own, which is taken out here.
+    A gradient that is not finite takes away those of the same mini-batches: of all parameters that this stage holds
+    alone, or of all that it shares with the same owners, who then do likewise. The others are updated.
+
+    The last stage's scale is that of the pipeline. It becomes ``backoff_factor`` times the scale that overflowed on any
+    stage, unless it is smaller already; after ``growth_interval`` updates without such a report it grows.
+    """
+
+    pipeline: PipeDreamPipeline
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        scale = self.get_scale()
+        for applied in self.pipeline.applied:
+            gradients = [p.grad for p in applied.parameters if p.grad is not None]
+            if not gradients:
+                continue
+            torch._foreach_div_(gradients, scale)
+            if not torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite().all():
+                self.pipeline.notes.report_overflow(applied.loss_scale)
+                for p in applied.parameters:
+                    p.grad = None
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        if all(p.grad is None for applied in self.pipeline.applied for p in applied.parameters):
+            return None
+        output: float | None = optimizer.step(*args, **kwargs)
+        return output
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        if not self.pipeline.is_last:
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        overflowed = self.pipeline.notes.take_overflow()
+        if overflowed < math.inf:
+            scale.clamp_(max=overflowed * self.get_backoff_factor())
+            tracker.zero_()
+        elif int(tracker.add_(1)) == self.get_growth_interval():
+            scale.mul_(self.get_growth_factor())
+            tracker.zero_()
+
+
+def scale_without_flush(precision: Precision, pipeline: PipeDreamPipeline) -> None:
+    """Makes the stages of a pipeline, which step at different times, go by the loss scale of the last one."""
+    if not isinstance(precision, MixedPrecision) or precision.scaler is None or not precision.scaler.is_enabled():
+        return
+    if not isinstance(precision.scaler, _LateScaler):
+        precision.scaler = _like(precision.scaler, _LateScaler)
+    precision.scaler.pipeline = pipeline
+    pipeline.notes.scales = True
 
 
 def refuse_own_unscaling(optimizer: Optimizer, precision: Precision) -> None:

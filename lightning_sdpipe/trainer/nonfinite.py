@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.averaging.buckets import FlatBucket
 from lightning_sdpipe.errors import NonFiniteError
+from lightning_sdpipe.exchange.buckets import FlatBucket
 
 _NEVER = 2**62
 

@@ -3,8 +3,10 @@ everybody."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
@@ -38,6 +42,8 @@ class Planning:
         names: of the blocks, if the user has named them.
         num_micro_batches: parts of a mini-batch.
         device: where rank 0 computes.
+        rehearsal: what a step is rehearsed in, by its name.
+        in_flight: what the schedule keeps, if memory counts.
     """
 
     trainer: Trainer
@@ -46,6 +52,8 @@ class Planning:
     names: Sequence[str] | None
     num_micro_batches: int
     device: torch.device
+    rehearsal: Callable[[str], AbstractContextManager[None]]
+    in_flight: plan.InFlight | None = None
 
 
 def plan_on_rank_zero(planning: Planning) -> plan.Plan:
@@ -92,11 +100,11 @@ def _plan(planning: Planning) -> plan.Plan:
         module.to(planning.device)
         try:
             return rehearsal.rehearse(module, chain, steps, planning.device)
-        except Exception as error:
+        except Exception as error:  # what is not allowed in a step is refused when the real one runs
             _not_rehearsed("a step could not be run before training", error)
             return None
 
-    return plan.plan(module, planning.num_stages, partition, planning.names, measure, rehearse)
+    return plan.plan(module, planning.num_stages, partition, planning.names, measure, rehearse, planning.in_flight)
 
 
 def _steps(planning: Planning) -> list[StepCalls]:
@@ -116,7 +124,7 @@ def _steps(planning: Planning) -> list[StepCalls]:
     }
     try:
         found = [
-            StepCalls(name, calls, name == "training_step", context)
+            StepCalls(name, calls, name == "training_step", partial(_within, planning, name, context))
             for name, loop, context in loops[trainer.state.fn]
             if (calls := _calls(planning, name, loop))
         ]
@@ -128,13 +136,31 @@ def _steps(planning: Planning) -> list[StepCalls]:
     return found
 
 
+@contextmanager
+def _within(planning: Planning, name: str, precision: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with planning.rehearsal(name), _stand_in_optimizer(planning.trainer.strategy), precision():
+        yield
+
+
+@contextmanager
+def _stand_in_optimizer(strategy: Any) -> Iterator[None]:
+    """For steps that look at the learning rate: optimizers are made when the module has been cut."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
+    strategy.optimizers = [optimizer]
+    strategy.lr_scheduler_configs = [LRSchedulerConfig(LambdaLR(optimizer, lambda _: 1.0))]
+    try:
+        yield
+    finally:
+        strategy.optimizers, strategy.lr_scheduler_configs = [], []
+
+
 def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[int, ...]]]:
     """Two micro-batches of each data loader of the loop; none if there are no data for it."""
     module, trains = planning.trainer.lightning_module, name == "training_step"
     source = loop._data_source
     if not is_overridden(name, module) or source.instance is None or not source.is_defined():
         return []
-    with isolate_rng():  # else what the user's hooks draw here would be missing on rank 0 only
+    with rehearsal.without_a_trace(module):  # else what the user's hooks draw and count would differ on rank 0
         loaders = source.dataloader()
         several = not trains and isinstance(loaders, Sequence)
         batches = [
@@ -152,9 +178,8 @@ def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[in
 
 def _as_the_step_gets_it(planning: Planning, batch: Any) -> Any:
     module, trainer = planning.trainer.lightning_module, planning.trainer
-    with rehearsal.without_a_trace(module):
-        batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
-        return trainer.strategy.batch_to_device(batch, planning.device)
+    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, planning.device)
 
 
 def _parts(planning: Planning, batch: Any, trains: bool) -> Sequence[Any]:
@@ -178,8 +203,9 @@ def _not_rehearsed(what: str, error: Exception) -> None:
 def _measure(planning: Planning, blocks: Sequence[Block]) -> plan.Profile:
     trainer: Any = planning.trainer
     module = trainer.lightning_module
-    loaders = trainer.fit_loop._data_source.dataloader()
-    batch = split(sample_batch(loaders), planning.num_micro_batches, module)[0].batch
+    with rehearsal.without_a_trace(module):
+        batch = sample_batch(trainer.fit_loop._data_source.dataloader())
+    batch = split(batch, planning.num_micro_batches, module)[0].batch
     key = cache.fingerprint(module, blocks, batch, planning.device)
     measured = cache.load(key)
     if measured is None:

@@ -17,15 +17,20 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 Point = Literal["backward", "vote", "norm", "step"]  # in the order in which an update passes them
 
 
-def last_wait(trainer: Trainer, num_stages: int) -> Point:
+def last_wait(trainer: Trainer, num_stages: int, flush: bool) -> Point:
     """The point of an update after which it waits for no other stage. A module that clips by itself may not do so; then
-    it is the end of the step."""
+    it is the end of the step. Without a flush there is no vote."""
     if num_stages == 1:
         return "backward"
-    by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-    if by_norm or is_overridden("configure_gradient_clipping", trainer.lightning_module):
+    if clips_by_norm(trainer):
         return "norm"
-    return "vote" if getattr(trainer.precision_plugin, "scaler", None) is not None else "backward"
+    return "vote" if flush and getattr(trainer.precision_plugin, "scaler", None) is not None else "backward"
+
+
+def clips_by_norm(trainer: Trainer) -> bool:
+    """Does the Trainer, or may the module?"""
+    by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+    return by_norm or is_overridden("configure_gradient_clipping", trainer.lightning_module)
 
 
 class Readiness:

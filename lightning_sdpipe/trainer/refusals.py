@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -22,7 +21,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.ownership import Ownership
 
 
-def refuse_unsupported(trainer: Trainer, schedule: str, num_stages: int) -> None:
+def refuse_unsupported(trainer: Trainer) -> None:
     """Raises ConfigurationError for options of the Trainer or the module that do not go with a pipeline."""
     module = trainer.lightning_module
     if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
@@ -35,13 +34,6 @@ def refuse_unsupported(trainer: Trainer, schedule: str, num_stages: int) -> None
             f"{type(module).__name__}.training_step takes a dataloader_iter. A mini-batch is split into micro-batches "
             "before the step sees it: take the batch instead."
         )
-    if schedule == "pipedream" and trainer.accumulate_grad_batches > 1:
-        raise ConfigurationError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not go with schedule='pipedream', "
-            "which applies every gradient at once. Use a larger batch, or schedule='1f1b'."
-        )
-    if schedule == "pipedream" and num_stages > 1:
-        _refuse_for_pipedream(trainer)
     if getattr(trainer.strategy, "_layer_sync", None) is not None:
         raise ConfigurationError(
             "sync_batchnorm=True would make every pipeline wait for all others in every layer. Leave it out: the "
@@ -49,24 +41,6 @@ def refuse_unsupported(trainer: Trainer, schedule: str, num_stages: int) -> None
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _refuse_callback(trainer, callback)
-
-
-def _refuse_for_pipedream(trainer: Trainer) -> None:
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
-        raise ConfigurationError(
-            f"gradient_clip_val={trainer.gradient_clip_val} clips by the norm over all stages, which with "
-            "schedule='pipedream' step at different times. Use gradient_clip_algorithm='value', or schedule='1f1b'."
-        )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ConfigurationError(
-            "precision='16-mixed' skips the steps that overflow on all stages together, which with "
-            "schedule='pipedream' step at different times. Use precision='bf16-mixed', or schedule='1f1b'."
-        )
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        raise ConfigurationError(
-            "GradientAccumulationScheduler does not go with schedule='pipedream', which applies every gradient at "
-            "once. Use schedule='1f1b'."
-        )
 
 
 def _refuse_callback(trainer: Trainer, callback: Callback) -> None:
@@ -134,15 +108,3 @@ def refuse_several_optimizers() -> Iterator[None]:
             "configure_optimizers returned several optimizers; a pipeline steps exactly one. Use one optimizer with "
             "several parameter groups."
         ) from error
-
-
-def refuse_shared(module: LightningModule, shared: Sequence[tuple[tuple[int, ...], str]], schedule: str) -> None:
-    """Raises ConfigurationError if a trained parameter lives on several stages, without a flush."""
-    if schedule != "pipedream":
-        return
-    trained = [name for _, name in shared if module.get_parameter(name).requires_grad]
-    if trained:
-        raise ConfigurationError(
-            f"{trained[0]!r} lives on several stages (tied weights, or outside of every block). Its gradients are "
-            "summed over them, which needs a flush: use schedule='1f1b', or keep its users on one stage."
-        )

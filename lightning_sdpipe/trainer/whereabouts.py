@@ -25,6 +25,7 @@ class Whereabouts:
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
         self._now = ""
+        self.rehearsing = False
 
     @property
     def in_step(self) -> bool:
@@ -39,6 +40,16 @@ class Whereabouts:
             yield
         finally:
             self._now = ""
+
+    @contextmanager
+    def rehearsal(self, name: str) -> Iterator[None]:
+        """Around a step that one process tries before training, while others wait for what it finds out."""
+        self.rehearsing = True
+        try:
+            with self.running(name):
+                yield
+        finally:
+            self.rehearsing = False
 
     def check(self, what: str) -> None:
         """Raises ConfigurationError if ``what`` all ranks must call is called where some do not come."""

@@ -8,11 +8,9 @@ every step, all together, and for the joint batch their gradients before it. The
 from __future__ import annotations
 
 import csv
-import logging
 import math
 import tempfile
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from recipes.language import LanguageModel
+from recipes.suites.figures import require_matplotlib, variance_figure
 from recipes.suites.ratios import Row
+from recipes.suites.trainings import quiet
 from recipes.text.data import PydocText
 
 NUM_PIPELINES = 4
@@ -60,10 +60,9 @@ def measure(
         output: a file; a PNG and an SVG of the curves get its name.
         seed: the first one.
     """
-    logging.getLogger("lightning").setLevel(logging.WARNING)  # what a Trainer says is not about the measurement
-    for part in ("fabric", "pytorch"):
-        logging.getLogger(f"lightning.{part}").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="lightning")
+    if output is not None:
+        require_matplotlib()
+    quiet()
     torch.set_num_threads(1)  # workers are forked from this process, which must not have a pool of threads
     curves: dict[str, list[Curve]] = {name: [] for name in METHODS}
     for repeat in range(repeats):
@@ -73,13 +72,14 @@ def measure(
             data = PydocText(batch_size, length, network["vocab_size"])
             strategy = SDPipeStrategy(1, sync=sync, variance_correction=corrected, start_method="fork")
             curves[name].append(_train(model, data, strategy, epochs))
-    if output is not None:
-        draw(curves, Path(output))
-    return [
+    rows: list[Row] = [
         {"what": name, "seed": seed + repeat, "samples": max(curve), "val_loss": curve[max(curve)], "curve": curve}
         for name, of_method in curves.items()
         for repeat, curve in enumerate(of_method)
     ]
+    if output is not None:
+        variance_figure(rows, Path(output))
+    return rows
 
 
 def _train(model: LanguageModel, data: PydocText, strategy: SDPipeStrategy, epochs: int) -> Curve:
@@ -99,22 +99,3 @@ def _train(model: LanguageModel, data: PydocText, strategy: SDPipeStrategy, epoc
             rows = [row for row in csv.DictReader(file) if row["val_loss"]]
     each = data.batch_size * NUM_PIPELINES
     return {(int(row["step"]) + 1) * each: float(row["val_loss"]) for row in rows}
-
-
-def draw(curves: Mapping[str, Sequence[Curve]], file: Path) -> None:
-    """Means over the seeds, with their spread, as PNG and SVG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axis = figure.subplots()
-    for name, of_method in curves.items():
-        samples = list(of_method[0])
-        losses = torch.tensor([list(curve.values()) for curve in of_method])
-        (line,) = axis.plot(samples, losses.mean(0), marker=".", label=name)
-        axis.fill_between(samples, losses.amin(0), losses.amax(0), color=line.get_color(), alpha=0.2)
-    axis.set_xlabel("samples of all pipelines")
-    axis.set_ylabel("validation loss")
-    axis.legend()
-    axis.grid(alpha=0.3)
-    for suffix in (".png", ".svg"):
-        figure.savefig(file.with_suffix(suffix), dpi=150)

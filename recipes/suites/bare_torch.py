@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import BertConfig, BertForMaskedLM
 
-from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition.chain import find_chain
 from lightning_sdpipe.partition.cut import cut
 from recipes.suites.processes import TRANSFER_TIMEOUT, run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
-from recipes.suites.stages import CPU, TRAINING, open_stage
+from recipes.suites.stages import CPU, TRAINING, open_pipeline, open_stage
 
 BLOCKS = ("model.bert.embeddings", "model.bert.encoder.layer.*", "model.cls")
 VOCABULARY = 1024
@@ -119,7 +117,7 @@ def _compare(
     """What each runtime took on this rank in each repeat."""
     batch = random_batch(samples * num_micro_batches, sequence, seed)
     runtimes = {
-        "ours": _ours(MaskedLM(hidden_size, sequence, seed), num_micro_batches),
+        "ours": _ours(MaskedLM(hidden_size, sequence, seed), batch, num_micro_batches),
         "bare torch": _bare_torch(MaskedLM(hidden_size, sequence, seed), hidden_size, batch, num_micro_batches),
     }
     _warm_up(runtimes, batch)
@@ -136,15 +134,13 @@ def random_batch(size: int, sequence: int, seed: int) -> Batch:
     return {"input_ids": tokens[0], "labels": tokens[1]}
 
 
-def _ours(module: MaskedLM, num_micro_batches: int) -> TrainStep:
-    groups = ProcessGroups.open(Mesh.build(dist.get_world_size(), dist.get_world_size()), TRANSFER_TIMEOUT)
-    stage = open_stage(module, BLOCKS, groups)
-    pipeline = stage.flush("1f1b", num_micro_batches)
-    optimizer = torch.optim.SGD(stage.parameters, LEARNING_RATE)
+def _ours(module: MaskedLM, batch: Batch, num_micro_batches: int) -> TrainStep:
+    stage = open_stage(open_pipeline(), module, BLOCKS, batch, num_micro_batches=num_micro_batches)
+    optimizer = torch.optim.SGD(stage.freezing.trained, LEARNING_RATE)
 
     def step(batch: Batch) -> Tensor:
         optimizer.zero_grad()
-        loss = pipeline.train(batch, TRAINING, 0)
+        loss = stage.pipeline.train(batch, TRAINING, 0)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return loss.detach()

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.assembly import Assembled
+from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from recipes.suites.emulated import FEATURES, LEARNING_RATE, EmulatedChain
-from recipes.suites.processes import TRANSFER_TIMEOUT, run_processes
+from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
-from recipes.suites.stages import TRAINING, OpenStage, open_stage
+from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
 TIMEOUT_SECONDS = 300.0
 
@@ -68,14 +68,15 @@ def _compare(
     rank: int, count: int, forward_seconds: float, backward_seconds: float, steps: int, repeats: int, seed: int
 ) -> list[dict[str, float]]:
     """Seconds per mini-batch on this rank, of each schedule in each repeat."""
-    size = dist.get_world_size()
-    groups = ProcessGroups.open(Mesh.build(size, size), TRANSFER_TIMEOUT)
-    split = open_stage(EmulatedChain(size, forward_seconds, backward_seconds), ["blocks.*"], groups)
-    whole = open_stage(EmulatedChain(size, count * forward_seconds, count * backward_seconds), ["blocks.*"], groups)
+    groups, size = open_pipeline(), dist.get_world_size()
     batch = torch.rand(count, FEATURES, generator=torch.Generator().manual_seed(seed))
+    split = EmulatedChain(size, forward_seconds, backward_seconds)
+    whole = EmulatedChain(size, count * forward_seconds, count * backward_seconds)
+    flushing = open_stage(groups, split, ["blocks.*"], batch, "1f1b", count)
+    asynchronous = open_stage(groups, whole, ["blocks.*"], batch, "pipedream")
     measured = {
-        "1f1b": lambda: _flush(split, count, batch, steps),
-        "pipedream": lambda: _pipedream(whole, batch, steps),
+        "1f1b": lambda: _flush(flushing, batch, steps),
+        "pipedream": lambda: _pipedream(asynchronous, batch, steps),
     }
     timings = []
     for repeat in range(repeats):
@@ -87,20 +88,21 @@ def _compare(
     return timings
 
 
-def _flush(stage: OpenStage, num_micro_batches: int, batch: Tensor, steps: int) -> float:
-    pipeline, optimizer = stage.flush("1f1b", num_micro_batches), torch.optim.SGD(stage.parameters, LEARNING_RATE)
+def _flush(stage: Assembled, batch: Tensor, steps: int) -> float:
+    optimizer = torch.optim.SGD(stage.freezing.trained, LEARNING_RATE)
     ends = []
     for iteration in range(1 + steps):
         optimizer.zero_grad()
-        pipeline.train(batch, TRAINING, iteration).backward()  # type: ignore[no-untyped-call]
+        stage.pipeline.train(batch, TRAINING, iteration).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         ends.append(time.perf_counter())
     return (ends[-1] - ends[0]) / steps
 
 
-def _pipedream(stage: OpenStage, batch: Tensor, steps: int) -> float:
+def _pipedream(stage: Assembled, batch: Tensor, steps: int) -> float:
     """Counts from when the pipeline is full until its last mini-batch enters."""
-    pipeline, optimizer = stage.pipedream(), torch.optim.SGD(stage.parameters, LEARNING_RATE)
+    pipeline, optimizer = stage.pipeline, torch.optim.SGD(stage.freezing.trained, LEARNING_RATE)
+    assert isinstance(pipeline, PipeDreamPipeline)
     fill = dist.get_world_size()
     ends = []
     for iteration in range(fill + steps):
@@ -114,5 +116,5 @@ def _pipedream(stage: OpenStage, batch: Tensor, steps: int) -> float:
         optimizer.zero_grad()
         pipeline.drain().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    stage.runner.link.settle()
+    pipeline.settle()
     return (ends[-1] - ends[fill - 1]) / steps

@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from recipes.suites import cases, machine
-from recipes.suites.cases import EMULATED, PAPERS_ITERATION_SECONDS, Case
+from recipes.suites import machine, trainings
+from recipes.suites.cases import AnyCase, EmulatedCase, Named
 from recipes.suites.journal import Journal
 
 ITERATIONS = 20
+PAPERS_ITERATION_SECONDS = 0.1
+"""The length of a mini-batch that delays are meant for: other mini-batches get theirs in proportion."""
 
 
 def calibrated_scale(
-    case: Case, all_reduce: Mapping[str, Any], no_delays: Mapping[str, Any], journal: Journal
+    case: AnyCase, all_reduce: Mapping[str, Any], no_delays: Mapping[str, Any], journal: Journal
 ) -> float:
     """The scale for ``case`` and its like, measured with all-reduce and without delays.
 
@@ -28,18 +30,16 @@ def calibrated_scale(
     probe = replace(
         case,
         panel="calibration",
-        method="all_reduce",
-        sync=all_reduce,
-        condition="none",
-        heterogeneity=no_delays,
+        method=Named("all_reduce", all_reduce),
+        condition=Named("none", no_delays),
         iterations=ITERATIONS,
         warm_up=ITERATIONS // 4,
         scale=1.0,
     )
-    if case.workload == EMULATED:
+    if isinstance(probe, EmulatedCase):
         slots = case.num_micro_batches + case.num_stages - 1
         probe = replace(probe, schedule="1f1b", micro_batch_seconds=PAPERS_ITERATION_SECONDS / slots)
-    row = journal.measured(asdict(probe), lambda: cases.run(probe))
-    if case.workload == EMULATED:
+    row = journal.measured(asdict(probe), lambda: trainings.measure(probe))
+    if isinstance(probe, EmulatedCase):
         return machine.needed_scale(row["processor_s"], PAPERS_ITERATION_SECONDS, machine.cores())
     return float(round(row["iteration_ms"] / 1e3 / PAPERS_ITERATION_SECONDS, 2))

@@ -15,9 +15,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.suites import cases, machine
+from recipes.suites import cases, machine, trainings
 from recipes.suites.calibration import calibrated_scale
-from recipes.suites.cases import Case, quiet
+from recipes.suites.cases import RealCase, named, refuse_unknown
 from recipes.suites.figures import convergence_figures, require_matplotlib
 from recipes.suites.journal import Journal
 from recipes.suites.processes import run_processes
@@ -27,6 +27,7 @@ from recipes.suites.snapshots import Snapshots, evaluate
 LOWER_IS_BETTER = frozenset({"samples"})
 
 OURS, BASELINE = "sdpipe", "all_reduce"
+WITHOUT_FLUSH = "sdpipe_without_flush"
 SAMPLES_GOAL = 1.05
 TIME_GOAL = 1.4
 FINAL_GOAL = -1.0
@@ -44,6 +45,7 @@ def run(
     experiments: Mapping[str, Mapping[str, Any]],
     only: Sequence[str],
     compared: Sequence[str],
+    schedules: Mapping[str, str],
     conditions: Sequence[str],
     repeats: int,
     points: int,
@@ -57,11 +59,12 @@ def run(
         methods: specifications for Hydra, by name.
         heterogeneity: likewise.
         workloads: the ``model`` and ``data`` of each, likewise.
-        experiments: by the name of their workload, fields of :class:`~recipes.suites.cases.Case`, with the ``metric``
-            that ``validation_step`` logs, its ``target``, whether it is ``rising``, and after how many iterations
-            each snapshot is taken.
+        experiments: by the name of their workload, fields of a :class:`~recipes.suites.cases.RealCase`, with the
+            ``metric`` that ``validation_step`` logs, its ``target``, whether it is ``rising``, and after how many
+            iterations each snapshot is taken.
         only: names of experiments.
         compared: names of methods.
+        schedules: of those that do not have the experiment's.
         conditions: names of heterogeneity.
         repeats: runs of each, with seeds that count up.
         points: of each learning curve.
@@ -71,8 +74,15 @@ def run(
     """
     if output is not None:
         require_matplotlib()
-    quiet()
+    trainings.quiet()
     journal = Journal(None if output is None else Path(output).with_suffix(".rows.jsonl"), machine.setting())
+    specifications = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
+    for kind, asked, known in (
+        ("experiments", only, experiments),
+        ("methods", compared, methods),
+        ("heterogeneity", conditions, heterogeneity),
+    ):
+        refuse_unknown(kind, asked, known)  # before anything is measured
     rows: list[Row] = []
     for name in only:
         experiment = experiments[name]
@@ -81,16 +91,11 @@ def run(
         for repeat in range(repeats):
             for condition in conditions:
                 for method in rotated(compared, repeat):
-                    case = Case(
+                    case = RealCase(
                         panel="convergence",
-                        method=method,
-                        sync=methods[method],
-                        condition=condition,
-                        heterogeneity=heterogeneity[condition],
-                        workload=name,
-                        model=workloads[name],
-                        micro_batch_seconds=0.0,
-                        num_parameters=0,
+                        method=named(specifications, "methods", method),
+                        condition=named(specifications, "heterogeneity", condition),
+                        workload=named(specifications, "workloads", name),
                         warm_up=0,
                         scale=1.0,
                         seed=seed + repeat,
@@ -98,14 +103,15 @@ def run(
                     )
                     if factor is None:
                         factor = calibrated_scale(case, methods["all_reduce"], heterogeneity["none"], journal)
+                    case = replace(case, schedule=schedules.get(method, case.schedule))
                     rows.append(_measured(replace(case, scale=factor), repeat, experiment, points, journal))
     if output is not None:
         convergence_figures(rows, Path(output))
     return rows, ratios(rows)
 
 
-def _measured(case: Case, repeat: int, experiment: Mapping[str, Any], points: int, journal: Journal) -> Row:
-    print(f"{case.workload} {case.condition} {case.method}, repeat {repeat}", end=": ", flush=True)
+def _measured(case: RealCase, repeat: int, experiment: Mapping[str, Any], points: int, journal: Journal) -> Row:
+    print(f"{case.workload.name} {case.condition.name} {case.method.name}, repeat {repeat}", end=": ", flush=True)
     start = time.perf_counter()
     metric, every = experiment["metric"], experiment["snapshot_every"]
     asked = {**asdict(case), "metric": metric, "snapshot_every": every, "points": points}
@@ -114,11 +120,11 @@ def _measured(case: Case, repeat: int, experiment: Mapping[str, Any], points: in
     reached = to_target(curve, target, rising)
     print(f"{metric} {curve[-1][2]:.3f} ({time.perf_counter() - start:.0f} s)", flush=True)
     return {
-        "what": case.method,
-        "workload": case.workload,
+        "what": case.method.name,
+        "workload": case.workload.name,
         "shape": case.shape,
         "schedule": case.schedule,
-        "heterogeneity": case.condition,
+        "heterogeneity": case.condition.name,
         "repeat": repeat,
         "target": f"{metric} {'≥' if rising else '≤'} {target}",
         "seconds_to_target": None if reached is None else reached[0],
@@ -134,26 +140,26 @@ def _measured(case: Case, repeat: int, experiment: Mapping[str, Any], points: in
     }
 
 
-def _train(case: Case, metric: str, every: int, points: int) -> Row:
+def _train(case: RealCase, metric: str, every: int, points: int) -> Row:
     with tempfile.TemporaryDirectory() as directory:
-        module, loader = cases.real_training(case)
+        module, loader = trainings.real_training(case)
         workers = case.num_stages * case.num_pipelines
         snapshots = Snapshots(Path(directory), every)
-        cases.fit(module, loader, cases.strategy(case), workers, case.iterations, snapshots)
-        arguments = (Path(directory), case.model, metric, loader.batch_size, points)
+        trainings.fit(module, loader, trainings.strategy(case), workers, case.iterations, snapshots)
+        arguments = (Path(directory), case.workload.specification, metric, loader.batch_size, points)
         (curve,) = run_processes(1, evaluate, *arguments, timeout=EVALUATION_TIMEOUT)
     return {"curve": [list(point) for point in curve]}
 
 
-def _command(case: Case, experiment: Mapping[str, Any], points: int) -> str:
+def _command(case: RealCase, experiment: Mapping[str, Any], points: int) -> str:
     settings = {
         "scale": case.scale,
-        "only": [case.workload],
-        "compared": [case.method],
-        "conditions": [case.condition],
+        "only": [case.workload.name],
+        "compared": [case.method.name],
+        "conditions": [case.condition.name],
         "repeats": 1,
         "points": points,
-        f"experiments.{case.workload}": experiment,
+        f"experiments.{case.workload.name}": experiment,
         **cases.specifications(case),
     }
     return cases.suite_command("convergence", case.seed, settings)
@@ -177,36 +183,42 @@ def to_target(curve: Curve, target: float, rising: bool) -> tuple[float, float] 
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Ours against all-reduce, seed by seed. Who never reaches the target needs infinitely long; seeds in which
-    all-reduce does not are left out."""
+    """Ours against all-reduce, seed by seed, with a flush and without. Who never reaches the target needs infinitely
+    long; seeds in which all-reduce does not are left out."""
     found: Ratios = {}
     for workload, condition in dict.fromkeys((row["workload"], row["heterogeneity"]) for row in rows):
         own = [row for row in rows if (row["workload"], row["heterogeneity"]) == (workload, condition)]
-        by_method = {
-            method: {row["repeat"]: row for row in own if row["what"] == method} for method in (OURS, BASELINE)
-        }
-        pairs = [
-            (ours, by_method[BASELINE][repeat])
-            for repeat, ours in by_method[OURS].items()
-            if repeat in by_method[BASELINE] and by_method[BASELINE][repeat]["samples_to_target"] is not None
-        ]
-        if pairs:
-            target = f"to {pairs[0][0]['target']}, {workload} under {condition}, {len(pairs)} seeds"
-            samples = [_or_never(ours["samples_to_target"]) / base["samples_to_target"] for ours, base in pairs]
-            seconds = [base["seconds_to_target"] / _or_never(ours["seconds_to_target"]) for ours, base in pairs]
-            found[f"samples/{workload}/{condition}"] = ratio(
-                samples, SAMPLES_GOAL, f"samples {target}: {OURS} over {BASELINE}"
-            )
-            found[f"time/{workload}/{condition}"] = ratio(
-                seconds, TIME_GOAL, f"speed-up {target}: time of {BASELINE} over that of {OURS}"
-            )
-        gap = _final_gap([*by_method[OURS].values()], [*by_method[BASELINE].values()])
-        if gap is not None:
-            found[f"final/{workload}/{condition}"] = ratio(
-                [gap],
-                FINAL_GOAL,
-                f"final value, {workload} under {condition}: {OURS} above {BASELINE}, in its deviations",
-            )
+        for ours, key in ((OURS, ""), (WITHOUT_FLUSH, "/without_flush")):
+            found |= _compared(own, ours, workload, condition, key)
+    return found
+
+
+def _compared(own: Sequence[Row], method: str, workload: str, condition: str, key: str) -> Ratios:
+    """``method`` against all-reduce; ``key`` is what the names of the ratios end with."""
+    found: Ratios = {}
+    by_method = {name: {row["repeat"]: row for row in own if row["what"] == name} for name in (method, BASELINE)}
+    pairs = [
+        (ours, by_method[BASELINE][repeat])
+        for repeat, ours in by_method[method].items()
+        if repeat in by_method[BASELINE] and by_method[BASELINE][repeat]["samples_to_target"] is not None
+    ]
+    if pairs:
+        target = f"to {pairs[0][0]['target']}, {workload} under {condition}, {len(pairs)} seeds"
+        samples = [_or_never(ours["samples_to_target"]) / base["samples_to_target"] for ours, base in pairs]
+        seconds = [base["seconds_to_target"] / _or_never(ours["seconds_to_target"]) for ours, base in pairs]
+        found[f"samples/{workload}/{condition}{key}"] = ratio(
+            samples, SAMPLES_GOAL, f"samples {target}: {method} over {BASELINE}"
+        )
+        found[f"time/{workload}/{condition}{key}"] = ratio(
+            seconds, TIME_GOAL, f"speed-up {target}: time of {BASELINE} over that of {method}"
+        )
+    gap = _final_gap([*by_method[method].values()], [*by_method[BASELINE].values()])
+    if gap is not None:
+        found[f"final/{workload}/{condition}{key}"] = ratio(
+            [gap],
+            FINAL_GOAL,
+            f"final value, {workload} under {condition}: {method} above {BASELINE}, in its deviations",
+        )
     return found
 
 

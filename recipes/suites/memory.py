@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import Mesh
-from recipes.suites.processes import TRANSFER_TIMEOUT, run_processes
+from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio
-from recipes.suites.stages import TRAINING, open_stage
+from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
 TIMEOUT_SECONDS = 120.0
 STEPS = 3
@@ -82,8 +81,7 @@ def _one_process(rank: int, width: int, blocks: int, num_micro_batches: int, see
 
 
 def _stage(rank: int, width: int, blocks: int, num_micro_batches: int, seed: int) -> int:
-    size = dist.get_world_size()
-    groups = ProcessGroups.open(Mesh.build(size, size), TRANSFER_TIMEOUT)
+    groups = open_pipeline()
     _train_stage(groups, SMALL_WIDTH, blocks, num_micro_batches, seed)
     before = _reset_peak()
     _train_stage(groups, width, blocks, num_micro_batches, seed)
@@ -101,13 +99,13 @@ def _train_whole(width: int, blocks: int, num_micro_batches: int, seed: int) -> 
 
 
 def _train_stage(groups: ProcessGroups, width: int, blocks: int, num_micro_batches: int, seed: int) -> None:
-    stage = open_stage(LinearChain(width, blocks, seed), ["blocks.*"], groups)
-    pipeline = stage.flush("1f1b", num_micro_batches)
-    optimizer = torch.optim.Adam(stage.parameters)
+    batch = _batch(width, num_micro_batches, seed)
+    module = LinearChain(width, blocks, seed)
+    stage = open_stage(groups, module, ["blocks.*"], batch, num_micro_batches=num_micro_batches)
+    optimizer = torch.optim.Adam(stage.freezing.trained)
     for iteration in range(STEPS):
         optimizer.zero_grad()
-        batch = _batch(width, num_micro_batches, seed)
-        pipeline.train(batch, TRAINING, iteration).backward()  # type: ignore[no-untyped-call]
+        stage.pipeline.train(batch, TRAINING, iteration).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     dist.barrier()
 

@@ -11,12 +11,13 @@ Ratio = dict[str, Any]
 Ratios = dict[str, Ratio]
 
 
-def ratio(values: Sequence[float], goal: float, meaning: str) -> Ratio:
+def ratio(values: Sequence[float], goal: float | None, meaning: str) -> Ratio:
     """The median of ``values``, one per repeat, with their spread.
 
     Args:
         values: quotients; at least one.
-        goal: what the value should reach, or stay below if the suite lists its key in ``LOWER_IS_BETTER``.
+        goal: what the value should reach, or stay below if the suite lists its key in ``LOWER_IS_BETTER``;
+            None where it is measured to be known.
         meaning: what is divided by what.
     """
     return {

@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_sdpipe.partition import rehearsal
-from lightning_sdpipe.partition.plan import plan
-from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.pipeline.micro_batches import split
 from recipes.suites.bare_torch import MaskedLM, random_batch
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
-from recipes.suites.stages import CPU
+from recipes.suites.stages import make_plan
 
 TIMEOUT_SECONDS = 300.0
 
@@ -62,14 +59,12 @@ def _compare(
     seed: int,
 ) -> list[dict[str, float]]:
     module = MaskedLM(hidden_size, sequence, seed)
-    parts = [part.batch for part in split(random_batch(samples * num_micro_batches, sequence, seed), num_micro_batches)]
-    steps = [StepCalls("training_step", [(part, (0,)) for part in parts[:2]], trains=True)]
-
-    def make_plan() -> None:
-        rehearse = partial(rehearsal.rehearse, module, steps=steps, device=CPU)
-        plan(module, num_stages, rehearse=rehearse)
-
-    runs: dict[str, Callable[[], None]] = {"plan": make_plan, "training step": partial(_train, module, parts)}
+    batch = random_batch(samples * num_micro_batches, sequence, seed)
+    parts = [part.batch for part in split(batch, num_micro_batches)]
+    runs: dict[str, Callable[[], object]] = {
+        "plan": partial(make_plan, module, num_stages, None, batch, num_micro_batches),
+        "training step": partial(_train, module, parts),
+    }
     for run in runs.values():
         run()
     return [{name: _timed(runs[name]) for name in rotated(list(runs), repeat)} for repeat in range(repeats)]
@@ -81,7 +76,7 @@ def _train(module: MaskedLM, parts: Sequence[Any]) -> None:
         (module.training_step(part, 0) / len(parts)).backward()  # type: ignore[no-untyped-call]
 
 
-def _timed(run: Callable[[], None]) -> float:
+def _timed(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

@@ -1,73 +1,64 @@
-"""One stage of a module on this rank, assembled as the strategy does it, without a Trainer."""
+"""One stage of a module on this rank, planned and assembled as the strategy does it, without a Trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import lightning as L
 import torch
-from torch import nn
+import torch.distributed as dist
 
-from lightning_sdpipe.averaging.buckets import flatten
+from lightning_sdpipe.assembly import Assembled, Options, assemble
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.heterogeneity.delays import Delays
-from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.partition.chain import find_chain
-from lightning_sdpipe.partition.cut import cut
-from lightning_sdpipe.partition.cut_step import CutModel
-from lightning_sdpipe.partition.ownership import assign_owners, keep_only
-from lightning_sdpipe.pipeline.flush import FlushPipeline
-from lightning_sdpipe.pipeline.link import StageLink
-from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
-from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.partition import plan, rehearsal
+from lightning_sdpipe.partition.materialise import Initialisation
+from lightning_sdpipe.partition.rehearsal import StepCalls
+from lightning_sdpipe.pipeline.micro_batches import split
+from lightning_sdpipe.pipeline.stage_runner import Step
 from recipes.suites.processes import TRANSFER_TIMEOUT
 
 CPU = torch.device("cpu")
 TRAINING = Step("training_step", (0,), nullcontext)
 
 
-@dataclass(frozen=True)
-class OpenStage:
-    """What this rank holds of a module, and how it runs."""
-
-    runner: StageRunner
-    parameters: Sequence[nn.Parameter]
-    shared: SharedParameters
-
-    def flush(self, schedule: str, num_micro_batches: int) -> FlushPipeline:
-        num_workers = len(self.runner.link.ranks)
-        return FlushPipeline(
-            [self.runner], num_workers, self.parameters, self.shared, _no_delays(), schedule, num_micro_batches
-        )
-
-    def pipedream(self) -> PipeDreamPipeline:
-        return PipeDreamPipeline(self.runner, self.parameters, _no_delays())
+def make_plan(
+    module: L.LightningModule, num_stages: int, blocks: Sequence[str] | None, batch: Any, num_micro_batches: int
+) -> plan.Plan:
+    """Equally many blocks on each stage, after a rehearsal with the first and the last micro-batch of ``batch``."""
+    parts = [part.batch for part in split(batch, num_micro_batches)]
+    steps = [StepCalls("training_step", [(part, (0,)) for part in (parts[0], parts[-1])], trains=True)]
+    rehearse = partial(rehearsal.rehearse, module, steps=steps, device=CPU)
+    return plan.plan(module, num_stages, "uniform", blocks, rehearse=rehearse)
 
 
-def open_stage(module: L.LightningModule, blocks: Sequence[str], groups: ProcessGroups) -> OpenStage:
-    """Cuts ``module`` uniformly over the stages of one pipeline and keeps this rank's part, in flat buckets.
+def open_pipeline() -> ProcessGroups:
+    """All ranks as the stages of one pipeline."""
+    return ProcessGroups.open(Mesh.build(dist.get_world_size(), dist.get_world_size()), TRANSFER_TIMEOUT)
+
+
+def open_stage(
+    groups: ProcessGroups,
+    module: L.LightningModule,
+    blocks: Sequence[str],
+    batch: Any,
+    schedule: str = "1f1b",
+    num_micro_batches: int = 1,
+) -> Assembled:
+    """Cuts ``module`` over the ranks and keeps this rank's part, in flat buckets.
 
     Args:
+        groups: of one pipeline.
         module: whole, with the same values on every rank.
         blocks: paths that name its chain.
-        groups: of a mesh with one pipeline.
+        batch: a mini-batch to rehearse with.
+        schedule: as for :class:`~lightning_sdpipe.SDPipeStrategy`, like the next one.
+        num_micro_batches: of a mini-batch.
     """
-    mesh = groups.mesh
-    stage, pipeline = mesh.locate(groups.rank)
-    chain = find_chain(module, blocks)
-    spans = cut(len(chain), mesh.num_stages)
-    ownership = assign_owners(module, chain, spans)
-    shared = SharedParameters(module, ownership, groups, TRANSFER_TIMEOUT)
-    keep_only(module, ownership, stage, CPU)
-    parameters = [p for p in module.parameters() if not p.is_meta]
-    flatten(parameters)
-    link = StageLink(groups.pipeline, mesh.pipeline_ranks(pipeline), stage, CPU)
-    runner = StageRunner(module, CutModel(module, chain, [spans[stage]], CPU), spans[stage], link)
-    return OpenStage(runner, parameters, shared)
-
-
-def _no_delays() -> DelayInjector:
-    return DelayInjector(Delays(), 0, 0)
+    num_stages = groups.mesh.num_stages
+    stages = make_plan(module, num_stages, blocks, batch, num_micro_batches)
+    options = Options(num_stages, schedule, num_micro_batches=num_micro_batches, timeout=TRANSFER_TIMEOUT)
+    return assemble(module, stages, groups, options, Initialisation(), CPU)

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_sdpipe.errors import ConfigurationError
-from recipes.suites import cases, machine
+from recipes.suites import cases, machine, trainings
 from recipes.suites.calibration import calibrated_scale
-from recipes.suites.cases import EMULATED, REFERENCES, Case, only_delays, quiet
+from recipes.suites.cases import (
+    EMULATED,
+    REFERENCES,
+    AnyCase,
+    EmulatedCase,
+    Named,
+    RealCase,
+    named,
+    only_delays,
+    refuse_unknown,
+)
 from recipes.suites.figures import require_matplotlib, throughput_figures
 from recipes.suites.headroom import table
 from recipes.suites.journal import Journal
@@ -65,8 +75,9 @@ def run(
         methods: specifications for Hydra, by name.
         heterogeneity: likewise.
         workloads: the ``model`` and ``data`` of each real workload, likewise.
-        grid: by name, the fields of :class:`~recipes.suites.cases.Case`, with lists of ``methods`` and
-            ``heterogeneity``, the number of ``repeats``, and the conditions that are measured ``once`` only.
+        grid: by name, the fields of an :class:`~recipes.suites.cases.EmulatedCase` or a
+            :class:`~recipes.suites.cases.RealCase`, with lists of ``methods`` and ``heterogeneity``, the number of
+            ``repeats``, and the conditions that are measured ``once`` only.
         only: names of parts.
         scale: of emulated times, and of all delays; None to measure it.
         output: finished rows are kept beside this file, and figures are drawn there; None for neither.
@@ -78,16 +89,17 @@ def run(
     """
     if output is not None:
         require_matplotlib()
-    quiet()
+    trainings.quiet()
     journal = Journal(None if output is None else Path(output).with_suffix(".rows.jsonl"), machine.setting())
     specifications = {"methods": methods, "heterogeneity": heterogeneity, "workloads": workloads}
+    refuse_unknown("grid", only, grid)
+    planned = [list(plan(panel, grid[panel], specifications, seed)) for panel in only]  # all, before any is measured
     rows: list[Row] = []
-    for panel in only:
-        planned = list(plan(panel, grid[panel], specifications, seed))
+    for cases_of_panel in planned:
         factor = scale
         if factor is None:
-            factor = calibrated_scale(planned[0][0], methods["all_reduce"], heterogeneity["none"], journal)
-        rows += [_measured(replace(case, scale=factor), repeat, journal) for case, repeat in planned]
+            factor = calibrated_scale(cases_of_panel[0][0], methods["all_reduce"], heterogeneity["none"], journal)
+        rows += [_measured(replace(case, scale=factor), repeat, journal) for case, repeat in cases_of_panel]
     summaries = summarise(rows)
     if output is not None:
         throughput_figures(summaries, Path(output))
@@ -96,58 +108,64 @@ def run(
 
 def plan(
     panel: str, part: Mapping[str, Any], specifications: Mapping[str, Mapping[str, Any]], seed: int
-) -> Iterator[tuple[Case, int]]:
+) -> Iterator[tuple[AnyCase, int]]:
     """The cases of one part of the grid with their repeats, in the order in which they run.
 
     Raises:
-        ConfigurationError: a method or a condition that is not among the specifications, or a condition that an outside
+        ConfigurationError: a method or a condition that is not among the specifications, or one that an outside
             reference cannot be given.
     """
-    fields = {
-        name: value for name, value in part.items() if name not in ("methods", "heterogeneity", "repeats", "once")
-    }
+    build = _builder(panel, part, specifications)
     for repeat in range(part["repeats"]):
         for condition in part["heterogeneity"]:
             if repeat and condition in part["once"]:
                 continue
             for method in rotated(part["methods"], repeat):
-                workload = part["workload"]
-                case = Case(
-                    panel=panel,
-                    method=method,
-                    sync=None if method in REFERENCES else _named(specifications, "methods", method),
-                    condition=condition,
-                    heterogeneity=_named(specifications, "heterogeneity", condition),
-                    model=None if workload == EMULATED else _named(specifications, "workloads", workload),
-                    seed=seed + repeat,
+                case = build(
+                    method=Named(method, None) if method in REFERENCES else named(specifications, "methods", method),
+                    condition=named(specifications, "heterogeneity", condition),
                     scale=1.0,
-                    **fields,
+                    seed=seed + repeat,
                 )
                 if method in REFERENCES:
                     only_delays(case)
                 yield case, repeat
 
 
-def _named(specifications: Mapping[str, Mapping[str, Any]], kind: str, name: str) -> Mapping[str, Any]:
-    if name not in specifications[kind]:
-        raise ConfigurationError(f"{name!r} is not among suite.{kind}; there are {', '.join(specifications[kind])}.")
-    specification: Mapping[str, Any] = specifications[kind][name]
-    return specification
+def _builder(
+    panel: str, part: Mapping[str, Any], specifications: Mapping[str, Mapping[str, Any]]
+) -> Callable[..., AnyCase]:
+    """Makes a case of a method, a condition, a scale and a seed."""
+    settings = {
+        name: value for name, value in part.items() if name not in ("methods", "heterogeneity", "repeats", "once")
+    }
+    workload = settings.pop("workload")
+    kind = EmulatedCase if workload == EMULATED else RealCase
+    if unknown := settings.keys() - {field.name for field in fields(kind)}:
+        raise ConfigurationError(
+            f"suite.grid.{panel} has workload={workload}, which does not go with {', '.join(sorted(unknown))}; "
+            "change a part of the grid that has such a workload."
+        )
+    if workload == EMULATED:
+        return partial(EmulatedCase, panel, **settings)
+    return partial(RealCase, panel, **settings, workload=named(specifications, "workloads", workload))
 
 
-def _measured(case: Case, repeat: int, journal: Journal) -> Row:
-    what = f"{case.workload} {case.shape} {case.schedule} {case.condition} {case.method}, repeat {repeat}"
+def _measured(case: AnyCase, repeat: int, journal: Journal) -> Row:
+    what = (
+        f"{case.workload.name} {case.shape} {case.schedule} {case.condition.name} {case.method.name}, repeat {repeat}"
+    )
     print(what, end=": ", flush=True)
     start = time.perf_counter()
-    row = journal.measured(asdict(case), lambda: cases.run(case))
+    row = journal.measured(asdict(case), lambda: trainings.measure(case))
     print(f"{row['samples_per_s']:.1f} samples/s ({time.perf_counter() - start:.0f} s)", flush=True)
     return {
-        "what": case.method,
+        "what": case.method.name,
         "panel": case.panel,
-        "workload": case.workload,
+        "workload": case.workload.name,
         "shape": case.shape,
         "schedule": case.schedule,
-        "heterogeneity": case.condition,
+        "heterogeneity": case.condition.name,
         "repeat": repeat,
         **row,
         "scale": case.scale,

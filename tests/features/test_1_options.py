@@ -84,6 +84,26 @@ class Watching(Regression):
             self.trainer.should_stop = True
 
 
+class Steering(Regression):
+    """Looks at what Lightning makes after the cut, and at what a block of another stage left behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].register_forward_hook(self._remember)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        rate, following = self.optimizers().param_groups[0]["lr"], self.lr_schedulers().get_last_lr()[0]
+        self.log("rate", rate + following)
+        return super().training_step(batch, batch_idx) + 0.1 * self.remembered.square().mean()
+
+    def _remember(self, block: Any, inputs: Any, output: Tensor) -> None:
+        self.remembered = output
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
 def _twice(directory: Path) -> Outcome:
     """Fits, goes on fitting, and tests the best of what was saved."""
     best = ModelCheckpoint(directory, monitor="val_loss", filename="{epoch}")
@@ -116,6 +136,7 @@ RUNS: dict[str, Callable[[Path], Outcome]] = {
         enable_progress_bar=True,
         logger=TensorBoardLogger(path, log_graph=True),
     ),
+    "steering": lambda path: _fit(path, Steering()),
     "twice": _twice,
 }
 
@@ -132,6 +153,7 @@ def _all(directory: Path) -> dict[str, Outcome]:
 @supported("Trainer", "the loss in `on_before_backward` and `on_train_batch_end`",
            "of the rank's own pipeline, on all its stages; with `schedule=\"pipedream\"` on the last one, and `nan` on "
            "others")  # fmt: skip
+@supported("Trainer", "`self.optimizers()`, `self.lr_schedulers()` in steps", "to look at")
 @supported("Trainer", "`example_input_array`", "left out with a warning: no sizes in the summary, no graph in loggers")
 def test_options(tmp_path: Path) -> None:
     ranks, alone = on_four_ranks(_all, tmp_path / "four"), _all(tmp_path / "one")

@@ -133,7 +133,7 @@ def _accumulate(directory: Path) -> tuple[dict[str, Tensor], int]:
     return weights(module), trainer.global_step
 
 
-@supported("Callbacks", "`GradientAccumulationScheduler`", 'not with `schedule="pipedream"`')
+@supported("Callbacks", "`GradientAccumulationScheduler`")
 def test_accumulation_scheduler(tmp_path: Path) -> None:
     ranks, expected = on_four_ranks(_accumulate, tmp_path / "four"), _accumulate(tmp_path / "one")
     assert {steps for _, steps in ranks} == {expected[1]} == {6}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.training import Training
 from tests.features.running import (
     Regression,
     assert_same,
@@ -85,8 +86,8 @@ def _scaled(directory: Path) -> tuple[dict[str, Tensor], float, int]:
     return weights(model), plugin.scaler.get_scale(), trainer.global_step
 
 
-@supported("Precision", "`16-mixed`", "with a loss scale; a step that overflows on one stage is skipped on all. Not "
-           "with `schedule=\"pipedream\"`")  # fmt: skip
+@supported("Precision", "`16-mixed`", "with a loss scale; a step that overflows on one stage is skipped on all; with "
+           "`schedule=\"pipedream\"`, on those that overflow")  # fmt: skip
 def test_16_mixed(tmp_path: Path) -> None:
     ranks, expected = on_four_ranks(_scaled, tmp_path / "four"), _scaled(tmp_path / "one")
     assert expected[1] == 512.0
@@ -124,7 +125,7 @@ class Tied(Regression):
 @supported(
     "Gradients",
     "`gradient_clip_val` by norm",
-    'the norm over all stages of a pipeline. Not with `schedule="pipedream"`',
+    'the norm over all stages of a pipeline; with `schedule="pipedream"`, as far as a stage knows it',
 )
 @pytest.mark.parametrize("module", [Regression, Tied])
 def test_clip_by_norm(tmp_path: Path, module: type[Regression]) -> None:
@@ -136,7 +137,30 @@ def test_clip_by_value(tmp_path: Path) -> None:
     _compare(tmp_path, gradient_clip_val=0.02, gradient_clip_algorithm="value")
 
 
-_CLIP = "clips by the norm over all stages, which with schedule='pipedream' step at different times"
+class ClippingElsewhere(Regression):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+
+
+class ClippingTwice(Regression):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        for _ in range(2):
+            self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+
+
+class UnfreezingAmidst(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.net[0].requires_grad_(True)
+
+
+_CLIP = "no stage was told the norms of the others"
+_TWICE = "Gradients were clipped by norm twice in one update"
+_AMIDST = "Layers were frozen or unfrozen between two mini-batches of one update"
 
 
 def _refuse(directory: Path, strategy: SDPipeStrategy, module: Regression, error: str, **options: Any) -> None:
@@ -144,17 +168,25 @@ def _refuse(directory: Path, strategy: SDPipeStrategy, module: Regression, error
         pipelines(directory, strategy, **options).fit(module, train_loader())
 
 
-def _refuse_clipping(directory: Path) -> None:
-    strategy = SDPipeStrategy(num_stages=2, schedule="pipedream")
-    _refuse(directory, strategy, Regression(), _CLIP, gradient_clip_val=0.1)
+def _refuse_without_flush(directory: Path) -> None:
+    cases: list[tuple[Regression, str, dict[str, Any]]] = [
+        (ClippingElsewhere(), _CLIP, {}),
+        (ClippingTwice(), _TWICE, {}),
+        (UnfreezingAmidst(), _AMIDST, {"accumulate_grad_batches": 2}),
+    ]
+    for module, error, options in cases:
+        _refuse(directory, SDPipeStrategy(num_stages=2, schedule="pipedream"), module, error, **options)
 
 
-@refused("Gradients", 'clipping by norm with `schedule="pipedream"`', _CLIP)
-def test_clip_by_norm_with_pipedream(tmp_path: Path) -> None:
-    on_four_ranks(_refuse_clipping, tmp_path)
+@refused("Gradients", '`clip_gradients` by norm outside of `configure_gradient_clipping`, with `schedule="pipedream"`',
+         _CLIP)  # fmt: skip
+@refused("Gradients", 'clipping by norm twice in an update, with `schedule="pipedream"`', _TWICE)
+@refused("Gradients", 'layers frozen or unfrozen amidst an accumulation, with `schedule="pipedream"`', _AMIDST)
+def test_what_does_not_go_without_a_flush(tmp_path: Path) -> None:
+    on_four_ranks(_refuse_without_flush, tmp_path, count=2)
 
 
-@supported("Gradients", "`accumulate_grad_batches`", 'beside micro-batches. Not with `schedule="pipedream"`')
+@supported("Gradients", "`accumulate_grad_batches`", "beside micro-batches")
 def test_accumulation(tmp_path: Path) -> None:
     _compare(tmp_path, accumulate_grad_batches=2)
 
@@ -350,12 +382,14 @@ def _announced(directory: Path, options: dict[str, Any]) -> tuple[list[float], l
     trainer = pipelines(directory, strategy, max_epochs=1, **options)
     announced: list[float] = []
 
-    def note() -> None:
+    def note(training: Training) -> None:
         announced.append(time.monotonic())
-        SDPipeStrategy._announce(strategy)
+        announce(training)
 
-    strategy.__dict__["_announce"] = note
-    trainer.fit(model, train_loader(16))
+    announce = Training.announce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "announce", note)
+        trainer.fit(model, train_loader(16))
     return model.computed, announced
 
 

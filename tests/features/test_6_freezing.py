@@ -186,7 +186,7 @@ def test_finetuning(tmp_path: Path, runs: Runs) -> None:
 class OnItsStageOnly(Regression):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for parameter in self.parameters():
-            parameter.requires_grad_(parameter.device.type != "meta")
+            parameter.requires_grad_(not parameter.is_meta)
 
 
 class InTheStep(Regression):

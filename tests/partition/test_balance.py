@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
+from lightning_sdpipe.partition.memory import Memory
 
 Problem = tuple[list[float], list[float], list[float]]
 
@@ -61,6 +62,51 @@ def test_a_cut_that_cannot_be_made_is_not() -> None:
     assert balance([1.0] * 4, [0.0, math.inf, math.inf], [1.0, 1.0])[0] == (range(1), range(1, 4))
     with pytest.raises(ConfigurationError, match="cannot travel"):
         balance([1.0] * 4, [math.inf, math.inf, 0.0], [1.0, 1.0, 1.0])
+
+
+def memory(available: list[float], held: float = 1.0) -> Memory:
+    """Of nine blocks of 2 bytes that keep ``held`` of each micro-batch; M − j are in flight, with a copy of 1 each."""
+    stages = len(available)
+    ahead = list(range(stages, 0, -1))
+    return Memory(available, [2.0] * 9, [held] * 9, ahead, [1.0] * 9, [*ahead[:-1], 0])
+
+
+@given(st.lists(st.integers(5, 60).map(float), min_size=2, max_size=4), st.sampled_from([0.0, 1.0, 2.0]))
+def test_of_the_cuts_that_fit_none_has_a_faster_slowest_stage(available: list[float], held: float) -> None:
+    limits, crossing = memory(available, held), [0.0, 3.0, 0.5] * 2 + [0.0, 0.0]
+    slowness = [1.0, 4.0, 2.0][: len(available) - 1]
+    speeds = [1.0, 0.5, 2.0, 1.0][: len(available)]
+
+    def slowest(cut: tuple[range, ...]) -> float:
+        ends = [0.0, *crossing, 0.0]
+        links = [0.0, *slowness, 0.0]
+        return max(
+            links[stage] * ends[span.start] + len(span) / speeds[stage] + links[stage + 1] * ends[span.stop]
+            for stage, span in enumerate(cut)
+        )
+
+    cuts = every_cut(9, len(available))
+    fitting = [slowest(cut) for cut in cuts if limits.overflow(cut)[1] <= 0]
+    if fitting:
+        spans, found = balance([1.0] * 9, crossing, speeds, limits, slowness)
+        assert limits.overflow(spans)[1] <= 0
+        assert found == pytest.approx(slowest(spans)) == pytest.approx(min(fitting))
+    else:
+        least = min(limits.overflow(cut)[1] for cut in cuts)
+        with pytest.raises(ConfigurationError, match=f"{least:.0f} bytes too much"):
+            balance([1.0] * 9, crossing, speeds, limits, slowness)
+
+
+def test_the_stage_that_does_not_fit_is_named() -> None:
+    gib = 2.0**30
+    tight = Memory([4 * gib, gib], [gib] * 9, [0.0] * 9, [2, 1], [0.0] * 9, [0, 0])
+    with pytest.raises(ConfigurationError) as caught:
+        balance([1.0] * 9, [0.0] * 8, [1.0, 1.0], tight)
+    assert "At best that is stage 0 (blocks 0 to 5), which needs 6.00 GiB where there are 4.00 GiB: 2.00 GiB" in str(
+        caught.value
+    )
+    with pytest.raises(ConfigurationError, match="memory of a device must be above 0"):
+        memory([1.0, 0.0])
 
 
 @pytest.mark.parametrize("speeds", [[1.0] * 3, [1.0, 0.0], [1.0, math.nan]])

@@ -3,8 +3,9 @@ from itertools import pairwise
 import pytest
 from torch import nn
 
+from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.plan import Balanced, Plan, plan
+from lightning_sdpipe.partition.plan import Balanced, Plan, in_flight, plan
 from lightning_sdpipe.partition.profile import BlockProfile
 from tests.partition.families import ResNet
 
@@ -52,12 +53,56 @@ def test_an_output_that_cannot_travel_is_not_cut_after() -> None:
     assert plan(chain(*[1] * 5), 2, "balanced", measure=some_stay).spans == (range(1), range(1, 4))
 
 
+def heavy(blocks: object) -> list[BlockProfile]:
+    """Six blocks of 4 bytes of parameters, of which those of the first three keep 8 bytes of a micro-batch."""
+    return [BlockProfile(1, 2, 0, 0, 4, 4, 8 if block < 3 else 0) for block in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "memory", "first"),
+    [
+        ("1f1b", 4, [1000, 1000], 3),
+        ("1f1b", 4, [70, 1000], 2),  # a block takes 4 + 4 + 8, and 2 · 8
+        ("gpipe", 4, [70, 1000], 1),  # or 4 · 8
+        ("gpipe", 1, [70, 1000], 2),
+        ("pipedream", 1, [80, 1000], 2),  # or 2 · 8, and 2 · 4 of weights
+        ("pipedream", 1, [79, 1000], 1),
+    ],
+)
+def test_a_stage_gets_what_fits_into_its_device(
+    schedule: str, micro_batches: int, memory: list[float], first: int
+) -> None:
+    stages = in_flight(schedule, 2, micro_batches)
+    made = plan(chain(*[1] * 7), 2, Balanced(memory=memory), measure=heavy, in_flight=stages)
+    assert made.spans == (range(first), range(first, 6))
+
+
+def test_what_does_not_fit_is_refused_before_it_is_measured() -> None:
+    model = chain(*[1] * 7)  # 6 blocks of 4 bytes, 16 with gradients and Adam's state: 48 on either of two stages
+
+    def measure(blocks: object) -> list[BlockProfile]:
+        raise AssertionError("the model was loaded")
+
+    with pytest.raises(ConfigurationError, match=r"stage 0 .* needs 48 bytes where there are 40 bytes: 8 bytes too"):
+        plan(model, 2, Balanced(memory=[40, 40]), measure=measure, in_flight=in_flight("1f1b", 2, 2))
+    with pytest.raises(AssertionError, match="loaded"):
+        plan(model, 2, Balanced(memory=[40, 40], optimizer_state=0), measure=measure, in_flight=in_flight("1f1b", 2, 2))
+
+
+def test_schedules_of_which_memory_is_not_known_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="what schedule='zero_bubble' keeps in memory"):
+        in_flight("zero_bubble", 2, 2)
+    with pytest.raises(ConfigurationError, match="what schedule='interleaved_1f1b' keeps in memory"):
+        SDPipeStrategy(2, schedule="interleaved_1f1b", partition=Balanced(memory=[1, 1]))
+
+
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
         ("equal", "partition='equal' is not known"),
         ([1, 1, 1], "does not cut 4 blocks"),
         (Balanced([1.0]), "names 1 devices for num_stages=2"),
+        (Balanced(memory=[1.0]), "memory=.* names 1 devices for num_stages=2"),
         ("balanced", "needs a batch"),
     ],
 )
@@ -69,6 +114,8 @@ def test_what_does_not_fit_is_refused(partition: object, message: str) -> None:
 def test_a_bandwidth_must_be_positive() -> None:
     with pytest.raises(ConfigurationError, match="bandwidth=0"):
         Balanced(bandwidth=0)
+    with pytest.raises(ConfigurationError, match="optimizer_state=-1"):
+        Balanced(optimizer_state=-1)
 
 
 def test_module_spans_cover_the_chain() -> None:

@@ -64,11 +64,11 @@ X = torch.ones(6, 4)
 
 def test_each_block_gets_its_own_times_and_what_crosses_after_it(clock: Clock, chain: nn.Sequential) -> None:
     measured = profile(chain, BLOCKS, lambda: chain(X).sum(), CPU, clock=clock)
-    size = 6 * 4 * 4
-    assert measured == (
-        BlockProfile(1, 2, size, size),
-        BlockProfile(3, 5, size, size),
-        BlockProfile(8, 13, size, size),
+    size, parameters = 6 * 4 * 4, 4 * (4 * 4 + 4)
+    assert measured == (  # each keeps its input
+        BlockProfile(1, 2, size, size, parameters, parameters, size),
+        BlockProfile(3, 5, size, size, parameters, parameters, size),
+        BlockProfile(8, 13, size, size, parameters, parameters, size),
     )
 
 
@@ -91,6 +91,31 @@ def test_frozen_blocks_cost_no_backward_and_get_no_gradient(clock: Clock, chain:
     measured = profile(chain, BLOCKS, lambda: chain(X).sum(), CPU, clock=clock)
     assert [block.backward_seconds for block in measured] == [0, 5, 13]
     assert measured[0].gradient_bytes == 0
+
+
+def test_what_is_kept_for_the_backward_counts_once_and_where_it_is_kept(clock: Clock, chain: nn.Sequential) -> None:
+    chain[1].requires_grad_(False)
+
+    def step() -> Tensor:
+        return (chain[2](chain[1](chain[0](X)).exp()) ** 2).sum()
+
+    measured = profile(chain, BLOCKS, step, CPU, clock=clock)
+    size, parameters = 6 * 4 * 4, 4 * (4 * 4 + 4)
+    # the frozen one needs its weights only, to pass gradients on; the last keeps exp's output, and its own for the loss
+    assert [block.saved_bytes for block in measured] == [size, 0, 2 * size]
+    assert [block.trained_bytes for block in measured] == [parameters, 0, parameters]
+    assert [block.parameter_bytes for block in measured] == [parameters] * 3
+
+
+def test_a_block_that_is_checkpointed_keeps_its_input_only(clock: Clock, chain: nn.Sequential) -> None:
+    chain[1] = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def step() -> Tensor:
+        return chain[2](checkpoint(chain[1], chain[0](X), use_reentrant=False)).sum()
+
+    size = 6 * 4 * 4
+    assert profile(chain, BLOCKS, step, CPU, clock=clock)[1].saved_bytes == size
+    assert profile(chain, BLOCKS, lambda: chain(X).sum(), CPU, clock=clock)[1].saved_bytes == 2 * size
 
 
 def test_the_median_of_the_runs_after_the_first_counts(clock: Clock, chain: nn.Sequential) -> None:

@@ -1,4 +1,4 @@
-"""Nothing remains of a rehearsal."""
+"""Nothing remains of a rehearsal, and nobody else hears of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -72,3 +74,19 @@ def test_nothing_remains_of_it() -> None:
     assert torch.equal(module.layers[0].weight.grad, torch.ones(2, 2))
     assert torch.equal(torch.get_rng_state(), draws[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == draws[1:]
+
+
+class Talkative(Busy):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        dist.all_reduce(batch)
+        return super().training_step(batch, batch_idx)
+
+
+def test_other_processes_are_not_called() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        calls = [(torch.ones(4, 2), (0,))]
+        with pytest.raises(RuntimeError, match="communicates with other processes"):
+            rehearse(Talkative(), ["layers.0"], [StepCalls("training_step", calls, True)], torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()

@@ -53,13 +53,16 @@ def test_stages_that_draw_differently_get_equal_batches(num_workers: int) -> Non
     assert not torch.equal(ours[0], batches(first, disturb=False)[0]), "the next epoch draws anew"
 
 
-def test_fetching_leaves_the_models_generators_alone() -> None:
-    torch.manual_seed(1)
-    loader = PipelineLoader(DataLoader(data(8), 4, shuffle=True, collate_fn=noisy), 0, lambda: (0,))
-    state = torch.get_rng_state()
-    batches(loader, disturb=False)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert loader.batch_size == 4
+def test_what_is_drawn_while_fetching_does_not_matter_afterwards() -> None:
+    def drawn_after(collate: Any) -> Tensor:
+        torch.manual_seed(1)
+        loader = PipelineLoader(DataLoader(data(8), 4, shuffle=True, collate_fn=collate), 0, lambda: (0,))
+        assert loader.batch_size == 4
+        draws = [torch.cat([torch.rand(2), torch.tensor([random.random(), np.random.rand()])]) for _ in loader]
+        assert not torch.equal(draws[0], draws[1])
+        return torch.stack(draws)
+
+    assert torch.equal(drawn_after(noisy), drawn_after(None))
 
 
 class PerProcess(Regression):

@@ -137,5 +137,11 @@ def test_a_tied_weight_is_summed_over_its_stages_first() -> None:
 
 
 @pytest.mark.distributed
+def test_without_a_flush_only_gradients_that_are_a_stages_own_are_reported_early() -> None:
+    expected = ["ready", "announced", "complete", "finish"]
+    assert run_workers(2, train, "pipedream", True, False) == [(expected, 3)] * 2
+
+
+@pytest.mark.distributed
 def test_accumulated_gradients_are_exchanged_as_a_sum() -> None:
     assert run_workers(2, train, "1f1b", False, True) == [(["announced", "complete", "finish"], 1)] * 2

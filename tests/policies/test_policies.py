@@ -28,6 +28,7 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD, ADPSGDPolicy, Asynchronous
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import check_group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.registry import build
@@ -45,8 +46,15 @@ semi_decentralized = st.builds(
     connectivity_unit=st.sampled_from(["rounds", "groups"]),
     staleness=st.sampled_from([None, None, 1, 3]),
 )
+partial_reduce = st.builds(
+    PartialReduce,
+    group_size=st.integers(2, 4),
+    decay=st.sampled_from([None, 0.5]),
+    history=st.sampled_from([None, 5]),
+)
 specs = st.one_of(
     semi_decentralized,
+    partial_reduce,
     st.sampled_from(
         [
             SemiDecentralized(window=math.inf),
@@ -73,6 +81,8 @@ class AnyPolicy(RuleBasedStateMachine):
     def start(self, spec: PolicyConfig, stages: int, pipelines: int) -> None:
         if isinstance(spec, PHDPSGD) or (isinstance(spec, ADPSGD) and spec.staleness is not None):
             stages = 1  # stages before the last wait for it, which does not take part here: see test_phd_psgd.py
+        if isinstance(spec, PartialReduce):
+            pipelines = max(pipelines, spec.group_size)
         self.spec, self.stages, self.pipelines = spec, stages, pipelines
         self.policy = build(spec, stages, pipelines)
         self.told: list[tuple[float, Event, list[Decision]]] = []
@@ -203,6 +213,9 @@ class AnyPolicy(RuleBasedStateMachine):
         if not hasattr(self, "policy") or self.policy.deadline() is not None:
             return
         stages = {worker.stage for worker in self.waiting}
+        if isinstance(self.spec, PartialReduce):  # whose stages wait for each other
+            assert not stages or self.active - set(self.waiting)
+            return
         for stage in stages:
             assert any(w.stage == stage for w in self.active - set(self.waiting))
         finite = isinstance(self.spec, SemiDecentralized) and self.spec.window != math.inf
@@ -218,7 +231,9 @@ class AnyPolicy(RuleBasedStateMachine):
             assert again.on(event, now) == decisions
         for _ in range(1000):
             stages = {worker.stage for worker in self.waiting}
-            free = [w for w in self.active - set(self.waiting) if w.stage in stages]
+            free = [
+                w for w in self.active - set(self.waiting) if w.stage in stages or isinstance(self.spec, PartialReduce)
+            ]
             if free:
                 # The one furthest behind comes next, as it would in a pipeline.
                 worker = min(free, key=lambda w: (self.iteration[w], w))

@@ -7,7 +7,7 @@ import inspect
 import json
 import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -17,21 +17,36 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
+from lightning_sdpipe.errors import ConfigurationError
 from recipes import bench
+from recipes.suites import pipeline
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import ratio, rotated
+from tests.own_session import script
+from tests.recipes.composed import parameters_of
 
 ROOT = Path(__file__).parents[2]
 SUITES = sorted(file.stem for file in (ROOT / "conf/suite").glob("*.yaml"))
 SMALL = (
-    *(f"suite.{part}.repeats=2" for part in ("bare_torch", "pipedream", "memory", "rehearsal")),
+    *(
+        f"suite.{part}.repeats=2"
+        for part in ("bare_torch", "pipedream", "memory", "rehearsal", "group_mean", "step_cost")
+    ),
     *("suite.bare_torch.stages=[2]", "suite.bare_torch.hidden_size=64", "suite.bare_torch.sequence=4"),
     *("suite.bare_torch.samples=1", "suite.bare_torch.num_micro_batches=2", "suite.bare_torch.steps=1"),
     *("suite.pipedream.num_stages=2", "suite.pipedream.num_micro_batches=[2]", "suite.pipedream.steps=1"),
     *("suite.pipedream.forward_seconds=0.001", "suite.pipedream.backward_seconds=0.001"),
     *("suite.rehearsal.hidden_size=64", "suite.rehearsal.sequence=4", "suite.rehearsal.num_micro_batches=2"),
+    *("suite.group_mean.members=2", "suite.group_mean.mebibytes=1"),
     *("suite.memory.num_stages=2", "suite.memory.width=512", "suite.memory.blocks=4"),
+    *("suite.step_cost.pipelines=[1]", "suite.step_cost.compute_seconds=0.003", "suite.step_cost.steps=5"),
+    "suite.step_cost.warm_up=1",
 )
+
+
+def app(*arguments: str) -> None:
+    sys.argv = ["bench.py", *arguments]
+    runpy.run_module("recipes.bench", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -44,27 +59,35 @@ def test_every_suite_takes_its_parameters_and_knows_which_way_its_goals_lie(name
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(240)
 def test_the_app_prints_tables_and_writes_the_file(tmp_path: Path) -> None:
     file = tmp_path / "pipeline.json"
-    arguments = ["suite=pipeline", f"json={file}", "seed=3", *SMALL]
-    command = [sys.executable, "-m", "recipes.bench", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
+    with script(tmp_path, app, "suite=pipeline", f"json={file}", "seed=3", *SMALL) as running:
+        assert running.wait(220) == 0, running.printed()
+        printed = running.printed()
     report = json.loads(file.read_text())
     assert list(report) == ["suite", "command", "seed", "versions", "machine", "rows", "ratios"]
     assert (report["suite"], report["seed"]) == ("pipeline", 3)
     assert report["command"].startswith("python -m recipes.bench suite=pipeline")
     assert report["versions"]["torch"] == torch.__version__
-    measured = {"bare_torch/M2", "bare_torch_processor/M2", "pipedream/m2", "memory/M2", "rehearsal/steps"}
-    assert set(report["ratios"]) == measured
+    assert set(report["ratios"]) == {
+        *("bare_torch/M2", "bare_torch_processor/M2", "pipedream/m2", "memory/M2", "rehearsal/steps"),
+        *("exchange/group2", "step_cost/1x1"),
+    }
     for key, value in report["ratios"].items():
         assert list(value) == ["value", "low", "high", "goal", "meaning"]
         assert 0 < value["low"] <= value["value"] <= value["high"]
-        assert key in done.stdout
+        assert key in printed
     assert {row["what"] for row in report["rows"]} == {
         *("ours", "bare torch", "1f1b, emulated", "pipedream, emulated", "one process", "fullest of 2 ranks"),
-        *("plan", "training step"),
+        *("plan", "training step", "group mean", "all_reduce"),
+        *("lightning_ddp, emulated", "all_reduce, emulated", "sdpipe, emulated"),
     }
+
+
+def test_an_unknown_part_is_refused_before_any_is_measured() -> None:
+    with pytest.raises(ConfigurationError, match="'bubble' is not a part of suite=pipeline; there are bare_torch, "):
+        pipeline.run(**parameters_of("pipeline", "suite.only=[memory,bubble]"))
 
 
 def test_a_goal_is_met_from_its_own_side() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.suites import codecs
+from recipes.suites import codecs, exchange
+from tests.recipes.composed import parameters_of
 
 
 @pytest.mark.distributed
 def test_every_codec_is_timed_beside_a_copy() -> None:
-    rows, ratios = codecs.measure(elements=5000, calls=1, repeats=3, seed=0)
+    small = (f"suite.codecs.{name}={value}" for name, value in {"elements": 5000, "calls": 1, "repeats": 3}.items())
+    rows, ratios = exchange.run(**parameters_of("exchange", *small))
     by_name = {row["what"]: row for row in rows}
     assert by_name["copy"]["copies"] == 1.0
     assert len(rows) == 1 + 4 * len(codecs.PAYLOADS) + 2
@@ -20,4 +22,5 @@ def test_every_codec_is_timed_beside_a_copy() -> None:
         "codec/stochastic_encode": 10.0,
         "codec/one_bit_encode": 10.0,
     }
+    assert {key.partition("/")[0] for key in ratios} == exchange.LOWER_IS_BETTER
     assert ratios["codec/one_bit_encode"]["value"] == by_name["one_bit encode"]["copies"]

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.configuration import check
+from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
 from lightning_sdpipe.sync import PHDPSGD
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -33,8 +34,8 @@ def composed(*overrides: str) -> DictConfig:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_instantiates(option: str) -> None:
-    config = composed(option)
+def test_every_option_instantiates(option: str, tmp_path: Path) -> None:
+    config = composed("trainer.devices=8", option, *_with_a_placement(option, tmp_path))
     with torch.device("meta"):  # without memory for large models
         assert isinstance(hydra.utils.instantiate(config.model), L.LightningModule)
     assert isinstance(hydra.utils.instantiate(config.data), L.LightningDataModule)
@@ -44,6 +45,16 @@ def test_every_option_instantiates(option: str) -> None:
     assert trainer.strategy is strategy
 
 
+def _with_a_placement(option: str, directory: Path) -> list[str]:
+    """What options that ask for a placement need besides."""
+    if option not in ("placement=file", "partition=placed"):
+        return []
+    rows = tuple((f"a:{2 * i + 1}", f"a:{2 * i}") for i in range(4))  # of the eight devices above
+    path = directory / "placement.json"
+    write_placement(path, Placement(FORMAT, "a test", {}, True, (3, 3), rows))
+    return ["placement=file", f"placement.path={path}"]
+
+
 GROUPS = {
     group: sorted(file.stem for file in (CONF / group).glob("*.yaml") if f"{group}={file.stem}" != NOT_YET)
     for group in ("heterogeneity", "sync", "schedule", "partition", "size")
@@ -51,11 +62,12 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("experiment", sorted(file.stem for file in (CONF / "experiment").glob("*.yaml")))
-def test_an_experiment_composes_with_every_option_of_every_group(experiment: str) -> None:
+def test_an_experiment_composes_with_every_option_of_every_group(experiment: str, tmp_path: Path) -> None:
     """Each option with each experiment, several groups at once."""
     for number in range(max(map(len, GROUPS.values()))):
         chosen = [f"{group}={options[number % len(options)]}" for group, options in GROUPS.items()]
-        config = composed(f"experiment={experiment}", *chosen)
+        placement = [each for option in chosen for each in _with_a_placement(option, tmp_path)]
+        config = composed(f"experiment={experiment}", *chosen, *placement)
         check(config)
         assert isinstance(hydra.utils.instantiate(config.strategy), SDPipeStrategy), chosen
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sdpipe.errors import ConfigurationError
 from recipes.suites import convergence, figures, snapshots
 from recipes.suites.snapshots import Snapshot
 from tests.recipes.composed import parameters_of
@@ -51,6 +52,11 @@ def test_ratios_compare_the_same_seeds() -> None:
         "time/digits/b": 2.0,
         "final/digits/b": -0.01 / 0.02,
     }
+    without_flush = [{**row, "what": "sdpipe_without_flush"} for row in rows[:3]]
+    both = convergence.ratios(rows + without_flush)
+    assert {key.removesuffix("/without_flush"): value["value"] for key, value in both.items() if key not in found} == {
+        key: value["value"] for key, value in found.items()
+    }
     assert (found["time/digits/b"]["low"], found["time/digits/b"]["high"]) == (2.0, 3.0)
 
 
@@ -60,6 +66,19 @@ def test_who_never_reaches_the_target_is_infinitely_late() -> None:
     found = convergence.ratios(rows)
     assert (found["samples/digits/b"]["value"], found["time/digits/b"]["value"]) == (math.inf, 0.0)
     assert "1 seeds" in found["time/digits/b"]["meaning"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ("only=[digits,mine]", "experiments"),
+        ("compared=[sdpipe,mine]", "methods"),
+        ("conditions=[mine]", "heterogeneity"),
+    ],
+)
+def test_unknown_names_are_refused_before_anything_is_measured(asked: str, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"'mine' is not among suite\.{kind}; there are "):
+        convergence.run(**suite(f"suite.{asked}"))
 
 
 def test_every_moment_has_the_last_snapshot_of_each_pipeline() -> None:
@@ -86,14 +105,15 @@ def test_the_figures_have_a_line_per_seed(tmp_path: Path) -> None:
     rows = [row(method, repeat, 1.0, 10, 0.9) for method in ("sdpipe", "all_reduce") for repeat in range(2)]
     files = figures.convergence_figures(rows, tmp_path / "out.json")
     assert [file.name for file in files] == [f"out.convergence.digits.b.{kind}" for kind in ("png", "svg")]
-    assert files[1].read_text().count("stroke: #1f77b4") >= 4  # two panels of two seeds
+    assert files[1].read_text().count(f"stroke: {figures.COLOURS['sdpipe']}") >= 4  # two panels of two seeds
 
 
 @pytest.mark.distributed
 def test_a_small_run_learns_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # fmt: off
     overrides = [
-        f"json={tmp_path}/out.json", "suite.only=[digits]", "suite.compared=[all_reduce]", "suite.conditions=[b]",
+        f"json={tmp_path}/out.json", "suite.only=[digits]", "suite.conditions=[b]",
+        "suite.compared=[sdpipe_without_flush]",
         "suite.repeats=1", "suite.points=3", "suite.scale=0.01", "suite.workloads.digits.model.channels=8",
         "suite.workloads.digits.model.depth=1", "suite.experiments.digits.num_pipelines=2",
         "suite.experiments.digits.iterations=24", "suite.experiments.digits.snapshot_every=6",
@@ -119,4 +139,5 @@ def test_a_small_run_learns_and_resumes(tmp_path: Path, capsys: pytest.CaptureFi
     settings = suite(*again)
     for kind in ("experiments", "workloads"):
         assert settings[kind]["digits"] == parameters[kind]["digits"]
-    assert (settings["scale"], settings["compared"], settings["points"]) == (0.01, ["all_reduce"], 3)
+    assert (settings["scale"], settings["compared"], settings["points"]) == (0.01, ["sdpipe_without_flush"], 3)
+    assert found["schedule"] == settings["schedules"]["sdpipe_without_flush"] == "pipedream"

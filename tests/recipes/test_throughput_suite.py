@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_rgba
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Delays, Trace
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
-from recipes.suites import cases, figures, headroom, machine, throughput
+from recipes.suites import cases, figures, headroom, machine, throughput, trainings
 from recipes.suites.worker_reports import SHARES, Counters, WorkerReport, summary
 from tests.recipes.composed import parameters_of
 
@@ -23,7 +24,7 @@ suite = partial(parameters_of, "throughput")
 PIPEDREAM = {"pipedream": 3.0, "headline": 5.0}
 
 
-def planned(panel: str, *overrides: str) -> list[tuple[cases.Case, int]]:
+def planned(panel: str, *overrides: str) -> list[tuple[Any, int]]:
     parameters = suite(*overrides)
     names = ("methods", "heterogeneity", "workloads")
     specifications = {name: parameters[name] for name in names}
@@ -49,9 +50,11 @@ def test_every_part_of_the_grid_can_be_built(panel: str) -> None:
     assert len(found) == measured * len(part["methods"])
     for case, repeat in found:
         assert case.seed == 7 + repeat
+        if case.method.name != "bare_torch":
+            trainings.strategy(case)
         if isinstance(case.slowness, Delays):
             assert case.slowness.seed == 7 + repeat
-        if case.workload == "emulated":
+        if isinstance(case, cases.EmulatedCase):
             assert case.iteration_seconds == pytest.approx(0.057 if panel == "headline" else 0.1, rel=0.01)
 
 
@@ -64,11 +67,29 @@ def test_outside_references_are_only_asked_for_delays_that_they_can_be_given(ask
 
 def test_methods_take_turns_under_the_same_delays() -> None:
     found = planned("flush")
-    by_repeat = [[c.method for c, r in found if r == repeat and c.condition == "b"] for repeat in range(3)]
+    by_repeat = [[c.method.name for c, r in found if r == repeat and c.condition.name == "b"] for repeat in range(3)]
     assert [methods[0] for methods in by_repeat] == suite()["grid"]["flush"]["methods"][:3]
     assert {frozenset(methods) for methods in by_repeat} == {frozenset(by_repeat[0])}
     for repeat in range(3):
-        assert len({str(c.slowness) for c, r in found if r == repeat and c.condition == "b"}) == 1
+        assert len({str(c.slowness) for c, r in found if r == repeat and c.condition.name == "b"}) == 1
+
+
+def test_outside_references_are_only_asked_for_what_they_can_compute() -> None:
+    for panel, method in (("real", "bare_torch"), ("real", "lightning_ddp"), ("flush", "lightning_ddp")):
+        with pytest.raises(ConfigurationError, match=rf"{method}.* leave it out of suite\.grid\.{panel}\.methods"):
+            planned(panel, f"suite.grid.{panel}.methods=[{method}]")
+
+
+def test_settings_of_another_workload_are_named() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"suite\.grid\.flush has workload=digits.* micro_batch_seconds, num_p"
+    ):
+        planned("flush", "suite.grid.flush.workload=digits")
+
+
+def test_unknown_parts_are_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ConfigurationError, match=r"'all' is not among suite\.grid; there are flush, "):
+        throughput.run(**suite("suite.only=[flush,all]"))
 
 
 def test_unknown_methods_and_conditions_are_named() -> None:
@@ -80,13 +101,15 @@ def test_unknown_methods_and_conditions_are_named() -> None:
 @pytest.mark.parametrize("panel", sorted(suite()["grid"]))
 def test_the_command_of_a_row_plans_the_same_case(panel: str) -> None:
     found = planned(panel, "suite.methods.sdpipe.window=0.25", "suite.heterogeneity.b.probability=0.5")
-    given = replace(next(c for c, _ in reversed(found) if (c.method, c.condition) == ("sdpipe", "b")), scale=1.5)
+    given = replace(
+        next(c for c, _ in reversed(found) if (c.method.name, c.condition.name) == ("sdpipe", "b")), scale=1.5
+    )
     program, _, *overrides = shlex.split(cases.command(given).removeprefix("python -m "))
     assert program == "recipes.bench"
     ((again, repeat),) = planned(panel, *overrides)
     assert (repeat, suite(*overrides)["only"]) == (0, [panel])
-    same = {**given.heterogeneity, "seed": given.seed}
-    assert replace(again, scale=suite(*overrides)["scale"]) == replace(given, heterogeneity=same)
+    same = replace(given.condition, specification={**given.condition.specification, "seed": given.seed})
+    assert replace(again, scale=suite(*overrides)["scale"]) == replace(given, condition=same)
 
 
 def test_delays_are_scaled_and_speeds_are_not() -> None:
@@ -102,9 +125,7 @@ def test_bounds_count_the_measured_iterations_only() -> None:
     case = replace(planned("flush", "suite.grid.flush.heterogeneity=[b]")[0][0], iterations=200, warm_up=50)
     assert case.bound(NoSync()) / case.bound(AllReduceModels()) == pytest.approx(1.7, rel=0.1)
     assert replace(case, warm_up=0).bound(NoSync()) != case.bound(NoSync())
-    undisturbed = replace(
-        case, heterogeneity=planned("flush", "suite.grid.flush.heterogeneity=[none]")[0][0].heterogeneity
-    )
+    undisturbed = replace(case, condition=planned("flush", "suite.grid.flush.heterogeneity=[none]")[0][0].condition)
     assert undisturbed.bound(NoSync()) == pytest.approx(4 / case.iteration_seconds)
     assert replace(case, schedule="zero_bubble").bound(NoSync()) is None
 
@@ -181,6 +202,25 @@ def test_figures_show_every_method(tmp_path: Path) -> None:
     assert {r["heterogeneity"] for r in faster} == {"none, over hetpipe", "b, over hetpipe"}
 
 
+def test_a_method_has_one_colour_and_the_legend_covers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "_save", lambda figure, *_: drawn.append(figure) or [])
+    panels = {"flush": ("bare_torch", "mine", "sdpipe"), "data_parallel": ("sdpipe", "lightning_ddp", "mine")}
+    rows = [row(m, "b", 0, 1.0, panel=panel, shape=panel) for panel, methods in panels.items() for m in methods]
+    figures.throughput_figures(throughput.summarise(rows), tmp_path / "out.json")
+    (figure,) = drawn
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    handles = zip(legend.get_texts(), legend.get_patches(), strict=True)
+    colours = {text.get_text(): patch.get_facecolor() for text, patch in handles}
+    assert colours["sdpipe"] == pytest.approx(to_rgba(figures.COLOURS["sdpipe"]))
+    assert len(set(colours.values())) == len({"sdpipe", "lightning_ddp", "bare_torch", "mine"})
+    for axis, methods in zip(figure.axes, panels.values(), strict=True):
+        assert [bar.get_facecolor() for bar in axis.patches] == [colours[method] for method in methods]
+        assert axis.get_legend() is None
+        assert not legend.get_window_extent().overlaps(axis.get_window_extent())
+
+
 def test_the_headline_is_not_drawn_over_the_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(figures, "save_figure", lambda figure, *_: drawn.append(figure) or [])
@@ -188,6 +228,7 @@ def test_the_headline_is_not_drawn_over_the_comparison(monkeypatch: pytest.Monke
     figures.throughput_figures(throughput.summarise(rows), tmp_path / "out.json")
     (axis,) = drawn[0].axes
     assert [bar.get_height() for bar in axis.patches] == [PIPEDREAM["pipedream"]]
+    assert figures.throughput_figures(throughput.summarise(rows[1:]), tmp_path / "alone.json") == []
 
 
 @pytest.mark.distributed

@@ -37,9 +37,10 @@ def rows(directory: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(240)
 def test_a_sweep_of_eight_jobs_of_four_processes(tmp_path: Path) -> None:
     choices = ["sync=semi_decentralized,all_reduce", "num_stages=1,2", "seed=1,2", f"hydra.sweep.dir={tmp_path}"]
-    code, printed, marker = run_app(tmp_path, "recipes/train.py", "-m", *FORKED, *choices)
+    code, printed, marker = run_app(tmp_path, "recipes/train.py", "-m", *FORKED, *choices, timeout=220)
     assert code == 0, printed
     assert processes_of(marker) == []
     found = rows(tmp_path)

@@ -78,8 +78,9 @@ def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -
             "1         computing 3 (-2) {0,1}",
         ]
         assert "groups by size  2: 1" in page
-        assert page.splitlines()[-3:] == [
+        assert page.splitlines()[-4:] == [
             "sync-graph of stage 0 in the last 10 rounds: connected by the last 2 of them; ρ 0.000",
+            "  P-Reduce's theorem 1: ρ̄ 0, for learning rates up to 1 where L = 1",
             "  rounds since  0",
             "  1             1",
         ]
@@ -104,6 +105,7 @@ def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -
             "components": [[0, 1]],
             "rounds_since_connected": 1,
             "rho": pytest.approx(0.0),
+            "largest_learning_rate": pytest.approx(1.0),
             "groups": [{"number": 0, "round": 0, "pipelines": [0, 1], "reason": "everybody came", "weights": None}],
             "rounds_since_met": [[0, 1, 1]],
         }

@@ -57,7 +57,7 @@ def test_a_recorded_log_gives_the_same_decisions(config: PolicyConfig, tmp_path:
     write(path, config, run.entries, 2, 5)
     (record,) = read_log(path)
     assert [(entry.at, entry.event, entry.decisions) for entry in record.entries] == run.entries
-    assert list(differences(record.policy(), record.entries)) == []
+    assert list(differences(record.policy(), record.dealer(), record.entries)) == []
     assert main(["replay", str(path)]) == 0
 
 
@@ -66,7 +66,7 @@ def test_a_policy_that_decides_otherwise_is_found(tmp_path: Path, capsys: pytest
     path = tmp_path / "log.jsonl"
     write(path, LocalSGD(every=2), run.entries)
     (record,) = read_log(path)
-    first = next(differences(record.policy(), record.entries))
+    first = next(differences(record.policy(), record.dealer(), record.entries))
     assert isinstance(first.entry.event, Ready)
     assert main(["replay", str(path)]) == 1
     page = capsys.readouterr().out

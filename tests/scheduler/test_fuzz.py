@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from lightning_sdpipe.policies import Group, Reason, Worker
+from lightning_sdpipe.policies.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
 from tests.scheduler.live_scheduler import clients, serving
@@ -17,6 +18,8 @@ from tests.scheduler.live_scheduler import clients, serving
 A, B = Worker(0, 0), Worker(0, 1)
 GROUP = Group((A, B), (0.5, 0.5), 3, Reason.ENFORCED)
 ANSWER = m.Answer(GROUP, (4, 5))
+SEGMENT = Segment(1 << 60, 2, 0, 100)
+LEASE = Lease(SEGMENT, 1, 3, 0, 40, 70, 123.5, 2.25)
 REQUESTS = [
     m.Hello(A, 1 << 60, 1, (2, 3)),
     m.Join(A, 1 << 60, 1, None),
@@ -29,6 +32,9 @@ REQUESTS = [
     m.AskMissing(B, 1, 5),
     m.Heartbeat(A, 1, 6, True),
     m.Heartbeat(A, 1, 6, True, m.Steps(7, 3, 0.25, 0.05)),
+    m.Heartbeat(B, 1, 6, True, None, (SEGMENT, Done(7, 0.25, 0.1))),
+    m.AskLease(A, 1, 7, SEGMENT, 3, Done(0)),
+    m.TellLeases(B, 1, 8, SEGMENT, (LEASE, LEASE), False, Done(7, 0.25, 0.1)),
     m.AskStatus(),
 ]
 REPLIES = [
@@ -44,6 +50,8 @@ REPLIES = [
     m.Pulse(None),
     m.Lost(B, 30.5),
     m.Invitation(GROUP),
+    m.Dealt(LEASE),
+    m.AskLeases(),
 ]
 
 

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lightning_sdpipe.policies import PolicyConfig, Worker, registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
@@ -120,7 +121,7 @@ class LossyNetwork(RuleBasedStateMachine):
         """What the scheduler's policy has heard makes it decide the same again."""
         entries = [Entry(*entry) for entry in self.service.log.recent]
         assert len(entries) < REMEMBERED
-        assert list(differences(registry.build(self.config, *self.mesh), entries)) == []
+        assert list(differences(registry.build(self.config, *self.mesh), Dealer(*self.mesh), entries)) == []
 
     def serve(self, peer: bytes, request: m.Request) -> list[Addressed]:
         replies = self.service.handle(peer, request, self.now)

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe.averaging.buckets import flatten
+from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.membership import connect, start_scheduler
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.sync import ADPSGD
 from lightning_sdpipe.sync.methods import method_of
-from lightning_sdpipe.sync.rendezvous import connect, start_scheduler
+from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica
 from tests.workers import run_workers
 
@@ -33,7 +34,8 @@ def train(rank: int, learn: bool) -> tuple[float, Tensor, Tensor]:
     client = connect(where, mesh, 20, lambda _: None)
     try:
         sync = method.build(Replica(client, groups, flatten([parameter]), [], [parameter], TIMEOUT))
-        sync.resume()
+        rendezvous = Rendezvous(sync)
+        rendezvous.join()
         for iteration in range(ITERATIONS):
             before = parameter.detach().clone()
             time.sleep(0.05 if rank == 3 else 0.005)
@@ -43,7 +45,7 @@ def train(rank: int, learn: bool) -> tuple[float, Tensor, Tensor]:
                 parameter.data.add_(rank + 1.0)
             sync.synchronise()
         ended = parameter.detach().clone()
-        sync.pause(position=4)
+        rendezvous.pause(position=4)
         dist.barrier()
     finally:
         client.close()

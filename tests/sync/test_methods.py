@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, LocalSGD, NoSync, SDPipeStrategy
-from lightning_sdpipe.sync import PHDPSGD, SemiDecentralized
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.sync import PHDPSGD, ParameterServer, PartialReduce, SemiDecentralized
+from lightning_sdpipe.sync.synchronizer import Replica
 from tests.test_strategy import Regression, data, fit
+from tests.workers import run_workers
 
 ROWS = ((5, 3), (2, 4))  # mini-batches of the two pipelines in each epoch, where they differ
 
@@ -65,8 +70,10 @@ class Gentle(Regression):
         (NoSync(), (1.0, 1.0)),
         (LocalSGD(every=3), (4 / 3, 4 / 3)),
         (ADPSGD(), (2.0, 2.0)),
+        (PartialReduce(group_size=2, decay=0.5), (2.0, 2.0)),
         (ADPSGD(asynchronous=True), (1.01, 2.0)),  # alone when the other has ended its epoch
         (HetPipe(sync_every=2), (1.01, 1.5)),  # too
+        (ParameterServer(quorum=1, late="carry"), (1.01, 2.0)),
     ],
     ids=lambda value: str(value) if not isinstance(value, tuple) else "",
 )
@@ -80,6 +87,19 @@ def test_a_method_learns_and_ends_each_epoch_with_equal_replicas(
     assert loss(model.net(x), y).item() < 0.9 * before
     assert metrics["groups"] == 12
     assert sizes[0] - 1e-6 <= metrics["mean_group_size"] <= sizes[1] + 1e-6
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("stages", "pipelines", "schedule"), [(4, 2, "pipedream"), (2, 3, "interleaved_1f1b")])
+def test_partial_reduce_learns_with_every_kind_of_schedule(
+    tmp_path: Path, stages: int, pipelines: int, schedule: Any
+) -> None:
+    """All stages of a pipeline wait for each other, without a flush too."""
+    x, y = data(48).tensors
+    before = nn.functional.mse_loss(Regression().net(x), y).item()
+    strategy = SDPipeStrategy(stages, sync=PartialReduce(2, 0.5), schedule=schedule, start_method="fork")
+    _, model = fit(tmp_path, strategy, stages * pipelines, 4, Gentle(), callbacks=[EqualReplicas()])
+    assert nn.functional.mse_loss(model.net(x), y).item() < 0.95 * before
 
 
 @pytest.mark.distributed
@@ -159,7 +179,7 @@ def test_a_pipeline_with_less_data_does_not_hold_all_reduce_up(tmp_path: Path) -
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sync", [ADPSGD(asynchronous=True), HetPipe(staleness=0, sync_every=1)], ids=str)
+@pytest.mark.parametrize("sync", [ADPSGD(asynchronous=True), ParameterServer(quorum=2)], ids=str)
 def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync: Any) -> None:
     train(tmp_path, sync, Uneven())
 
@@ -172,6 +192,9 @@ def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync:
         (lambda: HetPipe(combine="max"), "combine='max'"),  # type: ignore[arg-type]
         (lambda: AllReduce(bucket_mib=0), "bucket_mib=0"),
         (lambda: LocalSGD(every=0), "every=0"),
+        (lambda: PartialReduce(decay=1.0), "decay=1.0"),
+        (lambda: ParameterServer(every=0), "every=0"),
+        (lambda: ParameterServer(quorum=2, staleness=1), "staleness=1 contradicts quorum=2"),
         (lambda: SDPipeStrategy(2, sync="all_reduce"), "sync='all_reduce' is no synchronisation method"),
         (lambda: SDPipeStrategy(2, sync=AllReduce), "sync=AllReduce is a class; give an object of it"),  # type: ignore[arg-type]
         (lambda: SDPipeStrategy(2, sync="no_such.module:Policy"), "No module named 'no_such'"),
@@ -185,3 +208,23 @@ def test_wrong_values_are_refused(wrong: Any, message: str) -> None:
 def test_phd_psgd_is_refused_until_workers_can_carry_it_out() -> None:
     with pytest.raises(ConfigurationError, match=r"sync=phd_psgd cannot train yet.*sdpipe simulate --policy phd_psgd"):
         SDPipeStrategy(num_stages=2, sync=PHDPSGD())
+
+
+def test_what_does_not_fit_the_mesh_is_refused_before_any_process_starts() -> None:
+    with pytest.raises(ConfigurationError, match="group_size=3 is not allowed with 2 pipelines; give 2"):
+        L.Trainer(accelerator="cpu", devices=4, strategy=SDPipeStrategy(2, sync=PartialReduce()), logger=False)
+
+
+def build_with_a_quorum_of_three(rank: int) -> str:
+    mesh = Mesh.build(2, 1)
+    groups = ProcessGroups.open(mesh, timedelta(seconds=20))
+    nobody: Any = None
+    with pytest.raises(ConfigurationError) as refused:
+        ParameterServer(quorum=3).build(Replica(nobody, groups, [], [], [], timedelta(seconds=20)))
+    return str(refused.value)
+
+
+@pytest.mark.distributed
+def test_every_worker_refuses_a_quorum_that_can_never_come_together() -> None:
+    message = "quorum=3 is not allowed with 2 pipelines; give 1 to 2"
+    assert run_workers(2, build_with_a_quorum_of_three) == [message, message]

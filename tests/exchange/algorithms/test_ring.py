@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning_sdpipe.scheduler.mixing import mixing_radius
 from torch import Tensor
 
 from lightning_sdpipe.exchange import peers
 from lightning_sdpipe.exchange.algorithms.ring import Replicas, average, weight_of_each
 from lightning_sdpipe.exchange.payloads import EightBit, ErrorFeedback, Payload
+from lightning_sdpipe.policies.mixing import mixing_radius
 
 
 def matrix(size: int) -> list[list[float]]:

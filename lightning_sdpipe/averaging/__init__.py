@@ -1,1 +1,0 @@
-"""Moving tensors between the members of a group."""

@@ -1,0 +1,162 @@
+"""A loader's batches as they are dealt to this pipeline.
+
+The indices go through the user's own DataLoader, with its workers and its prefetching. Its batch sampler runs ahead of
+training by what is prefetched, and asks for a lease when the one before is used up. An empty lease ends the loader's
+iterator: what is prefetched is trained, then the next ask may take as long as others need.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
+
+from lightning_sdpipe.data.drawing import DrawingDataset, Drawn, WorkerStart
+from lightning_sdpipe.data.shards import Shards
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.leases import Lease, Segment
+from lightning_sdpipe.random_streams import mix
+
+Ask = Callable[[Segment, int], Lease]
+"""The lease of that ordinal, as :meth:`lightning_sdpipe.scheduler.client.SchedulerClient.lease` gets it."""
+
+
+@dataclass(frozen=True)
+class DealtBatch:
+    """``data`` of batch ``number`` of shard ``home``.
+
+    ``position`` numbers it in the epoch, N × ``number`` + ``home``, whoever trains it; ``progress`` are the batches of
+    the epoch that everybody has trained before, as far as can be foretold.
+    """
+
+    data: Any
+    home: int
+    number: int
+    position: int
+    progress: float
+
+
+class DealtBatches:
+    """What ``loader`` gives of the batches that are dealt to this pipeline.
+
+    Args:
+        loader: with a DistributedSampler of this pipeline; :func:`~lightning_sdpipe.data.shards.why_sharded` has no
+            objection. It is left as it is.
+        num_pipelines: N.
+        ask: for leases; waits for the answer.
+    """
+
+    def __init__(self, loader: DataLoader[Any], num_pipelines: int, ask: Ask) -> None:
+        self.shards = Shards(loader)
+        self._num_pipelines = num_pipelines
+        self._given: deque[tuple[Lease, int]] = deque()
+        self._sampler = _LeaseSampler(self.shards, num_pipelines, ask, self._given)
+        self._epoch: tuple[int, int] | None = None
+        self._iterator: Iterator[Any] | None = None
+        inner = self._loader = copy.copy(loader)
+        batches = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        changes = {
+            batches: self._sampler,
+            "dataset": DrawingDataset(loader.dataset),
+            "worker_init_fn": WorkerStart(loader.worker_init_fn) if loader.num_workers else None,
+            "generator": None,  # a sampler may share it, and how often a loader begins anew depends on time
+            "_iterator": None,
+        }
+        vars(inner).update(changes)  # a DataLoader's own assignments refuse some of them
+
+    def begin(self, segment: Segment, seed: int) -> None:
+        """``segment`` is dealt from now on; ``seed`` is that of the run, equal on all workers.
+
+        Raises:
+            ConfigurationError: a shard is shorter than its length says.
+        """
+        self._iterator = None
+        self._given.clear()
+        if (segment.run, segment.epoch) != self._epoch:
+            self._epoch = segment.run, segment.epoch
+            self.shards.begin(mix(seed, segment.epoch))
+        self._sampler.begin(segment, seed)
+
+    def take(self) -> DealtBatch | None:
+        """The next batch; None when there is nothing until :meth:`wait`. Never waits for other pipelines.
+
+        Raises:
+            ConfigurationError: the loader gives more or fewer batches than it is asked for.
+        """
+        with isolate_rng(include_cuda=False):
+            if self._iterator is None:
+                if self._sampler.stands_still:
+                    return None
+                self._iterator = iter(self._loader)
+            data = next(self._iterator, _NOTHING)
+        if (data is _NOTHING) != (not self._given):
+            raise ConfigurationError(
+                f"{type(self._loader).__name__} gave {'fewer' if self._given else 'more'} batches than its sampler. To "
+                "deal them, each must belong to one batch of indices; give data='sharded' otherwise."
+            )
+        if data is _NOTHING:
+            self._iterator = None
+            return None
+        lease, k = self._given.popleft()
+        number = lease.start + k
+        position = number * self._num_pipelines + lease.home
+        return DealtBatch(data, lease.home, number, position, lease.progress + k * lease.advance)
+
+    def wait(self) -> bool:
+        """Waits until there is more to take, or the segment is over for everybody: False. All that was taken must be
+        trained, and the scheduler told so, or it is waited for in vain."""
+        return self._sampler.wait()
+
+
+_NOTHING = object()
+
+
+class _LeaseSampler:
+    """Batches of indices, lease by lease. It stops at an empty one, and goes on after :meth:`wait`."""
+
+    def __init__(self, shards: Shards, num_pipelines: int, ask: Ask, given: deque[tuple[Lease, int]]) -> None:
+        self._shards = shards
+        self._num_pipelines = num_pipelines
+        self._ask = ask
+        self._given = given
+        self.stands_still = True
+
+    def begin(self, segment: Segment, seed: int) -> None:
+        self._segment, self._seed = segment, seed
+        self._ordinal = 0
+        self._lease: Lease | None = None
+        self._used = 0
+        self.stands_still = False
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __iter__(self) -> _LeaseSampler:
+        return self
+
+    def __next__(self) -> Drawn:
+        while self._lease is None or self._used == self._lease.size:
+            if self.stands_still:
+                raise StopIteration
+            self._next_lease()
+        lease, k = self._lease, self._used
+        self._used += 1
+        self._given.append((lease, k))
+        number = lease.start + k
+        position = number * self._num_pipelines + lease.home
+        return Drawn(mix(self._seed, lease.segment.epoch, position), self._shards.batch(lease.home, number))
+
+    def wait(self) -> bool:
+        self._next_lease()
+        return not self.stands_still
+
+    def _next_lease(self) -> None:
+        self._lease = self._ask(self._segment, self._ordinal)
+        self._ordinal += 1
+        self._used = 0
+        self.stands_still = self._lease.size == 0

@@ -1,0 +1,141 @@
+"""The batches of every home shard: what each replica of a DistributedSampler would train, as indices of the dataset."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.random_streams import mix
+
+
+def why_sharded(loader: Any, pipeline: int, num_pipelines: int) -> str | None:
+    """Why the batches of ``loader`` cannot be dealt to whoever is free; None if they can.
+
+    Each pipeline then trains its own shard, in which no sample is missing, as fast as it can.
+    """
+    if not isinstance(loader, DataLoader):
+        return f"a {type(loader).__name__} is not a DataLoader, so nobody else can be given its batches"
+    if isinstance(loader.dataset, IterableDataset):
+        return "an IterableDataset is read in order, so nobody can be given a part of it"
+    if not getattr(loader, "in_order", True):
+        return "DataLoader(in_order=False) gives batches in an order that nobody knows beforehand"
+    batches = _index_sampler(loader)
+    if not hasattr(batches, "__len__"):
+        return f"the batch sampler {type(batches).__name__} has no length; give it a __len__"
+    sampler = _distributed(batches)
+    if sampler is None:
+        return (
+            f"no DistributedSampler was found in {type(batches).__name__}: it keeps its sampler in none of its "
+            "attributes, or Trainer(use_distributed_sampler=False) was given"
+        )
+    if (sampler.num_replicas, sampler.rank) != (num_pipelines, pipeline):
+        return (
+            f"its sampler is of replica {sampler.rank} of {sampler.num_replicas}, and this is pipeline {pipeline} of "
+            f"{num_pipelines}; let Lightning make it, or give it trainer.strategy.distributed_sampler_kwargs"
+        )
+    if len(batches) == 0:
+        return "a pipeline has no batch in an epoch; give more data, a smaller batch size or drop_last=False"
+    try:
+        _copied(batches, loader)
+    except Exception as error:
+        return f"its sampler cannot be copied for the other shards ({type(error).__name__}: {error})"
+    return None
+
+
+def refuse_to_deal(reason: str) -> ConfigurationError:
+    """The error for ``data="dealt"`` where it cannot be."""
+    return ConfigurationError(
+        f"data='dealt' was given, but {reason}. Otherwise give data='sharded': each pipeline then trains its own shard."
+    )
+
+
+class Shards:
+    """The batches of ``loader``'s N shards in one epoch after the other.
+
+    Args:
+        loader: Lightning's, with a DistributedSampler of this pipeline; :func:`why_sharded` has no objection.
+
+    What a sampler of the user's draws comes from one stream per (seed, epoch), so that all pipelines know the same
+    shards, whoever trains them.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._source: Any = None
+        self._seed = 0
+        self._known: dict[int, list[Any]] = {}
+
+    def __len__(self) -> int:
+        """Batches of each shard."""
+        return len(_index_sampler(self._loader))
+
+    def begin(self, seed: int) -> None:
+        """A new epoch; its samplers have been told which."""
+        self._known.clear()
+        self._seed = seed
+        # What a sampler keeps (a generator, say) goes on from epoch to epoch, and the shards begin alike in each.
+        live = _index_sampler(self._loader)
+        self._source = _copied(live, self._loader)
+        mine = _distributed(live)
+        assert mine is not None
+        with _drawing(mix(seed)):
+            self._known[mine.rank] = self._checked(list(live), mine.rank)
+
+    def batch(self, home: int, number: int) -> Any:
+        """The indices of that batch (one index if the loader does not batch)."""
+        if home not in self._known:
+            batches = _copied(self._source, self._loader)
+            sampler = _distributed(batches)
+            assert sampler is not None
+            sampler.rank = home
+            with _drawing(mix(self._seed)):
+                self._known[home] = self._checked(list(batches), home)
+        return self._known[home][number]
+
+    def _checked(self, batches: list[Any], home: int) -> list[Any]:
+        if len(batches) < len(self):
+            raise ConfigurationError(
+                f"The sampler gave {len(batches)} batches for the shard of pipeline {home}, and its length is "
+                f"{len(self)}. Dealt batches need shards that are as long as len() says, the same for each pipeline; "
+                "give data='sharded' otherwise."
+            )
+        return batches
+
+
+def _index_sampler(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _distributed(batches: Any) -> DistributedSampler[Any] | None:
+    """The one that ``batches`` are made from."""
+    if isinstance(batches, DistributedSampler):
+        return batches
+    inside = vars(batches).values() if hasattr(batches, "__dict__") else ()
+    return next((value for value in inside if isinstance(value, DistributedSampler)), None)
+
+
+def _copied(batches: Any, loader: DataLoader[Any]) -> Any:
+    return copy.deepcopy(batches, {id(loader.dataset): loader.dataset})  # which may be large
+
+
+@contextmanager
+def _drawing(seed: int) -> Iterator[None]:
+    with isolate_rng(include_cuda=False):
+        seed_generators(seed)
+        yield
+
+
+def seed_generators(seed: int) -> None:
+    """Those of the CPU that a data set may draw from: torch's, Python's and NumPy's."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)

@@ -1,0 +1,200 @@
+"""Averaging gradients over replicas in flat buckets, each as soon as the backward has filled it.
+
+The order of buckets is that of the parameters' numbers, so it is the same on all replicas, and a bucket never overtakes
+the one before it. After the last bucket every replica sends flags: whether it trains at all, whether its gradients are
+finite, and which parameters got one. So replicas that have nothing to add can take part, all know who broke, and a
+parameter that nobody used has no gradient afterwards, as in one process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.p2p import waiting_for
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """The outcome of a round: the mean gradients by number, over ``members`` replicas that train. They are there all
+    together; whoever has waited for them puts them in the place of the model's."""
+
+    gradients: list[Tensor | None]
+    members: int
+    nonfinite: list[int]  # pipelines whose gradients were not finite
+    seconds_waiting: float  # until every replica had computed its gradients
+    seconds_averaging: float  # from then on
+
+
+@dataclass
+class _Bucket:
+    numbers: list[int]
+    flat: Tensor | None = None
+    views: dict[int, Tensor] = field(default_factory=dict)
+    filled: set[int] = field(default_factory=set)
+    work: dist.Work | None = None
+
+
+class GradientRounds:
+    """Gradients of ``parameters``, numbered by their place, averaged over ``replicas``.
+
+    A round is: any number of :meth:`ready`, one :meth:`complete`, one :meth:`wait`. All replicas run the same rounds. A
+    round that is dropped by :meth:`abort` can be tried again, from the gradients of the model, which it left alone.
+
+    Args:
+        parameters: equal in shape and order on all members; when the sequence has changed, :meth:`arrange` anew.
+        replicas: of which this worker is one.
+        cap: bytes after which a bucket is full.
+        watch: look whether gradients are finite.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], replicas: Replicas, cap: int, watch: bool = True) -> None:
+        self._parameters = parameters
+        self._replicas = replicas
+        self._size = len(replicas.ranks)
+        self._watch = watch
+        self._cap = cap
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Lays the buckets out for the parameters that there are; all members must do so between the same rounds."""
+        self._layout = _layout(self._parameters, self._cap)
+        self._bucket_of = {number: index for index, numbers in enumerate(self._layout) for number in numbers}
+        self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        self.abort()
+
+    def abort(self) -> None:
+        """Drops what there is of a round, and begins another one."""
+        # fresh memory in every round: the optimizer's gradients are views of the last round's
+        self._buckets = [_Bucket(numbers) for numbers in self._layout]
+        self._launched = 0
+        self._used: set[int] = set()
+        self._totals: list[Tensor] = []  # of each bucket; finite if all its gradients are
+        self._flags: tuple[Tensor, dist.Work] | None = None
+
+    def ready(self, number: int, gradient: Tensor) -> None:
+        """The gradient of parameter ``number`` is complete. Starts averaging its bucket if it was the last one.
+
+        Raises:
+            ConfigurationError: the gradient is sparse, or grew after it had been sent.
+        """
+        if gradient.is_sparse:
+            raise ConfigurationError(
+                f"A parameter of shape {tuple(gradient.shape)} has a sparse gradient, which sync=AllReduce() cannot "
+                "average. Use dense gradients (Embedding(sparse=False))."
+            )
+        bucket = self._buckets[self._bucket_of[number]]
+        if bucket.work is not None:
+            raise ConfigurationError(
+                f"The gradient of a parameter of shape {tuple(gradient.shape)} changed after it had been sent: one "
+                "backward computed it in several parts. Use torch.utils.checkpoint with use_reentrant=False."
+            )
+        torch.div(gradient, self._size, out=self._views(bucket)[number])
+        bucket.filled.add(number)
+        self._used.add(number)
+        if len(bucket.filled) == len(bucket.numbers):
+            self._launch()
+
+    def complete(self, gradients: Sequence[Tensor | None], trains: bool = True) -> None:
+        """The backward is over: ``gradients`` are all there are, by number; :meth:`ready` may have had some before.
+
+        Args:
+            gradients: None for parameters that got none.
+            trains: False for a replica that only takes part for the sake of the others.
+        """
+        for number, gradient in enumerate(gradients):
+            if gradient is not None and number not in self._used:
+                self.ready(number, gradient)
+        for bucket in self._buckets:
+            for number in bucket.numbers:
+                if number not in bucket.filled:
+                    self._views(bucket)[number].zero_()
+                    bucket.filled.add(number)
+        self._launch()
+        flags = torch.zeros(1 + self._size + len(self._parameters), dtype=torch.float32)
+        flags[0] = trains
+        flags[[1 + self._size + number for number in self._used]] = 1
+        flags = flags.to(self.device)
+        if self._totals:
+            flags[1 + self._replicas.pipeline] = ~torch.isfinite(torch.stack(self._totals)).all()
+        self._flags = flags, self._reduce(flags)
+
+    def wait(self) -> Averaged:
+        """Waits for the means. They are over the replicas that train; a parameter that none of them used has none.
+
+        Raises:
+            WorkerFailedError: another replica broke off, or did not come within the group's timeout.
+        """
+        assert self._flags is not None, "complete() comes before wait()"
+        start = time.perf_counter()
+        flags, work = self._flags
+        self._wait(work)
+        trains, *broken_and_used = flags.tolist()
+        broken, used = broken_and_used[: self._size], broken_and_used[self._size :]
+        all_there = time.perf_counter()
+        gradients: list[Tensor | None] = [None] * len(self._parameters)
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            assert bucket.flat is not None
+            self._wait(bucket.work)
+            if 0 < trains < self._size:
+                bucket.flat.mul_(self._size / trains)
+            for number in bucket.numbers:
+                if used[number]:
+                    gradients[number] = bucket.views[number]
+        self.abort()
+        nonfinite = [pipeline for pipeline, flag in enumerate(broken) if flag]
+        return Averaged(gradients, int(trains), nonfinite, all_there - start, time.perf_counter() - all_there)
+
+    def _views(self, bucket: _Bucket) -> dict[int, Tensor]:
+        if bucket.flat is None:
+            parameters = [self._parameters[number] for number in bucket.numbers]
+            total = sum(p.numel() for p in parameters)
+            bucket.flat = torch.empty(total, dtype=parameters[0].dtype, device=parameters[0].device)
+            parts = torch.split_with_sizes(bucket.flat, [p.numel() for p in parameters])
+            bucket.views = {
+                number: part.view(p.shape) for number, part, p in zip(bucket.numbers, parts, parameters, strict=True)
+            }
+        return bucket.views
+
+    def _launch(self) -> None:
+        """Starts those buckets that are full and whose turn it is."""
+        while self._launched < len(self._buckets):
+            bucket = self._buckets[self._launched]
+            if len(bucket.filled) < len(bucket.numbers):
+                return
+            assert bucket.flat is not None
+            if self._watch:
+                self._totals.append(bucket.flat.sum(dtype=torch.float32))
+            bucket.work = self._reduce(bucket.flat)
+            self._launched += 1
+
+    def _reduce(self, tensor: Tensor) -> dist.Work:
+        work: dist.Work | None = dist.all_reduce(tensor, group=self._replicas.group, async_op=True)
+        assert work is not None
+        return work
+
+    def _wait(self, work: dist.Work) -> None:
+        with waiting_for(self._replicas.group, "averaging gradients"):
+            work.wait()
+
+
+def _layout(parameters: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
+    """Consecutive numbers of one type and device, until a bucket holds ``cap`` bytes."""
+    buckets: list[list[int]] = []
+    size = 0
+    for number, p in enumerate(parameters):
+        last = parameters[number - 1]
+        if not buckets or size >= cap or (p.dtype, p.device) != (last.dtype, last.device):
+            buckets.append([])
+            size = 0
+        buckets[-1].append(number)
+        size += p.numel() * p.element_size()
+    return buckets

@@ -1,0 +1,185 @@
+"""A parameter server for one stage: what all updates amount to, given to pipelines as the rule of admission allows.
+
+It runs in threads of a training process, one thread per remote pipeline, which share the parameters under one lock. A
+pipeline sends what its parameters have changed by; the answer comes when its next clock may begin, and holds the
+parameters with everybody's changes that count so far.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.policies.admission import Admission, Verdict
+
+_TAG = 2**31 - 2
+_PUSH, _LEAVE, _LEAVE_EMPTY = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What a pipeline gets for its changes."""
+
+    parameters: Sequence[Tensor]  # on the CPU, in the order of the changes
+    members: int  # the pipelines that take part, this one included
+    seconds_waiting: float  # until its next clock could begin
+
+
+class ParameterServer:
+    """Serves from the moment it is made until every pipeline has left.
+
+    Args:
+        parameters: flat tensors, whose values every pipeline has at the start.
+        admission: in which every pipeline has joined.
+        remote: the global rank of every pipeline but this process's own.
+        group: a gloo group that holds them all.
+        timeout: seconds that a pipeline waits at most for slower ones.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        admission: Admission,
+        remote: Mapping[int, int],
+        group: dist.ProcessGroup,
+        timeout: float,
+    ) -> None:
+        self._parameters = [p.detach().to("cpu", copy=True) for p in parameters]
+        self._round: list[Tensor] | None = None
+        """What the open round holds; None for nothing."""
+        self._admission = admission
+        self._group = group
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._failure: str | None = None
+        for pipeline, rank in remote.items():
+            threading.Thread(
+                target=self._serve, args=(pipeline, rank), name=f"parameter server {pipeline}", daemon=True
+            ).start()
+
+    def push(self, pipeline: int, changes: Sequence[Tensor]) -> Pulled:
+        """Takes the changes of a pipeline's clock, and waits until it may begin the next one.
+
+        Raises:
+            WorkerFailedError: another pipeline failed, or those that it awaits did not come in time.
+        """
+        start = time.perf_counter()
+        with self._changed:
+            self._take(self._admission.push(pipeline), changes)
+            self._await(
+                lambda: self._admission.waits(pipeline),
+                lambda: f"pipelines {self._admission.awaited_by(pipeline)}, which have not pushed",
+            )
+            self._admission.pull(pipeline)
+            waited = time.perf_counter() - start
+            return Pulled([p.clone() for p in self._parameters], len(self._admission.active), waited)
+
+    def leave(self, pipeline: int, changes: Sequence[Tensor], pushes: bool = True) -> None:
+        """Takes the changes of a pipeline that ends its epoch, if it ``pushes`` any."""
+        with self._changed:
+            self._take(self._admission.leave(pipeline, pushes), changes)
+
+    def close(self) -> Sequence[Tensor]:
+        """Waits until every pipeline has left; returns the parameters with all changes.
+
+        Raises:
+            WorkerFailedError: one failed, or did not leave in time.
+        """
+        with self._changed:
+            self._await(
+                lambda: bool(self._admission.active),
+                lambda: f"pipelines {sorted(self._admission.active)} to end the epoch",
+            )
+            return self._parameters
+
+    def _take(self, verdict: Verdict, changes: Sequence[Tensor]) -> None:
+        """Carries out what follows from a push. A round that closes with it needs no memory of its own."""
+        scale = verdict.weight if self._round is not None or verdict.closes is None else verdict.weight * verdict.closes
+        if verdict.weight:
+            if self._round is None and verdict.closes is None:
+                self._round = [torch.zeros_like(p) for p in self._parameters]
+            into = self._parameters if self._round is None else self._round
+            for held, change in zip(into, changes, strict=True):
+                held.add_(change, alpha=scale)
+        if verdict.closes is not None and self._round is not None:
+            for parameter, held in zip(self._parameters, self._round, strict=True):
+                parameter.add_(held, alpha=verdict.closes)
+            self._round = None
+        self._changed.notify_all()
+
+    def _await(self, blocked: Callable[[], bool], whom: Callable[[], str]) -> None:
+        until = time.monotonic() + self._timeout
+        while self._failure is not None or blocked():
+            if self._failure is not None:
+                raise WorkerFailedError(self._failure)
+            left = until - time.monotonic()
+            if left <= 0:
+                raise WorkerFailedError(f"the parameter server waited {self._timeout:g} s for {whom()}")
+            self._changed.wait(left)
+
+    def _serve(self, pipeline: int, rank: int) -> None:
+        """One remote pipeline, until it leaves."""
+        peer = f"pipeline {pipeline} (rank {rank})"
+        changes = [torch.empty_like(p) for p in self._parameters]
+        try:
+            while True:
+                (kind,) = p2p.receive([torch.empty(1, dtype=torch.int64)], rank, self._group, _TAG, peer).wait()
+                p2p.receive(changes, rank, self._group, _TAG, peer).wait()
+                if int(kind) != _PUSH:
+                    self.leave(pipeline, changes, int(kind) == _LEAVE)
+                    return
+                try:
+                    pulled = self.push(pipeline, changes)
+                except WorkerFailedError as error:
+                    p2p.send_bytes(json.dumps({"error": str(error)}).encode(), rank, self._group, _TAG, peer).wait()
+                    raise
+                head = json.dumps({"members": pulled.members, "waited": pulled.seconds_waiting}).encode()
+                p2p.send_bytes(head, rank, self._group, _TAG, peer).wait()
+                p2p.send(pulled.parameters, rank, self._group, _TAG, peer).wait()
+        except Exception as error:  # raised where the training next asks; a thread could only print it
+            reason = str(error) if isinstance(error, WorkerFailedError) else f"{type(error).__name__}: {error}"
+            with self._changed:
+                self._failure = self._failure or reason
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class RemoteServer:
+    """The line of a pipeline to a :class:`ParameterServer` in another process.
+
+    Args:
+        rank: its global rank.
+        group: as the server's.
+        name: of the server, for messages.
+    """
+
+    rank: int
+    group: dist.ProcessGroup
+    name: str
+
+    def push(self, pipeline: int, changes: Sequence[Tensor]) -> Pulled:
+        """See :meth:`ParameterServer.push`."""
+        self._send(_PUSH, changes)
+        head = json.loads(p2p.receive_bytes(self.rank, self.group, _TAG, self.name))
+        if "error" in head:
+            raise WorkerFailedError(head["error"])
+        parameters = [torch.empty_like(change, device="cpu") for change in changes]
+        p2p.receive(parameters, self.rank, self.group, _TAG, self.name).wait()
+        return Pulled(parameters, head["members"], head["waited"])
+
+    def leave(self, pipeline: int, changes: Sequence[Tensor], pushes: bool = True) -> None:
+        """See :meth:`ParameterServer.leave`."""
+        self._send(_LEAVE if pushes else _LEAVE_EMPTY, changes)
+
+    def _send(self, kind: int, changes: Sequence[Tensor]) -> None:
+        p2p.send([torch.tensor([kind])], self.rank, self.group, _TAG, self.name).wait()
+        p2p.send(changes, self.rank, self.group, _TAG, self.name).wait()

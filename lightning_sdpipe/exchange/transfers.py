@@ -1,0 +1,92 @@
+"""Messages between the replicas of a stage, several at a time. Members are known by their ranks in a process group,
+which need be none that ``torch.distributed`` keeps a name for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.groups import Replicas
+
+
+@dataclass
+class Transfers:
+    """Messages under way; it keeps their tensors alive."""
+
+    works: list[tuple[str, dist.Work]]  # whom each is with, and the work
+    staged: list[tuple[Tensor, Tensor]]  # where a message arrives, and where it is to go
+    kept: list[Tensor]
+
+    def wait(self) -> None:
+        """Until all messages have arrived, and have left.
+
+        Raises:
+            WorkerFailedError: a member closed the connection or the group's timeout passed; names it.
+        """
+        for peer, work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _failed(peer, error) from error
+        for arrived, aim in self.staged:
+            aim.copy_(arrived)
+        self.works, self.staged, self.kept = [], [], []
+
+
+def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int) -> Transfers:
+    """Sends to and receives from several pipelines at once. NCCL has to be told of both directions together: two
+    members that each began with the same one would block.
+
+    Args:
+        outgoing: what each pipeline gets; contiguous, and not to be changed before all is waited for.
+        into: contiguous tensors for what each sends.
+        replicas: how to reach them.
+        tag: of all these messages. Those with equal tags arrive in the order in which they are sent.
+
+    Raises:
+        WorkerFailedError: a member is gone already.
+    """
+    transfers = Transfers([], [], [])
+    operations = []
+    for pipeline, aim in into.items():
+        if aim.numel():
+            landing = aim
+            if replicas.stages(aim):
+                landing = torch.empty_like(aim, device="cpu", pin_memory=True)
+                transfers.staged.append((landing, aim))
+            operations.append((False, pipeline, landing))
+    for pipeline, tensor in outgoing.items():
+        if tensor.numel():
+            operations.append((True, pipeline, tensor.cpu() if replicas.stages(tensor) else tensor))
+    transfers.kept += [tensor for _, _, tensor in operations]
+    names = [replicas.name(pipeline) for _, pipeline, _ in operations]
+    if operations and replicas.coalesces(operations[0][2].device):
+        batch = [
+            dist.P2POp(
+                dist.isend if sends else dist.irecv,
+                tensor,
+                group=replicas.group,
+                tag=tag,
+                group_peer=replicas.ranks[pipeline],
+            )
+            for sends, pipeline, tensor in operations
+        ]
+        several = ", ".join(sorted({*names}))
+        transfers.works = [(several, work) for work in dist.batch_isend_irecv(batch)]
+        return transfers
+    for (sends, pipeline, tensor), name in zip(operations, names, strict=True):
+        start = replicas.group.send if sends else replicas.group.recv
+        try:
+            transfers.works.append((name, start([tensor], replicas.ranks[pipeline], tag)))
+        except RuntimeError as error:
+            raise _failed(name, error) from error
+    return transfers
+
+
+def _failed(peer: str, error: RuntimeError) -> WorkerFailedError:
+    return WorkerFailedError(f"exchanging with {peer} failed: {str(error).splitlines()[0]}")

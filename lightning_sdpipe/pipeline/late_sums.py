@@ -1,0 +1,171 @@
+"""Gradients of parameters that live on several stages, summed without a flush.
+
+All owners apply the sum for the same mini-batches at the same update, when the first of them has it: its backward comes
+last. A part travels up from the last owner, and every owner adds its own to what came; nobody waits for that longer
+than for the gradient of the activations, which has come the same way. The first owner sends the total to the others.
+It does so in the turn in which they use it, and before it runs the next forward, which is what they need next anyway.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.pipeline.windows import Window
+
+_UP, _DOWN, _NORM = 1, 2, 3  # tags; the group is the owners' alone
+
+_Flat = tuple[list[nn.Parameter], Tensor]  # of one type: how many owners have a gradient of each, and the sums
+
+
+@dataclass
+class _Sum:
+    flats: Sequence[_Flat]
+    arriving: p2p.Transfer | None  # the total, from the first owner
+    sent: Sequence[p2p.Transfer]
+
+
+class LateSum:
+    """One owner's end of a set of parameters with the same owners.
+
+    Everything is staged on the CPU: p2p over NCCL has no tags, and both directions would wait for each other.
+
+    Args:
+        group: the owners.
+        ranks: their global ranks, in the order of stages.
+        stages: of the owners.
+        place: of this one in these sequences.
+        parameters: this stage's copies, in the same order on all owners.
+        trained: those of this stage that train. The sequence may change when nothing is under way.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        stages: Sequence[int],
+        place: int,
+        parameters: Sequence[nn.Parameter],
+        trained: Sequence[nn.Parameter],
+    ) -> None:
+        self.first_stage = stages[0]
+        self.is_first = place == 0
+        self.parameters = parameters
+        self._all_trained = trained
+        self._group = group
+        self._ranks = ranks
+        self._stages = stages
+        self._place = place
+        self._sums: deque[_Sum] = deque()
+        self._leaving: list[p2p.Transfer] = []  # of sums that were taken
+        self._square: p2p.Transfer | None = None
+        self._owes_square = False
+        self._squares_sent: list[p2p.Transfer] = []
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Those of ``parameters`` that train."""
+        trained = {id(p) for p in self._all_trained}  # goes by what was agreed; requires_grad may have changed since
+        return [p for p in self.parameters if id(p) in trained]
+
+    def add(self, window: Window) -> None:
+        """This stage's gradients of the window are complete: takes them out of it, and passes them on.
+
+        Raises:
+            WorkerFailedError: another owner is gone.
+        """
+        self._wait(self._leaving)
+        flats = [_flat(parameters, window) for parameters in self._by_type()]
+        tensors = [tensor for _, tensor in flats]
+        if self._place + 1 < len(self._ranks):
+            later = [torch.empty_like(tensor) for tensor in tensors]
+            for tensor, part in zip(tensors, self._receive(later, self._place + 1, _UP).wait(), strict=True):
+                tensor.add_(part)
+        if self.is_first:
+            sent = [self._send(tensors, place, _DOWN) for place in range(1, len(self._ranks))]
+            copies = [(parameters, tensor.clone()) for parameters, tensor in flats]  # gradients are changed in place
+            self._sums.append(_Sum(copies, None, sent))
+        else:
+            sent = [self._send(tensors, self._place - 1, _UP)]
+            totals = [(parameters, torch.empty_like(tensor)) for parameters, tensor in flats]
+            arriving = self._receive([tensor for _, tensor in totals], 0, _DOWN)
+            self._sums.append(_Sum(totals, arriving, sent))
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """The sums for the oldest window, once they are known; without parameters that no owner used."""
+        oldest = self._sums.popleft()
+        if oldest.arriving is not None:
+            oldest.arriving.wait()
+        self._leaving += oldest.sent
+        return {p: total for parameters, flat in oldest.flats for p, total in _totals(parameters, flat)}
+
+    def begin_clipping(self) -> None:
+        """An update with these sums begins, and it is clipped by norm."""
+        if self.is_first:
+            self._owes_square = bool(self.trained)
+        elif self.trained:
+            self._square = self._receive([torch.empty(1, dtype=torch.float64)], 0, _NORM)
+
+    def tell_square(self, square: float) -> None:
+        """Tells the other owners by which squared norm the first of them clips, if it has not done so."""
+        if self._owes_square:
+            self._wait(self._squares_sent)
+            value = torch.tensor([square], dtype=torch.float64)
+            self._squares_sent = [self._send([value], place, _NORM) for place in range(1, len(self._ranks))]
+        self._owes_square = False
+
+    def hear_square(self) -> float:
+        """What the first owner tells; 0 if it has nothing to tell."""
+        transfer, self._square = self._square, None
+        return 0.0 if transfer is None else float(transfer.wait()[0])
+
+    def settle(self) -> None:
+        """After an update, in which the user's code need not have clipped: nothing is owed and expected any more."""
+        self.tell_square(0.0)
+        self.hear_square()
+
+    def finish(self) -> None:
+        """Waits until the other owners have everything."""
+        self.settle()
+        self._wait(self._leaving)
+        self._wait(self._squares_sent)
+
+    def _wait(self, transfers: list[p2p.Transfer]) -> None:
+        while transfers:
+            transfers.pop().wait()
+
+    def _by_type(self) -> list[list[nn.Parameter]]:
+        trained = self.trained
+        return [[p for p in trained if p.dtype == dtype] for dtype in {p.dtype: None for p in trained}]
+
+    def _send(self, tensors: Sequence[Tensor], place: int, tag: int) -> p2p.Transfer:
+        return p2p.send(tensors, self._ranks[place], self._group, tag, self._name(place))
+
+    def _receive(self, into: Sequence[Tensor], place: int, tag: int) -> p2p.Transfer:
+        return p2p.receive(into, self._ranks[place], self._group, tag, self._name(place))
+
+    def _name(self, place: int) -> str:
+        return f"stage {self._stages[place]} (rank {self._ranks[place]}), which holds the same weights"
+
+
+def _flat(parameters: list[nn.Parameter], window: Window) -> _Flat:
+    gradients = [window.gradients.pop(p, None) for p in parameters]
+    used = torch.tensor([grad is not None for grad in gradients], dtype=parameters[0].dtype)
+    parts = [torch.zeros(p.numel(), dtype=p.dtype) if g is None else g.to_dense().flatten().cpu() for p, g in
+             zip(parameters, gradients, strict=True)]  # fmt: skip
+    return parameters, torch.cat([used, *parts])
+
+
+def _totals(parameters: list[nn.Parameter], flat: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+    owners, *totals = torch.split_with_sizes(flat, [len(parameters), *(p.numel() for p in parameters)])
+    return [
+        (p, total.view(p.shape).to(p.device))
+        for p, total, anybody in zip(parameters, totals, owners.tolist(), strict=True)
+        if anybody
+    ]

@@ -1,0 +1,62 @@
+"""What a pipeline is to those who train with it, whatever the order of its forwards and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_sdpipe.exchange.gradients import GradientExchange
+from lightning_sdpipe.pipeline.stage_runner import Step
+
+
+class Pipeline(Protocol):
+    """This worker's part of one."""
+
+    flushes: bool
+    """Does it end a mini-batch with all of its gradients, on all stages at once?"""
+
+    @property
+    def filling(self) -> bool:
+        """The next :meth:`train` runs forwards only, so no optimizer step may follow it."""
+
+    @property
+    def draining(self) -> bool:
+        """Backwards are left that only :meth:`drain` will run."""
+
+    def train(
+        self,
+        batch: Any,
+        step: Step,
+        iteration: int,
+        exchange: GradientExchange | None = None,
+        accumulated: bool = False,
+        ready: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Trains on a mini-batch, as far as its order goes.
+
+        Args:
+            batch: the whole mini-batch.
+            step: the user's method.
+            iteration: counts mini-batches.
+            exchange: what an update that follows replaces gradients by.
+            accumulated: earlier mini-batches have left gradients for the same update.
+            ready: called once, when this worker needs nothing more from others to finish the update that follows.
+
+        Returns:
+            The loss, a scalar whose ``backward`` puts the gradients in place.
+        """
+
+    def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
+        """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
+
+    def finish(self) -> None:
+        """After the last :meth:`drain`: runs the backwards of mini-batches whose update has not come yet."""
+
+    def rest(self, loss: Tensor) -> Tensor:
+        """``loss``, as a tensor whose ``backward`` puts the gradients of an update in place that has no mini-batch of
+        its own any more; after :meth:`finish`."""
+
+    def settle(self) -> None:
+        """Waits until the neighbours have taken everything that was sent."""

@@ -1,0 +1,142 @@
+"""``sdpipe place NETWORK --stages M``: searches a placement, explains it, and writes it to a file."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.placement.cost import CostModel
+from lightning_sdpipe.placement.model import Traffic
+from lightning_sdpipe.placement.network import Network, read_network
+from lightning_sdpipe.placement.place import Asked, Placed, place
+from lightning_sdpipe.placement.placed import write_placement
+from lightning_sdpipe.placement.report import rate, rates, report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the report; the exit status is 2 when nothing can be placed as asked."""
+    options = _parser().parse_args(arguments)
+    try:
+        _check(options)
+        network = read_network(options.network)
+        placed = _placed(network, options)
+        print(report(placed))
+        if options.output is not None:
+            write_placement(options.output, placed.placement(f"{options.network}: {network.source}"))
+            print(f"\n{options.output}: for SDPipeStrategy(num_stages={placed.asked.num_stages}, placement=…)")
+        if options.picture is not None:
+            from lightning_sdpipe.placement.picture import draw_picture
+
+            draw_picture(placed, options.picture)
+            print(f"{options.picture}: the mesh and its slowest links")
+    except ConfigurationError as error:
+        print(f"sdpipe place: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sdpipe place",
+        description="Decides which device runs which stage of which pipeline, so that slow links matter least.",
+    )
+    parser.add_argument("network", type=Path, help="as `sdpipe measure` wrote it, or sites written by hand")
+    parser.add_argument("--stages", type=int, help="M, the stages of a pipeline (default: what trains fastest)")
+    parser.add_argument(
+        "--cost",
+        choices=get_args(CostModel),
+        default="pipelined",
+        help="how transfers between stages add up: overlapping with a flush, as in DT-FM, or as in PipeDream "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--micro-batches", type=int, help="of a mini-batch (default: as many as stages)")
+    parser.add_argument(
+        "--sync", choices=("groups", "all_reduce"), default="groups", help="who waits for whom (default: %(default)s)"
+    )
+    parser.add_argument("--stage-bytes", type=float, help="of a stage's parameters, if the network has no model")
+    parser.add_argument("--cut-bytes", type=float, help="of a mini-batch's activations between stages, likewise")
+    parser.add_argument(
+        "--optimizer-state", type=float, default=2.0, help="bytes for each byte of parameters: 2 for Adam"
+    )
+    parser.add_argument(
+        "--first", metavar="HOST:INDEX", help="the device that will be rank 0 (default: the network's first)"
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="to search for (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="writes the placement, for SDPipeStrategy")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draws it; PNG or SVG (needs matplotlib)")
+    return parser
+
+
+def _placed(network: Network, options: argparse.Namespace) -> Placed:
+    if options.stages is not None:
+        return place(network, _asked(network, options, options.stages, options.seconds), _traffic(options))
+    if network.model is None or options.stage_bytes is not None:
+        raise ConfigurationError("Without a measured model, --stages has to say how many stages there are.")
+    numbers = [m for m in range(1, len(network) + 1) if len(network) % m == 0 and m <= len(network.model.chain)]
+    tried: list[Placed] = []
+    refusals: list[str] = []
+    for stages in numbers:
+        try:
+            tried.append(place(network, _asked(network, options, stages, options.seconds / len(numbers))))
+        except ConfigurationError as error:
+            refusals.append(f"{stages} stages: {error}")
+    print(rates(tried), *refusals, "", sep="\n")
+    if not tried:
+        raise ConfigurationError("Nothing that was tried is possible.")
+    return max(tried, key=rate)
+
+
+def _asked(network: Network, options: argparse.Namespace, stages: int, seconds: float) -> Asked:
+    names = [str(device) for device in network.devices]
+    if options.first is not None and options.first not in names:
+        raise ConfigurationError(f"--first {options.first} is none of the devices: {', '.join(names)}.")
+    return Asked(
+        stages,
+        options.cost,
+        options.micro_batches,
+        options.sync,
+        0 if options.first is None else names.index(options.first),
+        options.optimizer_state,
+        seconds,
+        options.seed,
+    )
+
+
+def _traffic(options: argparse.Namespace) -> Traffic | None:
+    given = (options.stage_bytes is not None, options.cut_bytes is not None)
+    if any(given) and not all(given) and options.stages > 1:
+        raise ConfigurationError(
+            "--stage-bytes and --cut-bytes go together: what a stage averages, and what a cut carries."
+        )
+    return Traffic.even(options.stages, options.stage_bytes or 0.0, options.cut_bytes or 0.0) if any(given) else None
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What would only be noticed after the search, or not at all."""
+    if not 0 < options.seconds < math.inf:
+        raise ConfigurationError(f"--seconds {options.seconds} must be a number above 0.")
+    if options.micro_batches is not None and options.micro_batches < 1:
+        raise ConfigurationError(f"--micro-batches {options.micro_batches} must be 1 or more.")
+    if not 0 <= options.optimizer_state < math.inf:
+        raise ConfigurationError(f"--optimizer-state {options.optimizer_state} must be a number of at least 0.")
+    for file in (options.output, options.picture):
+        if file is not None and not os.access(file.parent, os.W_OK):
+            raise ConfigurationError(f"{file} cannot be written: {file.parent.absolute()} is no such directory.")
+    if options.picture is None:
+        return
+    if options.picture.suffix not in (".png", ".svg"):
+        raise ConfigurationError(f"--picture {options.picture} must end in .png or .svg.")
+    if find_spec("matplotlib") is None:
+        raise ConfigurationError("--picture needs matplotlib; install it: pip install 'lightning-sdpipe[recipes]'")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Who follows whom: the best matching between two neighbouring stages, and the best order of stages.
+
+Both are exact up to :data:`EXACT_PATH` stages: DT-FM's equation 3 is a bottleneck matching, its equation 4 an open
+travelling salesman's path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from lightning_sdpipe.placement.network import Matrix
+
+EXACT_PATH = 12
+"""Stages up to which the shortest path is found by dynamic programming, in O(2^M M²) time."""
+
+LEAST_GAIN = 1e-12
+"""Less is rounding."""
+
+
+def bottleneck(costs: Sequence[Sequence[float]]) -> tuple[float, list[int]]:
+    """The perfect matching of rows and columns whose largest cost is smallest.
+
+    Edges are admitted by increasing cost; at each threshold the rows without a column look for augmenting paths.
+
+    Args:
+        costs: n × n; infinite where two may not be matched.
+
+    Returns:
+        That largest cost, and the column of each row. The cost is infinite, and the matching any, if there is none.
+    """
+    size = len(costs)
+    least = max(max(map(min, costs)), max(map(min, zip(*costs, strict=True))))
+    admitted = [0] * size  # columns of each row, as bits
+    later = []
+    for row, line in enumerate(costs):
+        for column, cost in enumerate(line):
+            if cost <= least:
+                admitted[row] |= 1 << column
+            else:
+                later.append((cost, row, column))
+    later.sort(reverse=True)
+    row_of = [-1] * size  # of each column
+    free = [row for row in range(size) if not _augment(row, admitted, row_of)]
+    while free:
+        least = later[-1][0]
+        while later and later[-1][0] == least:
+            _, row, column = later.pop()
+            admitted[row] |= 1 << column
+        free = [row for row in free if not _augment(row, admitted, row_of)]
+    column_of = [0] * size
+    for column, row in enumerate(row_of):
+        column_of[row] = column
+    return least, column_of
+
+
+def _augment(start: int, admitted: Sequence[int], row_of: list[int]) -> bool:
+    """Finds a column for row ``start``, moving other rows to other columns where needed (depth first)."""
+    unseen = (1 << len(row_of)) - 1
+    path = [start]  # of rows; came_by[k] is the column by which path[k + 1] was reached
+    came_by: list[int] = []
+    while path:
+        choices = admitted[path[-1]] & unseen
+        if not choices:
+            path.pop()
+            if came_by:
+                came_by.pop()
+            continue
+        lowest = choices & -choices
+        unseen ^= lowest
+        column = lowest.bit_length() - 1
+        came_by.append(column)
+        if row_of[column] < 0:
+            for row, taken in zip(path, came_by, strict=True):
+                row_of[taken] = row
+            return True
+        path.append(row_of[column])
+    return False
+
+
+def shortest_path(costs: Matrix, last: int | None = None) -> tuple[float, list[int]]:
+    """The order of all nodes with the smallest sum of costs between neighbours, and that sum.
+
+    Exact up to :data:`EXACT_PATH` nodes; beyond that the nearest neighbours, improved by moving and reversing parts
+    until nothing helps. Equally good orders are decided by the node numbers.
+
+    Args:
+        costs: n × n, symmetric.
+        last: the node that has to be the last one; any by default. Beyond :data:`EXACT_PATH` nodes it is put there
+            in the end.
+    """
+    size = len(costs)
+    if size <= EXACT_PATH:
+        return _held_karp(costs, last)
+    starts = range(0, size, max(1, size * size // 64))  # fewer, as each takes longer
+    orders = [_improved(_nearest_neighbours(costs, start), costs) for start in starts]
+    if last is not None:
+        orders = [[*(node for node in order if node != last), last] for order in orders]
+    return min((_length(order, costs), order) for order in orders)
+
+
+def _held_karp(costs: Matrix, end: int | None) -> tuple[float, list[int]]:
+    size = len(costs)
+    everything = (1 << size) - 1
+    lengths = [[math.inf] * size for _ in range(1 << size)]  # of the shortest path over a set that ends with a node
+    before = [[-1] * size for _ in range(1 << size)]
+    for node in range(size):
+        lengths[1 << node][node] = 0.0
+    for nodes in range(1, everything):
+        for last, length in enumerate(lengths[nodes]):
+            if length == math.inf:
+                continue
+            row = costs[last]
+            for following in range(size):
+                if nodes >> following & 1:
+                    continue
+                longer = nodes | 1 << following
+                if length + row[following] < lengths[longer][following]:
+                    lengths[longer][following] = length + row[following]
+                    before[longer][following] = last
+    last = min(range(size), key=lengths[everything].__getitem__) if end is None else end
+    shortest, order, nodes = lengths[everything][last], [], everything
+    while last >= 0:
+        order.append(last)
+        nodes, last = nodes ^ 1 << last, before[nodes][last]
+    return shortest, order[::-1]
+
+
+def _length(order: Sequence[int], costs: Matrix) -> float:
+    return sum(costs[a][b] for a, b in pairwise(order))
+
+
+def _nearest_neighbours(costs: Matrix, start: int) -> list[int]:
+    order, left = [start], set(range(len(costs))) - {start}
+    while left:
+        nearest = min(left, key=lambda node: (costs[order[-1]][node], node))
+        order.append(nearest)
+        left.remove(nearest)
+    return order
+
+
+def _improved(order: list[int], costs: Matrix) -> list[int]:
+    """Reverses parts (2-opt) and moves parts of up to three nodes elsewhere (Or-opt) while that makes it shorter."""
+    improving = True
+    while improving:
+        improving = False
+        for start in range(len(order)):
+            for end in range(start + 2, len(order) + 1):
+                if _gain_of_reversing(order, start, end, costs) > LEAST_GAIN:
+                    order[start:end] = order[start:end][::-1]
+                    improving = True
+        for start in range(len(order)):
+            for end in range(start + 1, min(start + 4, len(order) + 1)):
+                moved = _moved(order, start, end, costs)
+                if moved is not None:
+                    order, improving = moved, True
+    return order
+
+
+def _gain_of_reversing(order: Sequence[int], start: int, end: int, costs: Matrix) -> float:
+    gain = 0.0
+    if start > 0:
+        gain += costs[order[start - 1]][order[start]] - costs[order[start - 1]][order[end - 1]]
+    if end < len(order):
+        gain += costs[order[end - 1]][order[end]] - costs[order[start]][order[end]]
+    return gain
+
+
+def _moved(order: list[int], start: int, end: int, costs: Matrix) -> list[int] | None:
+    """The order with a part elsewhere, if somewhere makes it shorter."""
+    part, rest = order[start:end], order[:start] + order[end:]
+    saved = _length(order[max(start - 1, 0) : end + 1], costs) - _length(part, costs)
+    if 0 < start < len(rest):
+        saved -= costs[rest[start - 1]][rest[start]]
+    for at in range(len(rest) + 1):
+        around = rest[max(at - 1, 0) : at] + part + rest[at : at + 1]
+        added = _length(around, costs) - _length(part, costs)
+        if 0 < at < len(rest):
+            added -= costs[rest[at - 1]][rest[at]]
+        if saved - added > LEAST_GAIN:
+            return rest[:at] + part + rest[at:]
+    return None

@@ -1,0 +1,178 @@
+"""``sdpipe measure FILE`` on the workers of a job: the links between all of them, their speed and their memory.
+
+    torchrun --nproc-per-node=4 --no-python sdpipe measure network.json --model my_package.models:factory
+
+Two workers at a time connect over gloo, each pair by itself, so that a pair that cannot connect is named and the others
+go on. No host takes part in two pairs at the same time; afterwards all pairs of two hosts send at once, which shows
+whether they share a network card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.placement import probe
+from lightning_sdpipe.placement.abilities import Abilities, abilities, relative
+from lightning_sdpipe.placement.links import Link, combine, summary
+from lightning_sdpipe.placement.meeting import Meeting
+from lightning_sdpipe.placement.network import Device, Network, write_network
+from lightning_sdpipe.placement.roll_call import device_name, this_host
+from lightning_sdpipe.placement.rounds import Pair, schedule, together
+
+MAYBE: Any = Link | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, and writes the file on rank 0. The exit status is 2 if it could not, and 1 if another worker failed."""
+    options = _parser().parse_args(arguments)
+    try:
+        meeting = Meeting.join(options.patience)
+        _check_writable(meeting, options.file)
+        network, links = measure(meeting, options.model, options.blocks, options.pair_timeout)
+        if meeting.rank == 0:
+            write_network(options.file, network)
+        meeting.leave()
+    except ConfigurationError as error:
+        print(f"sdpipe measure: {error}", file=sys.stderr)
+        return 2
+    except WorkerFailedError as error:
+        print(f"sdpipe measure: {error}", file=sys.stderr)
+        return 1
+    if meeting.rank == 0:
+        print(summary(network, links, options.file), flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sdpipe measure",
+        description="Measures the links between all workers of a job, and their devices. Started by torchrun or srun.",
+    )
+    parser.add_argument("file", type=Path, help="what rank 0 writes, for `sdpipe place`")
+    parser.add_argument(
+        "--model",
+        metavar="IMPORT.PATH:NAME",
+        help="a function that returns a LightningModule and a mini-batch of one pipeline: speeds are measured with it, "
+        "and `sdpipe place` learns what its blocks take",
+    )
+    parser.add_argument("--blocks", nargs="+", metavar="PATH", help="name its blocks; * stands for one part of a path")
+    parser.add_argument(
+        "--pair-timeout", type=_positive, default=20.0, help="seconds for two workers to connect (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--patience", type=_positive, default=300.0, help="seconds to wait for another worker (default: %(default)s)"
+    )
+    return parser
+
+
+def _positive(text: str) -> float:
+    seconds = float(text)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return seconds
+
+
+def measure(
+    meeting: Meeting, model: str | None, blocks: Sequence[str] | None, pair_timeout: float
+) -> tuple[Network, list[Link]]:
+    """The network, on every rank, and what was found of every pair.
+
+    Args:
+        meeting: of this process with the others.
+        model: as for :func:`~lightning_sdpipe.placement.abilities.abilities`.
+        blocks: likewise.
+        pair_timeout: seconds that two workers have to connect, and for each transfer.
+
+    Raises:
+        ConfigurationError: two machines have the same name, or the model cannot be measured.
+        WorkerFailedError: another worker did not come, or gave up.
+    """
+    names = meeting.share("names", device_name(meeting.local_rank), str)
+    _refuse_twins(names)
+    hosts = [name.rpartition(":")[0] for name in names]
+    try:
+        mine = abilities(this_host(), meeting.local_rank, hosts.count(hosts[meeting.rank]), model, blocks)
+    except Exception as error:
+        meeting.give_up("abilities", f"{type(error).__name__}: {error}")
+        raise
+    found = meeting.share("abilities", mine, Abilities)
+    speeds, measured = relative(found)
+    devices = tuple(
+        Device(worker.host, worker.index, speed, worker.memory_bytes)
+        for worker, speed in zip(found, speeds, strict=True)
+    )
+    rounds = schedule(hosts)
+    shows = meeting.rank == 0 and sys.stderr.isatty()
+    links: list[Link] = []
+    for number, pairs in enumerate(rounds):
+        own = next((_measured(meeting, pair, pair_timeout) for pair in pairs if meeting.rank in pair), None)
+        links += [link for link in meeting.share(f"round {number}", own, MAYBE) if link is not None]
+        if shows:
+            print(f"\rround {number + 1} of {len(rounds)}", end="", file=sys.stderr, flush=True)
+    busy: list[Link] = []
+    for number, pairs in enumerate(together(hosts)):
+        own = next((_contended(meeting, pair, pair_timeout, links) for pair in pairs if meeting.rank in pair), None)
+        busy += [link for link in meeting.share(f"contended round {number}", own, MAYBE) if link is not None]
+    if shows:
+        print("\r", end="", file=sys.stderr)
+    return combine(devices, links, busy, measured), links
+
+
+def _check_writable(meeting: Meeting, file: Path) -> None:
+    """Rank 0 says so before anything is measured."""
+    if meeting.rank == 0 and not os.access(file.parent, os.W_OK):
+        message = f"{file} cannot be written: {file.parent.absolute()} is no directory where this user may write."
+        meeting.give_up("names", message)
+        raise ConfigurationError(message)
+
+
+def _refuse_twins(names: Sequence[str]) -> None:
+    twins = [name for name, count in Counter(names).items() if count > 1]
+    if twins:
+        ranks = [rank for rank, name in enumerate(names) if name == twins[0]]
+        raise ConfigurationError(
+            f"The host of {twins[0]} appears twice: ranks {ranks} say that they are this device. Two machines have the "
+            "same name; set SDPIPE_HOST to another one on one of them, and keep it when you train."
+        )
+
+
+def _measured(meeting: Meeting, pair: Pair, timeout: float) -> Link | None:
+    """What this rank found, if it leads the pair or could not connect."""
+    leads = meeting.rank == pair[0]
+    try:
+        wire = _wire(meeting, f"pair {pair}", leads, timeout)
+        found = Link(
+            pair, probe.latency(wire, leads), probe.bandwidth(wire, leads, True), probe.bandwidth(wire, leads, False)
+        )
+    except RuntimeError as error:
+        return Link(pair, error=str(error).splitlines()[0])
+    return found if leads else None
+
+
+def _contended(meeting: Meeting, pair: Pair, timeout: float, links: Sequence[Link]) -> Link | None:
+    if any(link.ranks == pair and link.error for link in links):
+        return None
+    leads = meeting.rank == pair[0]
+    try:
+        wire = _wire(meeting, f"contended pair {pair}", leads, timeout)
+        found = Link(pair, outward=probe.bandwidth(wire, leads, True))
+    except RuntimeError as error:
+        return Link(pair, error=str(error).splitlines()[0])
+    return found if leads else None
+
+
+def _wire(meeting: Meeting, name: str, leads: bool, timeout: float) -> probe.GlooWire:
+    return probe.GlooWire(meeting.store, name, leads, timedelta(seconds=timeout))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The workers of a job that measure each other: who they are, and meeting at agreed points."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+
+T = TypeVar("T")
+
+HOW_TO_START = (
+    "`sdpipe measure` runs on all workers of a job: start it with torchrun (`torchrun --nproc-per-node=4 --no-python "
+    "sdpipe measure network.json`, on every machine) or with srun."
+)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """This process among the workers of its job, and a store that all of them reach.
+
+    Args:
+        store: of strings.
+        rank: of this process.
+        size: how many there are.
+        local_rank: among those of the same host.
+        patience: seconds to wait for another at most.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    local_rank: int
+    patience: float
+
+    @classmethod
+    def join(cls, patience: float) -> Meeting:
+        """By what torchrun or SLURM has put into the environment.
+
+        Raises:
+            ConfigurationError: neither has, or the first rank cannot be reached.
+        """
+        if "RANK" not in os.environ:
+            _as_slurm_says()
+        try:
+            store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
+        except (ValueError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"The workers cannot meet: {str(error).splitlines()[0]}. {HOW_TO_START}"
+            ) from error
+        return cls(store, rank, size, int(os.environ.get("LOCAL_RANK", "0")), patience)
+
+    def share(self, name: str, value: T, kind: type[T]) -> list[T]:
+        """What every rank shares under this name, by rank; returns when all have.
+
+        Raises:
+            WorkerFailedError: somebody did not come in time, or gave up; names who.
+        """
+        self._put(name, _Entry(msgspec.Raw(msgspec.json.encode(value))))
+        self._await(name)
+        entries = [msgspec.json.decode(self.store.get(f"{name}/{rank}"), type=_Entry) for rank in range(self.size)]
+        for rank, entry in enumerate(entries):
+            if entry.error:
+                raise WorkerFailedError(f"rank {rank}: {entry.error}")
+        return [msgspec.json.decode(entry.value, type=kind) for entry in entries]
+
+    def give_up(self, name: str, error: str) -> None:
+        """Tells everybody who shares under this name why this rank cannot."""
+        self._put(name, _Entry(msgspec.Raw(b"null"), error))
+
+    def leave(self) -> None:
+        """Rank 0, whose process may hold the store, waits until nobody needs it any more."""
+        self._put("left", _Entry(msgspec.Raw(b"null")))
+        if self.rank == 0:
+            self._await("left")
+
+    def _put(self, name: str, entry: _Entry) -> None:
+        self.store.set(f"{name}/{self.rank}", msgspec.json.encode(entry).decode())
+
+    def _await(self, name: str) -> None:
+        try:
+            self.store.wait([f"{name}/{rank}" for rank in range(self.size)], timedelta(seconds=self.patience))
+        except RuntimeError as error:
+            raise WorkerFailedError(
+                f"rank {_listed(self._missing(name))} did not come to {name!r} within {self.patience:.0f} s"
+            ) from error
+
+    def _missing(self, name: str) -> Sequence[int]:
+        try:
+            return [rank for rank in range(self.size) if not self.store.check([f"{name}/{rank}"])]
+        except RuntimeError:  # the store itself is gone, with its rank
+            return [0]
+
+
+class _Entry(msgspec.Struct):
+    """What a rank shares, or why it has given up."""
+
+    value: msgspec.Raw
+    error: str = ""
+
+
+def _as_slurm_says() -> None:
+    if "SLURM_NTASKS" not in os.environ:
+        raise ConfigurationError(HOW_TO_START)
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment  # takes long to import
+
+    job = SLURMEnvironment(auto_requeue=False)
+    os.environ |= {
+        "RANK": str(job.global_rank()),
+        "WORLD_SIZE": str(job.world_size()),
+        "LOCAL_RANK": str(job.local_rank()),
+        "MASTER_ADDR": job.main_address,
+        "MASTER_PORT": str(job.main_port),
+    }
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

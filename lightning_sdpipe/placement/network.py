@@ -1,0 +1,281 @@
+"""Devices and the links between them: what is measured or written by hand, and what every cost is computed from.
+
+Two JSON formats hold a network. ``sdpipe-network/1`` has a row for each device, as ``sdpipe measure`` writes it.
+``sdpipe-sites/1`` has a row for each site of devices that are all alike, to be written by hand. ``docs/placement.md``
+shows both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.placement.model import Model
+
+FORMAT = "sdpipe-network/1"
+SITES = "sdpipe-sites/1"
+
+Matrix: TypeAlias = list[list[float]]
+
+
+class Device(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """One worker's device.
+
+    ``speed`` is relative to the others; ``memory_bytes`` is what training may use of it, None if that is not known.
+    """
+
+    host: str
+    index: int  # among the devices of its host
+    speed: float
+    memory_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.index}"
+
+
+class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Two hosts between which links get in each other's way: with all of them busy, each has ``share`` of what it has
+    alone."""
+
+    hosts: tuple[str, str]
+    share: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """Devices, and the link from each to each.
+
+    Args:
+        devices: device i is rank i of the run that measured.
+        latency_seconds: n × n, from row to column; None where no connection can be made. The diagonal is ignored.
+        bandwidth_bytes_per_second: likewise.
+        source: where the figures come from, in words.
+        model: what it was measured with; None if only the links were.
+        shared: pairs of hosts that share network cards.
+
+    Raises:
+        ConfigurationError: matrices that are not n × n, entries that cannot be, or devices that cannot be told apart.
+    """
+
+    devices: tuple[Device, ...]
+    latency_seconds: Sequence[Sequence[float | None]]
+    bandwidth_bytes_per_second: Sequence[Sequence[float | None]]
+    source: str = ""
+    model: Model | None = None
+    shared: tuple[Shared, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ConfigurationError("A network needs at least one device.")
+        twice = [name for name, count in Counter(map(str, self.devices)).items() if count > 1]
+        if twice:
+            raise ConfigurationError(
+                f"The device {twice[0]} appears {Counter(map(str, self.devices))[twice[0]]} times. Each host needs a "
+                "name of its own (set SDPIPE_HOST where two machines share one), and each of its devices an index."
+            )
+        for device in self.devices:
+            if not (math.isfinite(device.speed) and device.speed > 0):
+                raise ConfigurationError(f"The speed of {device} is {device.speed}; it must be a number above 0.")
+            if device.memory_bytes is not None and device.memory_bytes <= 0:
+                raise ConfigurationError(f"The memory of {device} is {device.memory_bytes} bytes; it must be above 0.")
+        names = [str(device) for device in self.devices]
+        _check("latency_seconds", self.latency_seconds, names, least="at least 0")
+        _check("bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, names, least="above 0")
+        for a, (latencies, rates) in enumerate(zip(self.latency_seconds, self.bandwidth_bytes_per_second, strict=True)):
+            for b, (latency, rate) in enumerate(zip(latencies, rates, strict=True)):
+                if a != b and (latency is None) != (rate is None):
+                    raise ConfigurationError(
+                        f"The link from {names[a]} to {names[b]} has latency {latency} and bandwidth {rate}. Give "
+                        "both, or null for both if no connection can be made."
+                    )
+        for shared in self.shared:
+            if not 0 < shared.share <= 1:
+                raise ConfigurationError(
+                    f"The share of {' and '.join(shared.hosts)} is {shared.share}; it lies in (0, 1]."
+                )
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def latency(self) -> Matrix:
+        """Seconds, the mean of both directions (DT-FM §2); infinite where a direction is missing."""
+        return _symmetric(self.latency_seconds, math.inf)
+
+    def bandwidth(self) -> Matrix:
+        """Bytes per second, the mean of both directions; 0 where a direction is missing. Of shared network cards each
+        link gets its share, since in training all links between two hosts are busy at the same time."""
+        matrix = _symmetric(self.bandwidth_bytes_per_second, 0.0)
+        shares = {frozenset(shared.hosts): shared.share for shared in self.shared}
+        for a, row in enumerate(matrix):
+            for b in range(len(row)) if shares else ():
+                row[b] *= shares.get(frozenset((self.devices[a].host, self.devices[b].host)), 1.0)
+        return matrix
+
+    def unconnected(self) -> list[tuple[Device, Device]]:
+        """Pairs of devices between which a direction is missing."""
+        rows = self.latency_seconds
+        return [
+            (self.devices[a], self.devices[b])
+            for a in range(len(self))
+            for b in range(a + 1, len(self))
+            if rows[a][b] is None or rows[b][a] is None
+        ]
+
+
+def _check(name: str, rows: Sequence[Sequence[float | None]], names: Sequence[str], *, least: str) -> None:
+    count = len(names)
+    if len(rows) != count or any(len(row) != count for row in rows):
+        shape = f"{len(rows)} rows of {sorted({len(row) for row in rows})}"
+        raise ConfigurationError(f"{name} has {shape} entries; {count} devices or sites need {count} rows of {count}.")
+    for a, row in enumerate(rows):
+        for b, value in enumerate(row):
+            fits = value is None or (math.isfinite(value) and (value > 0 or (value == 0 and least == "at least 0")))
+            if names[a] != names[b] and not fits:
+                raise ConfigurationError(
+                    f"{name} from {names[a]} to {names[b]} is {value}; it must be a number {least}, or null if no "
+                    "connection can be made."
+                )
+
+
+def _symmetric(rows: Sequence[Sequence[float | None]], absent: float) -> Matrix:
+    count = len(rows)
+    matrix = [[0.0] * count for _ in range(count)]
+    for a in range(count):
+        for b in range(a):
+            there, back = rows[a][b], rows[b][a]
+            matrix[a][b] = matrix[b][a] = absent if there is None or back is None else (there + back) / 2
+    return matrix
+
+
+class _Site(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    devices: int
+    speed: float = 1.0
+    memory_bytes: int | None = None
+
+
+class _Sites(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    source: str
+    sites: list[_Site]
+    latency_seconds: list[list[float | None]]
+    bandwidth_bytes_per_second: list[list[float | None]]
+    model: Model | None = None
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    format: str
+    source: str
+    devices: list[Device]
+    latency_seconds: list[list[float | None]]
+    bandwidth_bytes_per_second: list[list[float | None]]
+    shared: tuple[Shared, ...] = ()
+    model: Model | None = None
+
+
+class _Header(msgspec.Struct):
+    format: str
+
+
+def read_network(path: Path) -> Network:
+    """A network from a file of either format.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is of another version, or holds no network.
+    """
+    try:
+        data = path.read_bytes()
+        found = msgspec.json.decode(data, type=_Header).format
+        if found == SITES:
+            return _expand(msgspec.json.decode(data, type=_Sites))
+        if found == FORMAT:
+            file = msgspec.json.decode(data, type=_File)
+            return Network(
+                tuple(file.devices),
+                file.latency_seconds,
+                file.bandwidth_bytes_per_second,
+                file.source,
+                file.model,
+                file.shared,
+            )
+    except OSError as error:
+        raise ConfigurationError(f"The network {path} cannot be read: {error.strerror}.") from error
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(
+            f"{path} is not a network: {error}. Every device needs a host, an index and a speed; docs/placement.md "
+            "shows the format."
+        ) from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    raise ConfigurationError(f"{path} has format={found!r}; this version reads {FORMAT!r} and {SITES!r}.")
+
+
+def write_network(path: Path, network: Network) -> None:
+    """Writes ``sdpipe-network/1``, a device or a row of a matrix per line."""
+    file = msgspec.to_builtins(
+        _File(
+            FORMAT,
+            network.source,
+            list(network.devices),
+            [list(row) for row in network.latency_seconds],
+            [list(row) for row in network.bandwidth_bytes_per_second],
+            network.shared,
+            network.model,
+        )
+    )
+    path.write_text(one_row_per_line(file))
+
+
+def one_row_per_line(plain: dict[str, object]) -> str:
+    """JSON with each row of a table on a line of its own, which people can read and compare."""
+    parts = []
+    for name, value in plain.items():
+        text = msgspec.json.encode(value).decode()
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, dict)):
+            rows = ",\n".join(f"  {msgspec.json.encode(row).decode()}" for row in value)
+            text = f"[\n{rows}\n ]"
+        parts.append(f' "{name}": {text}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def network_of_sites(
+    sites: Sequence[tuple[str, int]],
+    latency_seconds: Sequence[Sequence[float | None]],
+    bandwidth_bytes_per_second: Sequence[Sequence[float | None]],
+    source: str = "",
+) -> Network:
+    """A network of sites, each of so many devices of speed 1, from the links between sites (the diagonal: within).
+
+    Raises:
+        ConfigurationError: as :class:`Network`.
+    """
+    rows, rates = [list(row) for row in latency_seconds], [list(row) for row in bandwidth_bytes_per_second]
+    return _expand(_Sites(SITES, source, [_Site(name, count) for name, count in sites], rows, rates))
+
+
+def _expand(file: _Sites) -> Network:
+    names = [site.name for site in file.sites]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigurationError(f"The site {twice[0]} appears {names.count(twice[0])} times. Names must differ.")
+    if any(site.devices < 1 for site in file.sites):
+        raise ConfigurationError("Every site needs at least one device.")
+    _check("latency_seconds", file.latency_seconds, names, least="at least 0")
+    _check("bandwidth_bytes_per_second", file.bandwidth_bytes_per_second, names, least="above 0")
+    home = [number for number, site in enumerate(file.sites) for _ in range(site.devices)]
+    devices = tuple(
+        Device(site.name, index, site.speed, site.memory_bytes) for site in file.sites for index in range(site.devices)
+    )
+
+    def expanded(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
+        return [[rows[a][b] for b in home] for a in home]
+
+    latency, bandwidth = expanded(file.latency_seconds), expanded(file.bandwidth_bytes_per_second)
+    return Network(devices, latency, bandwidth, file.source, file.model)

@@ -1,0 +1,279 @@
+"""Placing a model's stages on a measured network: everything that ``sdpipe place`` decides."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.balance import balance
+from lightning_sdpipe.placement.cost import Cost, CostModel, Stages, Weights, default_order, evaluate, weights
+from lightning_sdpipe.placement.drawn import Drawn, draw
+from lightning_sdpipe.placement.model import Traffic, traffic_of
+from lightning_sdpipe.placement.network import Network
+from lightning_sdpipe.placement.placed import FORMAT, Placement
+from lightning_sdpipe.placement.rank_zero import ending_with, free_hosts
+from lightning_sdpipe.placement.search import Found, search
+from lightning_sdpipe.placement.throughput import CutJob, Job, Spans, Sync
+from lightning_sdpipe.placement.unlike import ALTERNATIONS, best_cut, place_unlike
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+
+ALIKE = 1.05
+"""Devices whose speeds differ by less are taken for equally fast: profiles are not more exact."""
+
+FIRST_PART, SECOND_PART = 0.2, 0.6
+"""Of the time, where devices are unlike: until then communication alone is looked at, and rank 0's rule is not."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be placed, and how long that may take.
+
+    Args:
+        num_stages: M.
+        cost: how cuts add up; ``"pipedream"`` for the schedule of that name.
+        num_micro_batches: of a mini-batch; M by default.
+        sync: whether everybody averages with everybody, or in SDPipe's groups.
+        first: the device that will be rank 0.
+        optimizer_state: its bytes for each byte of trained parameters.
+        seconds: of searching.
+        seed: of everything random.
+    """
+
+    num_stages: int
+    cost: CostModel = "pipelined"
+    num_micro_batches: int | None = None
+    sync: Sync = "groups"
+    first: int = 0
+    optimizer_state: float = 2.0
+    seconds: float = 10.0
+    seed: int = 0
+
+    @property
+    def micro_batches(self) -> int:
+        return self.num_micro_batches or self.num_stages
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The outcome. ``cost`` is of communication alone; ``seconds`` are for a whole mini-batch of every pipeline, and
+    None if the model is not known, as are ``spans`` and ``drawn``. ``price`` is what rank 0's rule costs, of either."""
+
+    network: Network
+    asked: Asked
+    stages: Stages
+    weights: Weights
+    cost: Cost
+    default_cost: Cost
+    price: float
+    free_hosts: list[str]
+    found: Found | None  # of the search for the cheapest communication, if that decided
+    spans: Spans | None = None
+    seconds: float | None = None
+    default_seconds: float | None = None
+    drawn: Drawn | None = None
+
+    @property
+    def num_pipelines(self) -> int:
+        return len(self.stages[0])
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The devices of each pipeline by stage, that of rank 0 first."""
+        rows = [list(row) for row in zip(*self.stages, strict=True)]
+        return sorted(rows, key=lambda row: (self.asked.first not in row, min(row)))
+
+    def placement(self, source: str) -> Placement:
+        """As a file has it."""
+        cost: dict[str, float | int | str] = {
+            "model": self.asked.cost,
+            "num_micro_batches": self.asked.micro_batches,
+            "data_seconds": self.cost.data,
+            "pipeline_seconds": self.cost.pipeline,
+            "default_order_seconds": self.default_cost.total,
+        }
+        names = tuple(tuple(str(self.network.devices[device]) for device in row) for row in self.rows)
+        blocks = None if self.spans is None else tuple(map(len, self.spans))
+        reversible = self.weights.even and self.found is not None
+        return Placement(FORMAT, source, cost, reversible, blocks, names)
+
+
+def place(
+    network: Network, asked: Asked, traffic: Traffic | None = None, clock: Callable[[], float] = time.perf_counter
+) -> Placed:
+    """Searches a placement of ``asked.num_stages`` stages on all devices of ``network``.
+
+    Args:
+        network: measured, or written by hand.
+        asked: for what.
+        traffic: what the stages send, if the network has no model, or instead of that.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigurationError: the devices do not form such pipelines, nothing says what the stages send, the model cannot
+            be cut or fits nowhere, or every placement needs a link that does not exist.
+    """
+    start = clock()
+    count, stages = len(network), asked.num_stages
+    if stages < 1 or count % stages:
+        allowed = [m for m in range(1, count + 1) if count % m == 0]
+        raise ConfigurationError(
+            f"{count} devices cannot form pipelines of {stages} stages: the number of stages must divide the number of "
+            f"devices. Use one of {allowed}."
+        )
+    if traffic is not None:
+        return _by_traffic(network, asked, traffic, asked.seconds, clock)
+    if network.model is None:
+        raise ConfigurationError(
+            "Nothing says what the stages send: the network was measured without a model. Measure with `--model "
+            "IMPORT.PATH:NAME`, or give `--stage-bytes` and `--cut-bytes`."
+        )
+    job = _job(network, asked)
+    spans = _cut_by_blocks(job)
+    speeds, memories = job.speeds, set(job.memories)
+    if max(speeds) <= ALIKE * min(speeds) and len(memories) == 1:
+        placed, spans = _by_cuts(job, asked, spans, start, clock)
+    else:
+        placed, spans = _by_throughput(job, asked, spans, start, clock)
+    return _timed(placed, job, spans)
+
+
+def _by_traffic(network: Network, asked: Asked, traffic: Traffic, seconds: float, clock: Callable[[], float]) -> Placed:
+    num_pipelines = len(network) // asked.num_stages
+    costs = weights(network, num_pipelines, traffic, asked.cost, asked.micro_batches)
+    found = search(costs, num_pipelines, seconds, asked.seed, clock=clock)
+    stages, cost = ending_with(asked.first, found.stages, costs)
+    return Placed(
+        network,
+        asked,
+        stages,
+        costs,
+        cost,
+        evaluate(default_order(asked.num_stages, num_pipelines), costs),
+        max(0.0, cost.total - found.cost.total),
+        free_hosts(found.stages, costs, network),
+        found,
+    )
+
+
+def _by_cuts(job: Job, asked: Asked, spans: Spans, start: float, clock: Callable[[], float]) -> tuple[Placed, Spans]:
+    """Where devices are alike, communication decides; the cut and the placement are improved in turn."""
+    best: tuple[float, Placed, Spans] | None = None
+    for _ in range(ALTERNATIONS):
+        left = start + asked.seconds - clock()
+        placed = _by_traffic(job.network, asked, traffic_of(job.chain, spans), left / 2, clock)
+        seconds = CutJob(job, spans).seconds(placed.stages)
+        if best is not None and seconds >= best[0] * (1 - 1e-9):
+            break
+        best = seconds, placed, spans
+        spans = best_cut(job, placed.stages, spans)
+        if spans == best[2]:
+            break
+    assert best is not None
+    return best[1:]
+
+
+def _by_throughput(
+    job: Job, asked: Asked, spans: Spans, start: float, clock: Callable[[], float]
+) -> tuple[Placed, Spans]:
+    """Where devices are unlike, how long a mini-batch takes decides, and communication is a part of that."""
+    first = _by_traffic(job.network, asked, traffic_of(job.chain, spans), FIRST_PART * asked.seconds, clock)
+    starts = [first.stages, first.stages[::-1], default_order(asked.num_stages, job.num_pipelines)]
+    free = _fastest(job, starts, asked.seed, start + SECOND_PART * asked.seconds, clock)
+    seconds, stages, cut = free
+    if asked.first not in stages[-1]:
+        starts = [_swapped(stages, asked.first, other) for other in stages[-1]] + [stages[::-1], *starts]
+        ruled = replace(job, last=asked.first)
+        seconds, stages, cut = _fastest(ruled, starts, asked.seed, start + asked.seconds, clock)
+    if math.isinf(seconds):
+        raise ConfigurationError(
+            f"Rank 0 must run a last stage, which {job.network.devices[asked.first]} cannot in any way that was tried. "
+            "Name another device with `--first`, and start the run so that it is rank 0."
+        )
+    costs = CutJob(job, cut).weights(asked.cost)
+    ends = [job.network.devices[device] for device in free[1][-1]]
+    placed = replace(
+        first,
+        stages=stages,
+        weights=costs,
+        cost=evaluate(stages, costs),
+        default_cost=evaluate(default_order(asked.num_stages, job.num_pipelines), costs),
+        price=max(0.0, seconds - free[0]),
+        free_hosts=sorted({device.host for device in ends if device.index == 0}),
+        found=None,
+    )
+    return placed, cut
+
+
+def _fastest(
+    job: Job, starts: Sequence[Stages], seed: int, until: float, clock: Callable[[], float]
+) -> tuple[float, Stages, Spans]:
+    best: tuple[float, Stages, Spans] | None = None
+    for step in place_unlike(job, starts, random.Random(seed)):
+        if step is not None:
+            stages, spans = step
+            seconds = CutJob(job, spans).seconds(stages)
+            if best is None or seconds < best[0]:
+                best = seconds, stages, spans
+        if best is not None and clock() >= until:
+            break
+    assert best is not None, "it yields something, or raises"
+    return best
+
+
+def _swapped(stages: Stages, one: int, other: int) -> Stages:
+    swap = {one: other, other: one}
+    return [[swap.get(device, device) for device in group] for group in stages]
+
+
+def _job(network: Network, asked: Asked) -> Job:
+    assert network.model is not None
+    ahead, flush = range(asked.num_stages, 0, -1), asked.cost != "pipedream"
+    in_flight = [min(asked.micro_batches, depth) if flush else asked.micro_batches * depth for depth in ahead]
+    copies = [depth if depth > 1 and not flush else 0 for depth in ahead]
+    return Job(
+        network,
+        network.model.chain,
+        asked.num_stages,
+        asked.micro_batches,
+        flush,
+        asked.sync,
+        in_flight,
+        copies,
+        asked.optimizer_state,
+    )
+
+
+def _cut_by_blocks(job: Job) -> Spans:
+    """The cut for devices that are all like the average one, linked by the median link."""
+    links = [rate for a, row in enumerate(job.network.bandwidth()) for b, rate in enumerate(row) if a != b and rate]
+    rate = median(links) if links else math.inf
+    crossing = [
+        math.inf if block.activation_bytes is None else (block.activation_bytes + block.gradient_bytes) / rate
+        for block in job.chain[:-1]
+    ]
+    memory = job.memory([max(job.memories)] * job.num_stages)
+    spans, _ = balance([block.seconds for block in job.chain], crossing, [1.0] * job.num_stages, memory)
+    return spans
+
+
+def _timed(placed: Placed, job: Job, spans: Spans) -> Placed:
+    """With how long a mini-batch takes, and what SDPipe's policy would make of it."""
+    cut = CutJob(job, spans)
+    drawn = None
+    if job.sync == "groups" and job.num_pipelines > 1:
+        times = [max(cut.pipeline_seconds(row), 1e-9) for row in zip(*placed.stages, strict=True)]
+
+        def averaging(group: Sequence[int]) -> float:
+            return max(
+                cut.averaging_seconds(stage, [members[pipeline] for pipeline in group])
+                for stage, members in enumerate(placed.stages)
+            )
+
+        drawn = draw(SemiDecentralized(), times, averaging, job.num_micro_batches)
+    default = cut.seconds(default_order(job.num_stages, job.num_pipelines))
+    return replace(placed, spans=spans, seconds=cut.seconds(placed.stages), default_seconds=default, drawn=drawn)

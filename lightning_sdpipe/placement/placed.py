@@ -1,0 +1,191 @@
+"""A placement as a file, and who it makes run what in a run whose ranks may be numbered otherwise.
+
+Devices are known by their host and their index on it: which rank a device is can change from run to run, since
+launchers number hosts as they come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.placement.network import one_row_per_line
+
+FORMAT = "sdpipe-placement/1"
+
+REMEDY = "Run `sdpipe measure` and `sdpipe place` again, or leave placement out."
+
+
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which device runs which stage of which pipeline.
+
+    ``pipelines[i][j]`` is the device of stage j of pipeline i, as ``host:index``. ``reversible``: all stages are alike,
+    so that a pipeline may as well run the other way round. ``blocks``: of how many blocks each stage was taken to be,
+    None if that was not looked at. ``cost`` and ``source`` are for people.
+    """
+
+    format: str
+    source: str
+    cost: dict[str, float | int | str]
+    reversible: bool
+    blocks: tuple[int, ...] | None
+    pipelines: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.pipelines or len({len(row) for row in self.pipelines}) != 1 or not self.pipelines[0]:
+            raise ConfigurationError("A placement needs pipelines, with a device for each of their stages.")
+        twice = [device for device, count in Counter(d for row in self.pipelines for d in row).items() if count > 1]
+        if twice:
+            raise ConfigurationError(f"The device {twice[0]} is placed more than once.")
+        if self.blocks is not None and (len(self.blocks) != self.num_stages or min(self.blocks) < 1):
+            raise ConfigurationError(f"blocks={list(self.blocks)} are not those of {self.num_stages} stages.")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.pipelines[0])
+
+    @property
+    def num_pipelines(self) -> int:
+        return len(self.pipelines)
+
+    def __str__(self) -> str:
+        hosts = Counter(device.rpartition(":")[0] for row in self.pipelines for device in row)
+        devices = ", ".join(f"{count} on {host}" for host, count in sorted(hosts.items()))
+        return f"{self.num_stages} stages × {self.num_pipelines} pipelines ({devices})"
+
+
+def read_placement(path: str | Path) -> Placement:
+    """A placement from its file.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is of another version, or holds no placement.
+    """
+    try:
+        data = Path(path).read_bytes()
+        found = msgspec.json.decode(data, type=_Header).format
+        if found == FORMAT:
+            return msgspec.json.decode(data, type=Placement)
+    except OSError as error:
+        raise ConfigurationError(f"The placement {path} cannot be read: {error.strerror}.") from error
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"{path} is not a placement: {error}. {REMEDY}") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    raise ConfigurationError(f"{path} has format={found!r}; this version reads {FORMAT!r}. {REMEDY}")
+
+
+class _Header(msgspec.Struct):
+    format: str
+
+
+def write_placement(path: Path, placement: Placement) -> None:
+    """Writes a placement, a pipeline per line."""
+    path.write_text(one_row_per_line(msgspec.to_builtins(placement)))
+
+
+def check_shape(placement: Placement, num_stages: int, num_workers: int) -> None:
+    """Before anything starts: is this the mesh that the placement was made for?
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    made_for = placement.num_stages, placement.num_stages * placement.num_pipelines
+    if made_for != (num_stages, num_workers):
+        raise ConfigurationError(
+            f"The placement was made for {placement}; this run has num_stages={num_stages} and {num_workers} workers. "
+            f"{REMEDY}"
+        )
+
+
+def placed_blocks(placement: Placement | None) -> Sequence[int]:
+    """The number of blocks of each stage, as the placement has it.
+
+    Raises:
+        ConfigurationError: there is no placement, or it did not look at that.
+    """
+    if placement is None or placement.blocks is None:
+        raise ConfigurationError(
+            "partition='placed' needs a placement that names the blocks of each stage. Give placement=…, made by "
+            "`sdpipe place` from a network that was measured with `--model`, or another partition."
+        )
+    return placement.blocks
+
+
+def mesh_of(placement: Placement, devices: Sequence[str]) -> Mesh:
+    """The mesh of a run on the placement's devices.
+
+    Args:
+        placement: of as many devices.
+        devices: ``host:index`` of each rank.
+
+    Raises:
+        ConfigurationError: the run has other devices, or rank 0 would not run a last stage.
+    """
+    twice = [device for device, count in Counter(devices).items() if count > 1]
+    if twice:
+        raise ConfigurationError(
+            f"Two ranks are {twice[0]}: two machines have the same host name. Set SDPIPE_HOST to another name on one "
+            "of them, also when you measure."
+        )
+    rank = {device: number for number, device in enumerate(devices)}
+    absent = [device for row in placement.pipelines for device in row if device not in rank]
+    if absent:
+        placed = {device for row in placement.pipelines for device in row}
+        others = [device for device in devices if device not in placed]
+        raise ConfigurationError(
+            f"The placement was made for {placement}; this run has no {', '.join(absent)}, but {', '.join(others)}. "
+            f"{REMEDY}"
+        )
+    rows = tuple(tuple(rank[device] for device in row) for row in placement.pipelines)
+    if placement.reversible and any(row[0] == 0 for row in rows):
+        rows = tuple(row[::-1] for row in rows)
+    if all(row[-1] != 0 for row in rows):
+        lasts = {row[-1] for row in rows} | ({row[0] for row in rows} if placement.reversible else set())
+        first_of_host = [devices[number] for number in sorted(lasts) if devices[number].endswith(":0")]
+        remedy = f"Start the run so that {' or '.join(first_of_host)} is rank 0. " if first_of_host else ""
+        stage = next(row.index(0) for row in rows if 0 in row)
+        raise ConfigurationError(
+            f"Rank 0 must run a last stage, since it has the logger, and is {devices[0]} in this run, to which the "
+            f"placement gives stage {stage} of {placement.num_stages}. {remedy}Or place again with `sdpipe place "
+            f"--first {devices[0]}`."
+        )
+    return Mesh(tuple(sorted(rows, key=lambda row: (0 not in row, min(row)))))
+
+
+@dataclass(frozen=True)
+class Order:
+    """``members[j]`` is the position, among those given, of the member that runs stage j; ``reason``, if the placement
+    could not be followed, why not."""
+
+    members: tuple[int, ...]
+    reason: str | None = None
+
+
+def order_of_stages(placement: Placement, members: Sequence[str]) -> Order:
+    """Who runs which stage within one pipeline of an elastic run.
+
+    Members keep the stages that the placement gives them. That needs no other pipeline: rows of the placement that are
+    absent are not asked for, and members of several rows may come together, as long as they cover all stages. Otherwise
+    the pipeline gets the default order, the last stage first.
+
+    Args:
+        placement: made when all were there.
+        members: ``host:index`` of each, in the order of their ranks; M of them.
+    """
+    default = tuple(range(len(members) - 1, -1, -1))
+    if len(members) != placement.num_stages:
+        return Order(default, f"it was made for {placement.num_stages} stages, and the pipeline has {len(members)}")
+    stages = {device: stage for row in placement.pipelines for stage, device in enumerate(row)}
+    unknown = [device for device in members if device not in stages]
+    if unknown:
+        return Order(default, f"it does not know {', '.join(unknown)}")
+    order = sorted(range(len(members)), key=lambda position: stages[members[position]])
+    if [stages[members[position]] for position in order] != list(range(placement.num_stages)):
+        return Order(default, f"it gives {', '.join(members)} the stages {[stages[device] for device in members]}")
+    return Order(tuple(order))

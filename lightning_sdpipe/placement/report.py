@@ -1,0 +1,153 @@
+"""A placement as text for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_sdpipe.placement.cost import Stages, Weights
+from lightning_sdpipe.placement.place import Placed
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The slowest link between stage ``stage`` and the next: from ``above`` to ``below``, in pipeline ``pipeline``."""
+
+    stage: int
+    pipeline: int
+    above: int
+    below: int
+
+
+def slowest_links(stages: Stages, weights: Weights) -> list[Cut]:
+    """Of each cut, the link that counts; of equally slow ones the first."""
+    found = []
+    for stage, (above, below) in enumerate(pairwise(stages)):
+        step, period = weights.step[stage], weights.period[stage]
+        pairs = list(enumerate(zip(above, below, strict=True)))
+        pipeline, (a, b) = max(pairs, key=lambda pair: step[pair[1][0]][pair[1][1]] + period[pair[1][0]][pair[1][1]])
+        found.append(Cut(stage, pipeline, a, b))
+    return found
+
+
+def slowest_stage(stages: Stages, weights: Weights) -> tuple[int, int]:
+    """The stage whose averaging takes longest, and its member that spends most on it."""
+    spent = [
+        (sum(exchange[a][b] for b in group if b != a), stage, a)
+        for stage, (group, exchange) in enumerate(zip(stages, weights.exchange, strict=True))
+        for a in group
+    ]
+    _, stage, device = max(spent, key=lambda entry: (entry[0], -entry[1], -entry[2]))
+    return stage, device
+
+
+def rate(placed: Placed) -> float:
+    """Mini-batches per second of all pipelines."""
+    return placed.num_pipelines / placed.seconds if placed.seconds else math.inf
+
+
+def rates(tried: Sequence[Placed]) -> str:
+    """A row for each number of stages that was tried."""
+    rows = [("stages × pipelines", "mini-batches/s")]
+    rows += [(f"{placed.asked.num_stages} × {placed.num_pipelines}", f"{rate(placed):.3g}") for placed in tried]
+    return "\n".join(f"{shape:<18}  {speed:>14}" for shape, speed in rows)
+
+
+def report(placed: Placed) -> str:
+    """A row for each pipeline, what it costs and where, how good that is, and what rank 0's rule costs."""
+    network, asked = placed.network, placed.asked
+    names = [str(device) for device in network.devices]
+    count = len(names)
+    lines = [
+        f"{count} devices as {asked.num_stages} stages × {placed.num_pipelines} pipelines; cost model {asked.cost}"
+        + (f", {asked.micro_batches} micro-batches" if asked.cost == "pipelined" else ""),
+        "",
+        *_table(["pipeline", *(f"stage {stage}" for stage in range(asked.num_stages))], placed, names),
+        "",
+        *_costs(placed, names),
+        "",
+        _rank_zero(placed, names),
+    ]
+    missing = network.unconnected()
+    if missing:
+        pairs = ", ".join(f"{a} – {b}" for a, b in missing[:5]) + (", …" if len(missing) > 5 else "")
+        lines += [
+            "",
+            f"No connection  {pairs}: not used between stages or replicas. Training still connects every pair.",
+        ]
+    return "\n".join(lines)
+
+
+def _table(heading: list[str], placed: Placed, names: Sequence[str]) -> list[str]:
+    rows = [[str(number), *(names[device] for device in row)] for number, row in enumerate(placed.rows)]
+    if placed.spans is not None:
+        rows.append(["blocks", *(str(len(span)) for span in placed.spans)])
+    widths = [max(len(row[column]) for row in (heading, *rows)) for column in range(len(heading))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (heading, *rows)
+    ]
+
+
+def _costs(placed: Placed, names: Sequence[str]) -> list[str]:
+    cost, default, lines = placed.cost, placed.default_cost.total, []
+    gain = f" (default order: {shown_seconds(default)}, {_times(default, cost.total)})"
+    lines.append(f"Communication  {shown_seconds(cost.total)} for a mini-batch of every pipeline{gain}")
+    if placed.num_pipelines > 1:
+        stage, device = slowest_stage(placed.stages, placed.weights)
+        data = shown_seconds(cost.data)
+        lines.append(f"  data         {data}: stage {stage} takes longest to average, {names[device]} most of all")
+    if placed.asked.num_stages > 1:
+        links = slowest_links(placed.stages, placed.weights)
+        worst = max(links, key=lambda cut: _link(cut, placed.weights))
+        lines.append(
+            f"  pipeline     {shown_seconds(cost.pipeline)}: the slowest link is {names[worst.above]} – "
+            f"{names[worst.below]}, stage {worst.stage} to {worst.stage + 1}"
+        )
+    found = placed.found
+    if found is not None:
+        verdict = "optimal: proved that no placement costs less" if found.optimal else (
+            f"no placement costs less than {shown_seconds(found.bound)}; "
+            + ("the search was complete" if found.complete else "more --seconds may find a better one")
+        )  # fmt: skip
+        lines.append(f"  how good     {verdict}")
+    if placed.seconds is not None and placed.default_seconds is not None:
+        gain = f"{shown_seconds(placed.default_seconds)}, {_times(placed.default_seconds, placed.seconds)}"
+        if math.isinf(placed.default_seconds):
+            gain = "does not fit into the devices"
+        lines.append(f"A mini-batch   {shown_seconds(placed.seconds)} with computing (default order: {gain})")
+    if placed.drawn is not None:
+        sizes = [len(group) for group in placed.drawn.groups]
+        lines.append(
+            f"SDPipe's groups have {sum(sizes) / len(sizes):.1f} members and take "
+            f"{shown_seconds(placed.drawn.seconds)}; pipelines run at {placed.drawn.efficiency:.2f} of the speed that "
+            "they would have alone"
+        )
+    return lines
+
+
+def _rank_zero(placed: Placed, names: Sequence[str]) -> str:
+    first, price = names[placed.asked.first], placed.price
+    text = f"Rank 0         {first} must be rank 0 and runs a last stage, "
+    if price <= 1e-9 * placed.cost.total:
+        return text + "which costs nothing"
+    hosts = " or ".join(placed.free_hosts[:3])
+    remedy = f"; start the run with host {hosts} first, and place with --first {placed.free_hosts[0]}:0, to avoid that"
+    return text + f"which costs {shown_seconds(price)}" + (remedy if placed.free_hosts else "")
+
+
+def _link(cut: Cut, weights: Weights) -> float:
+    return weights.step[cut.stage][cut.above][cut.below] + weights.period[cut.stage][cut.above][cut.below]
+
+
+def shown_seconds(seconds: float) -> str:
+    """A duration for people."""
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.3g} µs"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _times(default: float, placed: float) -> str:
+    return f"{default / placed:.2f} times as long" if placed else "which costs nothing either"

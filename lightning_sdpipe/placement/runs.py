@@ -1,0 +1,253 @@
+"""Searching placements of classes of devices, as runs of equal groups.
+
+In good placements neighbouring stages often have groups of the same composition, so that every pipeline can stay among
+near devices. A structure says how many runs there are and how long each is: a composition (m₁ … m_k) of M. A placement
+of that structure says how many members of each class the groups of each run have. Annealing moves members between runs:
+p of a class from each group of one run for q of another class from each group of the other, with m_i p = m_j q.
+
+Links of a period above a limit are not used; the limit is annealed along with the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_sdpipe.placement.classes import Classes
+from lightning_sdpipe.placement.cost import Weights
+from lightning_sdpipe.placement.matching import bottleneck
+
+Counts = tuple[int, ...]
+"""How many members of each class a group has."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A placement of classes: the composition of each of the M groups, and the largest period of a link in use."""
+
+    groups: Sequence[Counts]
+    limit: float
+
+
+ALL_STRUCTURES = 8
+"""Stages up to which every structure is tried; beyond, as many are drawn as there are for so many stages."""
+
+MOVES = 1500
+"""Of one annealing."""
+
+HOT, COLD = 0.06, 0.0006
+"""First and last temperature, as a share of the start's cost."""
+
+SHARE = 0.03
+"""Of every group's data cost, besides the largest: as in the annealing of devices."""
+
+CHUNK = 16
+
+
+class ClassCosts:
+    """Costs of groups and of cuts between groups of given composition, each computed once."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._exchange, self.has_cuts = weights.exchange[0], bool(weights.step)
+        self._step = weights.step[0] if weights.step else []
+        self._period = weights.period[0] if weights.period else []
+        periods = sorted({value for row in self._period for value in row})
+        self.limits = periods if periods and periods[-1] > 0 else [math.inf]
+        """Of the periods, from which one is to be chosen; infinite if the cost has none."""
+        self._data: dict[Counts, float] = {}
+        self._cuts: dict[tuple[Counts, Counts, float], float] = {}
+
+    def data(self, counts: Counts) -> float:
+        """What the slowest member of a group spends on it."""
+        if counts not in self._data:
+            self._data[counts] = max(
+                sum(count * cost for count, cost in zip(counts, row, strict=True)) - row[number]
+                for number, row in enumerate(self._exchange)
+                if counts[number]
+            )
+        return self._data[counts]
+
+    def cut(self, one: Counts, other: Counts, limit: float) -> float:
+        """The slowest link of the best matching between two groups, among links of a period up to ``limit``."""
+        key = (one, other, limit) if one <= other else (other, one, limit)
+        if key not in self._cuts:
+            above = [number for number, count in enumerate(one) for _ in range(count)]
+            below = [number for number, count in enumerate(other) for _ in range(count)]
+            costs = [[self._step[a][b] if self._period[a][b] <= limit else math.inf for b in below] for a in above]
+            self._cuts[key], _ = bottleneck(costs)
+        return self._cuts[key]
+
+    def floor(self, one: Counts, other: Counts) -> float:
+        """No matching between two groups has a smaller slowest link."""
+        above = [number for number, count in enumerate(one) if count]
+        below = [number for number, count in enumerate(other) if count]
+        links = [[self._step[a][b] for b in below] for a in above]
+        slowest: float = max([*map(min, links), *map(min, zip(*links, strict=True))])
+        return slowest
+
+    def least_cut(self, limit: float) -> float:
+        """No cut costs less, among links of a period up to ``limit``."""
+        links = [
+            step
+            for steps, periods in zip(self._step, self._period, strict=True)
+            for step, period in zip(steps, periods, strict=True)
+            if period <= limit
+        ]
+        return min(links, default=0.0)
+
+    def total(self, lengths: Sequence[int], runs: Sequence[Counts], limit: float) -> float:
+        """Of a placement; infinite if it needs links of a longer period."""
+        cost = max(map(self.data, runs))
+        for length, counts in zip(lengths, runs, strict=True):
+            if length > 1:
+                cost += (length - 1) * self.cut(counts, counts, limit)
+        for one, other in pairwise(runs):
+            cost += self.cut(one, other, limit)
+        return cost if limit == math.inf else cost + limit
+
+
+def structures(num_stages: int, rng: random.Random) -> list[tuple[int, ...]]:
+    """Compositions of M up to reversal, those with few runs first; of many stages a sample."""
+    if num_stages <= ALL_STRUCTURES:
+        found = {min(parts, parts[::-1]) for parts in _compositions(num_stages)}
+    else:
+        found = {(num_stages,)}
+        halves = [(one, num_stages - one) for one in range(1, num_stages // 2 + 1)]
+        found.update(halves)
+        while len(found) < len(halves) + 2 ** (ALL_STRUCTURES - 2):
+            cuts = [at for at in range(1, num_stages) if rng.random() < rng.choice((0.1, 0.3, 0.6, 1.0))]
+            parts = tuple(end - start for start, end in pairwise((0, *cuts, num_stages)))
+            found.add(min(parts, parts[::-1]))
+    return sorted(found, key=lambda parts: (len(parts), parts))
+
+
+def _compositions(total: int) -> Iterator[tuple[int, ...]]:
+    if total == 0:
+        yield ()
+    for first in range(1, total + 1):
+        for rest in _compositions(total - first):
+            yield (first, *rest)
+
+
+def anneal_runs(
+    lengths: Sequence[int], classes: Classes, costs: ClassCosts, num_pipelines: int, rng: random.Random
+) -> Iterator[Outline | None]:
+    """Anneals the placements of one structure.
+
+    Args:
+        lengths: of the runs; they add up to M.
+        classes: of all devices, M × N in all.
+        costs: of the classes.
+        num_pipelines: N.
+        rng: decides everything random.
+
+    Yields:
+        better and better placements of the structure; None in between, so that whoever is short of time can stop.
+        Nothing if the structure fits no placement.
+    """
+    runs = _filled(lengths, classes.sizes, num_pipelines, rng)
+    if runs is None:
+        return
+    limit = len(costs.limits) - 1
+    cost = best = costs.total(lengths, runs, costs.limits[limit])
+    yield Outline(_spread(lengths, runs), costs.limits[limit])
+    if len(runs) == 1 and len(costs.limits) == 1:
+        return
+    surrogate = cost + SHARE * _all_data(lengths, runs, costs)
+    unit = cost
+    for move in range(MOVES):
+        if move % CHUNK == 0:
+            yield None
+        temperature = unit * HOT * (COLD / HOT) ** (move / MOVES)
+        changed, new_limit = runs, limit
+        if len(costs.limits) > 1 and (len(runs) == 1 or rng.random() < 0.1):
+            new_limit = min(max(limit + rng.choice((-1, 1)), 0), len(costs.limits) - 1)
+        else:
+            changed = _moved(lengths, runs, rng) or runs
+            if changed is runs:
+                continue
+        new_cost = costs.total(lengths, changed, costs.limits[new_limit])
+        if new_cost == math.inf:
+            continue
+        new_surrogate = new_cost + SHARE * _all_data(lengths, changed, costs)
+        if new_surrogate <= surrogate or rng.random() < math.exp((surrogate - new_surrogate) / temperature):
+            runs, limit, cost, surrogate = changed, new_limit, new_cost, new_surrogate
+            if cost < best * (1 - 1e-12):
+                best = cost
+                yield Outline(_spread(lengths, runs), costs.limits[limit])
+
+
+def _spread(lengths: Sequence[int], runs: Sequence[Counts]) -> list[Counts]:
+    return [counts for length, counts in zip(lengths, runs, strict=True) for _ in range(length)]
+
+
+def _all_data(lengths: Sequence[int], runs: Sequence[Counts], costs: ClassCosts) -> float:
+    return sum(length * costs.data(counts) for length, counts in zip(lengths, runs, strict=True)) / sum(lengths)
+
+
+def _filled(
+    lengths: Sequence[int], sizes: Sequence[int], num_pipelines: int, rng: random.Random, attempts: int = 20
+) -> list[Counts] | None:
+    """Groups for every run that together use up every class; None if none were found.
+
+    Long runs first: of each class they take a multiple of their length, and the last ones get what is left.
+    """
+    order = sorted(range(len(lengths)), key=lambda run: -lengths[run])
+    for _ in range(attempts):
+        left = list(sizes)
+        runs: list[Counts] = [()] * len(lengths)
+        for run in order:
+            counts = _draw(lengths[run], left, num_pipelines, rng)
+            if counts is None:
+                break
+            runs[run] = counts
+            left = [have - lengths[run] * count for have, count in zip(left, counts, strict=True)]
+        else:
+            return runs
+    return None
+
+
+def _draw(length: int, left: Sequence[int], num_pipelines: int, rng: random.Random) -> Counts | None:
+    """The composition of the groups of a run of this length, from what is left: some classes whole, others in part."""
+    counts = [0] * len(left)
+    order = list(range(len(left)))
+    rng.shuffle(order)
+    if rng.random() < 0.5:
+        order.sort(key=lambda number: -left[number])
+    for whole in (False, True):
+        for number in order:
+            most = min(num_pipelines - sum(counts), left[number] // length - counts[number])
+            if most > 0 and not whole and rng.random() < 0.5:
+                most = rng.randint(1, most)
+            counts[number] += max(most, 0)
+    return tuple(counts) if sum(counts) == num_pipelines else None
+
+
+def _moved(lengths: Sequence[int], runs: Sequence[Counts], rng: random.Random) -> list[Counts] | None:
+    """Two runs exchange members; None if the drawn ones have none to exchange."""
+    one = rng.randrange(len(runs))
+    other = rng.randrange(len(runs) - 1)
+    other += other >= one
+    changed = list(runs)
+    if lengths[one] == lengths[other] and rng.random() < 0.1:
+        changed[one], changed[other] = changed[other], changed[one]
+        return changed
+    common = math.gcd(lengths[one], lengths[other])
+    gives, takes = lengths[other] // common, lengths[one] // common
+    able = [number for number, count in enumerate(runs[one]) if count >= gives]
+    willing = [number for number, count in enumerate(runs[other]) if count >= takes]
+    if not able or not willing:
+        return None
+    given, taken = rng.choice(able), rng.choice(willing)
+    if given == taken:
+        return None
+    first, second = list(runs[one]), list(runs[other])
+    first[given] -= gives
+    first[taken] += gives
+    second[taken] -= takes
+    second[given] += takes
+    changed[one], changed[other] = tuple(first), tuple(second)
+    return changed

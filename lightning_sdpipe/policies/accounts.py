@@ -1,0 +1,76 @@
+"""One pipeline as the dealer of batches knows it: what it holds, and when it will have trained that."""
+
+from __future__ import annotations
+
+import math
+
+from lightning_sdpipe.policies.leases import Done, Lease
+
+SHORTEST = 1e-6
+"""Seconds of a batch; no clock is finer."""
+
+
+class Account:
+    """One pipeline's leases in this segment, and what is known of its speed."""
+
+    __slots__ = ("asked", "base", "leased", "leases", "present", "seconds", "told", "trained")
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self.present = True
+        self.begin(0.0)
+
+    def begin(self, now: float) -> None:
+        """A segment begins, or the pipeline does."""
+        self.leases: list[Lease] = []
+        self.leased = 0
+        self.trained: dict[int, int] = {}
+        self.base = now
+        """It finishes what it holds at ``base`` + its batches × ``seconds``."""
+        self.asked = -1
+        """The newest ordinal that some stage asked for."""
+        self.told = False
+
+    @property
+    def open(self) -> bool:
+        """Is an ask unanswered?"""
+        return self.asked >= len(self.leases)
+
+    @property
+    def waits(self) -> bool:
+        """Is one, and is the pipeline standing still, since it was told so by an empty lease?"""
+        return self.open and bool(self.leases) and not self.leases[-1].size
+
+    @property
+    def furthest(self) -> int:
+        """Batches that some stage has trained."""
+        return max(self.trained.values(), default=0)
+
+    def finished(self, num_stages: int) -> int:
+        """Batches that all stages have trained."""
+        return min(self.trained.values()) if len(self.trained) == num_stages else 0
+
+    def hear(self, stage: int, done: Done, now: float) -> None:
+        """How far the worker of ``stage`` is."""
+        if done.seconds is not None:
+            self.seconds = max(done.seconds, SHORTEST)
+        if done.batches < self.trained.get(stage, 0):
+            return  # late
+        self.trained[stage] = done.batches
+        if done.batches < self.furthest:
+            return
+        self.base = now - done.ago
+        late = done.ago - (self.seconds or math.inf)
+        if late > 0 and done.batches < self.leased:  # expect a stall to last as long again
+            self.base += 2 * late
+
+    def free_at(self, now: float, seconds: float) -> float:
+        """When it has trained what it holds."""
+        if self.waits:
+            return now
+        end = self.base + seconds * (self.leased - self.furthest)
+        return end if end >= now else 2 * now - end
+
+    def expected(self, now: float, seconds: float) -> float:
+        """How many batches it has trained by now."""
+        return min(self.leased, self.furthest + max(0.0, (now - self.base) / seconds))

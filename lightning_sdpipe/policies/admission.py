@@ -1,0 +1,257 @@
+"""What a parameter server does with a push, and who may go on: the rules of a family, without tensors or time.
+
+A pipeline pulls the parameters, computes on them for a *clock*, pushes what it made of them, and pulls again when it
+may go on.
+
+**Without a quorum** a push counts at once. A pipeline may begin a clock when no active pipeline is more than s clocks
+behind it. s = 0 is bulk synchronous (BSP), s > 0 stale synchronous (SSP, Ho et al. 2013; the bound of HetPipe, Park et
+al. 2020), s = None asynchronous (ASP). With weights 1/staleness (HETE, Jiang et al. 2017) a push counts the less, the
+more clocks the furthest pipeline has finished since its pull; 1 when it has finished none but this one.
+
+**With a quorum** q, pushes are collected in rounds. A round closes when q of those that have pulled since the last one
+closed have pushed; they go on together. Who pushes later has computed on old parameters. It does not count for any
+quorum and goes on at once; its push is *dropped* (synchronous training with N − q backup workers, Chen et al. 2016) or
+*carried* into the open round (Eager-Reduce, Li et al. 2020). The mean of a round is over those that pushed in time;
+with late pushes carried it is over all N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.policy import check_integer, refusal
+
+
+@dataclass(frozen=True)
+class AdmissionRule:
+    """Values of the family, checked.
+
+    Args:
+        quorum: q, the pushes that close a round; None for none.
+        late: what becomes of pushes after the quorum: ``"drop"`` or ``"carry"``.
+        staleness: s, in clocks; None for no limit.
+        weights: of pushes: ``"equal"`` or ``"inverse_staleness"``.
+        combine: pushes are added up (``"sum"``), or divided by their number too (``"mean"``).
+
+    Raises:
+        ConfigurationError: a value that is not allowed, or has no effect beside the others.
+    """
+
+    quorum: int | None = None
+    late: Literal["drop", "carry"] = "drop"
+    staleness: int | None = 0
+    weights: Literal["equal", "inverse_staleness"] = "equal"
+    combine: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        check_integer("quorum", self.quorum, 1, "pipelines, or null for none", optional=True)
+        check_integer("staleness", self.staleness, 0, "clocks, or null for no limit", optional=True)
+        for name, allowed in (
+            ("late", ("drop", "carry")),
+            ("weights", ("equal", "inverse_staleness")),
+            ("combine", ("mean", "sum")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise refusal(name, getattr(self, name), " or ".join(f'"{value}"' for value in allowed))
+        if self.quorum is not None and self.staleness != 0:
+            raise ConfigurationError(
+                f"staleness={self.staleness} contradicts quorum={self.quorum}: who is late by a round never leads; "
+                "leave one of them out"
+            )
+        if self.late == "carry" and self.quorum is None:
+            raise ConfigurationError('late="carry" has no effect without a quorum, when nobody is late; give a quorum')
+        if self.weights == "inverse_staleness" and self.staleness == 0:
+            raise ConfigurationError(
+                'weights="inverse_staleness" has no effect with staleness=0, where all pushes are as fresh; give a '
+                "staleness above 0, or null for no limit"
+            )
+
+    def check_fits(self, num_pipelines: int) -> None:
+        """Refuses a quorum that can never come together.
+
+        Raises:
+            ConfigurationError: it is above N.
+        """
+        if self.quorum is not None and self.quorum > num_pipelines:
+            raise ConfigurationError(
+                f"quorum={self.quorum} is not allowed with {num_pipelines} pipelines; give 1 to {num_pipelines}"
+            )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from a push.
+
+    Args:
+        weight: with which the push is added to what the round holds; 0: it is dropped.
+        closes: with which that sum is added to the parameters now, for the next round to begin with nothing; None: it
+            stays.
+        released: pipelines that may pull and go on now, which all have pushed.
+    """
+
+    weight: float
+    closes: float | None
+    released: tuple[int, ...]
+
+
+class Admission:
+    """Follows the pipelines of one stage. What may not be done now raises ValueError, and changes nothing."""
+
+    def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
+        rule.check_fits(num_pipelines)
+        self._rule = rule
+        self._num_pipelines = num_pipelines
+        self._pulled: dict[int, int] = {}
+        """The version of the parameters that each active pipeline computes on."""
+        self._waiting: list[int] = []
+
+    @property
+    def active(self) -> frozenset[int]:
+        return frozenset(self._pulled)
+
+    def join(self, pipeline: int) -> None:
+        """``pipeline`` takes part from now on, and has the parameters as they are."""
+        if pipeline in self._pulled:
+            raise ValueError(f"pipeline {pipeline} joined twice")
+        self._pulled[pipeline] = self._version()
+
+    def push(self, pipeline: int) -> Verdict:
+        """``pipeline`` has finished a clock, and waits to go on."""
+        self._check_computes(pipeline)
+        self._waiting.append(pipeline)
+        return Verdict(self._count(pipeline), *self._settle())
+
+    def leave(self, pipeline: int, pushes: bool) -> Verdict:
+        """``pipeline`` takes part no longer. It ``pushes`` what it has of a clock, or has nothing."""
+        self._check_computes(pipeline)
+        weight = self._count(pipeline) if pushes else 0.0
+        del self._pulled[pipeline]
+        return Verdict(weight, *self._settle())
+
+    def pull(self, pipeline: int) -> None:
+        """``pipeline``, which was released, takes the parameters as they are now."""
+        self._check_computes(pipeline)
+        self._pulled[pipeline] = self._version()
+
+    def waits(self, pipeline: int) -> bool:
+        """Whether ``pipeline`` has pushed and may not go on yet."""
+        return pipeline in self._waiting
+
+    def awaited_by(self, pipeline: int) -> list[int]:
+        """Those that must push before ``pipeline`` may go on; some of them, if there is a quorum."""
+        raise NotImplementedError
+
+    def _check_computes(self, pipeline: int) -> None:
+        if pipeline not in self._pulled:
+            raise ValueError(f"pipeline {pipeline} takes no part")
+        if pipeline in self._waiting:
+            raise ValueError(f"pipeline {pipeline} may not go on yet, since it awaits {self.awaited_by(pipeline)}")
+
+    def _version(self) -> int:
+        """Of the parameters now."""
+        raise NotImplementedError
+
+    def _count(self, pipeline: int) -> float:
+        """The weight of what ``pipeline`` pushes."""
+        raise NotImplementedError
+
+    def _settle(self) -> tuple[float | None, tuple[int, ...]]:
+        """Whether the round closes, as in :class:`Verdict`, and who goes on."""
+        raise NotImplementedError
+
+    def _release(self, pipelines: list[int]) -> tuple[int, ...]:
+        self._waiting = [pipeline for pipeline in self._waiting if pipeline not in pipelines]
+        return tuple(pipelines)
+
+
+class BoundedStaleness(Admission):
+    """Without a quorum: every push is a round of its own. Versions count the clocks of the furthest pipeline.
+
+    Nothing deadlocks: who is furthest behind may always go on.
+    """
+
+    def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
+        super().__init__(rule, num_pipelines)
+        self._finished: dict[int, int] = {}
+
+    def join(self, pipeline: int) -> None:
+        """See the base class; it starts level with the one that is furthest behind."""
+        super().join(pipeline)
+        self._finished[pipeline] = min((self._finished[other] for other in self.active - {pipeline}), default=0)
+
+    def leave(self, pipeline: int, pushes: bool) -> Verdict:
+        """See the base class."""
+        verdict = super().leave(pipeline, pushes)
+        del self._finished[pipeline]
+        return verdict
+
+    def finished(self, pipeline: int) -> int:
+        """How many clocks ``pipeline`` has finished."""
+        return self._finished[pipeline]
+
+    def awaited_by(self, pipeline: int) -> list[int]:
+        """See the base class."""
+        if self._rule.staleness is None:
+            return []
+        least = self._finished[pipeline] - self._rule.staleness
+        return sorted(other for other in self.active if self._finished[other] < least)
+
+    def _version(self) -> int:
+        return max(self._finished.values(), default=0)
+
+    def _count(self, pipeline: int) -> float:
+        self._finished[pipeline] += 1
+        weight = 1.0 if self._rule.combine == "sum" else 1 / self._num_pipelines
+        if self._rule.weights == "inverse_staleness":
+            weight /= max(1, self._version() - self._pulled[pipeline])
+        return weight
+
+    def _settle(self) -> tuple[float | None, tuple[int, ...]]:
+        return 1.0, self._release([pipeline for pipeline in self._waiting if not self.awaited_by(pipeline)])
+
+
+class Rounds(Admission):
+    """With a quorum. Versions are rounds.
+
+    Nothing deadlocks: who waits has pushed in time, and all others compute; when they push they have pulled since the
+    round before closed, or go on and pull now. With fewer active pipelines than the quorum all of them are one.
+    """
+
+    def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
+        super().__init__(rule, num_pipelines)
+        self._round = 0
+        self._in_time = 0
+        self._carried = False
+
+    def awaited_by(self, pipeline: int) -> list[int]:
+        """See the base class."""
+        return sorted(self.active.difference(self._waiting))
+
+    def _version(self) -> int:
+        return self._round
+
+    def _count(self, pipeline: int) -> float:
+        if self._pulled[pipeline] == self._round:
+            self._in_time += 1
+            return 1.0
+        if self._rule.late == "drop":
+            return 0.0
+        self._carried = True
+        return 1.0
+
+    def _settle(self) -> tuple[float | None, tuple[int, ...]]:
+        assert self._rule.quorum is not None
+        if self._in_time < min(self._rule.quorum, len(self.active)) or not (self._in_time or self._carried):
+            return None, self._release([late for late in self._waiting if self._pulled[late] != self._round])
+        closes = 1.0
+        if self._rule.combine == "mean":
+            closes /= self._num_pipelines if self._rule.late == "carry" else self._in_time
+        self._round, self._in_time, self._carried = self._round + 1, 0, False
+        return closes, self._release(list(self._waiting))
+
+
+def admission(rule: AdmissionRule, num_pipelines: int) -> Admission:
+    """What keeps ``rule`` for ``num_pipelines`` pipelines, of which none has joined."""
+    return BoundedStaleness(rule, num_pipelines) if rule.quorum is None else Rounds(rule, num_pipelines)

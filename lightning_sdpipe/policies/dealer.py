@@ -1,0 +1,334 @@
+"""Deals the batches of an epoch to pipelines by their speed: events and the time go in, leases come out.
+
+A *batch* is number b of home shard i: the b-th that DistributedSampler's i-th replica would train. A *segment* is the
+stretch of numbers between two pauses of a run (validation, a checkpoint, the end of the epoch). Its N × (stop − start)
+batches are each dealt once; when all are trained, the segment is over, so at a pause everything before it is done.
+
+- A pipeline's lease ``ordinal`` is decided when the first of its workers asks; the others get the same. So is what
+  tells a pipeline to stand still, since its stages must empty themselves after the same batch.
+- A batch goes to the pipeline that is predicted to finish it first, what it was dealt and has not trained included. For
+  batches of one size that minimises the end of the last one: at steady speeds nobody waits longer than one batch of its
+  own takes. A pipeline takes from the head of its home shard; then from the tail of that which would end last.
+- Leases are half of what a pipeline is expected to train yet (guided self-scheduling, Polychronopoulos and Kuck 1987),
+  but no less than a second of work. So it asks rarely, and a device that slows down holds little.
+- There may be nothing for who asks: all is dealt, or others are faster. It gets an empty lease, trains what it still
+  holds, and asks again; that ask stays open until batches come back or somebody else stalls, or the segment is over.
+- A dealer that has dealt nothing yet may be a scheduler that was restarted in mid-epoch. Before it decides anything,
+  every pipeline tells what it was dealt. What nobody has heard of has not been trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from lightning_sdpipe.policies.accounts import Account
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
+from lightning_sdpipe.policies.policy import RefusedEvent
+from lightning_sdpipe.policies.shares import shares
+
+LEAST_SECONDS = 1.0
+"""Of work in a lease, where there is as much: a pipeline asks about once in this time, or per batch."""
+
+
+class Dealer:
+    """Deals one segment after the other to ``num_pipelines`` pipelines of ``num_stages`` stages each."""
+
+    def __init__(self, num_stages: int, num_pipelines: int) -> None:
+        self._num_stages = num_stages
+        self._num_pipelines = num_pipelines
+        self._accounts = [Account() for _ in range(num_pipelines)]
+        self._left: list[list[range]] = [[] for _ in range(num_pipelines)]
+        """Of each home shard what is not dealt, in order."""
+        self._retired = 0
+        """Batches that pipelines have trained which returned the rest."""
+        self.segment: Segment | None = None
+        self._previous: tuple[Segment, list[list[Lease]]] | None = None
+        """Answers of the segment before, which may have been lost on their way."""
+        self._recovering = False
+        self._over = False
+
+    def on(self, event: LeaseEvent, now: float) -> list[Lease]:
+        """``event`` happened at ``now``; the leases that follow, which may belong to asks that were left open.
+
+        Raises:
+            RefusedEvent: the event breaks a rule; nothing has changed.
+        """
+        match event:
+            case Asked(worker, segment, ordinal, done):
+                account = self._account(worker, done)
+                self._check_asks(worker, segment, ordinal)
+                if segment != self.segment:
+                    self._begin(segment, now)
+                elif not account.present:
+                    account.begin(now)
+                account.present = True
+                account.hear(worker.stage, done, now)
+                account.asked = max(account.asked, ordinal)
+                return self._settle(now)
+            case Trained(worker, segment, done):
+                account = self._account(worker, done)
+                if segment != self.segment or not account.present:
+                    return []
+                account.hear(worker.stage, done, now)
+                return self._settle(now)
+            case Told():
+                return self._hear_book(event, now)
+            case Returned(pipeline):
+                self._take_back(pipeline)
+                return self._settle(now)
+
+    def answer(self, pipeline: int, segment: Segment, ordinal: int) -> Lease | None:
+        """What was decided on that ask, if it was."""
+        leases = self._accounts[pipeline].leases if segment == self.segment else []
+        if self._previous is not None and segment == self._previous[0]:
+            leases = self._previous[1][pipeline]
+            if ordinal == len(leases):  # it has all that it needs, and has not asked since
+                stop, end = segment.stop, float(self._num_pipelines * segment.stop)
+                return Lease(segment, pipeline, ordinal, pipeline, stop, stop, end, 0.0, over=True)
+        return leases[ordinal] if 0 <= ordinal < len(leases) else None
+
+    def asks_for_book(self, pipeline: int, segment: Segment) -> bool:
+        """Should the pipeline tell what it was dealt in ``segment``?"""
+        if self.segment is None:
+            return True
+        return self._recovering and (
+            self._is_newer(segment) or (segment == self.segment and not self._accounts[pipeline].told)
+        )
+
+    def still_training(self) -> list[int]:
+        """Pipelines that were dealt something that not all of their stages have trained."""
+        return [
+            i
+            for i, account in enumerate(self._accounts)
+            if account.present and account.finished(self._num_stages) < account.leased
+        ]
+
+    # ---------------------------------------------------------------- segments
+
+    def _account(self, worker: Worker, done: Done) -> Account:
+        if not (0 <= worker.stage < self._num_stages and 0 <= worker.pipeline < self._num_pipelines):
+            raise RefusedEvent(
+                f"worker {worker} does not exist in {self._num_stages} stages × {self._num_pipelines} pipelines"
+            )
+        if not (done.batches >= 0 and 0 <= done.ago < math.inf and 0 <= (done.seconds or 0) < math.inf):
+            raise RefusedEvent(f"worker {worker} says that it has trained {done}, which cannot be")
+        return self._accounts[worker.pipeline]
+
+    def _is_newer(self, segment: Segment) -> bool:
+        current = self.segment
+        return (
+            current is None
+            or segment.run != current.run
+            or (segment.epoch, segment.start) > (current.epoch, current.start)
+        )
+
+    def _check_asks(self, worker: Worker, segment: Segment, ordinal: int) -> None:
+        current, account = self.segment, self._accounts[worker.pipeline]
+        if not 0 <= segment.start < segment.stop:
+            raise RefusedEvent(f"worker {worker} asked for a lease in {segment}, which are none")
+        same_run = current is not None and segment.run == current.run
+        if same_run and segment != current and not (self._over and self._is_newer(segment)):
+            raise RefusedEvent(
+                f"worker {worker} asked for a lease in {segment}, while {current} are dealt: the workers of a run "
+                "must pause at the same batches, whatever their rank, data or clock"
+            )
+        known = len(account.leases) if segment == current and account.present else 0
+        if ordinal > known and not (current is None or self._recovering):
+            raise RefusedEvent(f"worker {worker} asked for lease {ordinal} of its pipeline, which was dealt {known}")
+
+    def _begin(self, segment: Segment, now: float) -> None:
+        self._recovering = self._recovering or self.segment is None
+        if self.segment is not None:
+            self._previous = self.segment, [account.leases for account in self._accounts]
+        self.segment, self._over, self._retired = segment, False, 0
+        self._left = [[range(segment.start, segment.stop)] for _ in range(self._num_pipelines)]
+        for account in self._accounts:
+            account.begin(now)
+
+    def _hear_book(self, told: Told, now: float) -> list[Lease]:
+        account, segment = self._account(told.worker, told.done), told.segment
+        if self.segment is not None and not self._recovering:
+            return []  # another worker of its pipeline was faster
+        begins = self._is_newer(segment)
+        if not begins and segment != self.segment:
+            return []
+        whole = [range(segment.start, segment.stop)]
+        left = [list(whole if begins else parts) for parts in self._left]
+        news = told.leases if begins else told.leases[len(account.leases) :]
+        for lease in news:
+            if (
+                lease.segment != segment
+                or lease.pipeline != told.worker.pipeline
+                or not 0 <= lease.home < self._num_pipelines
+                or not _removed(left[lease.home], lease.start, lease.stop)
+            ):
+                raise RefusedEvent(f"worker {told.worker} told of {lease}, which others hold or {segment} lack")
+        if begins:
+            self._begin(segment, now)
+        self._left = left
+        account.leases += news
+        account.leased += sum(lease.size for lease in news)
+        account.present = account.told = True
+        account.hear(told.worker.stage, told.done, now)
+        self._over = self._over or told.over
+        return self._settle(now)
+
+    def _take_back(self, pipeline: int) -> None:
+        if not 0 <= pipeline < self._num_pipelines:
+            raise RefusedEvent(f"pipeline {pipeline} does not exist among {self._num_pipelines}")
+        account = self._accounts[pipeline]
+        trained = account.finished(self._num_stages)
+        self._retired += trained
+        for lease in account.leases:
+            kept = min(lease.size, trained)
+            trained -= kept
+            _put_back(self._left[lease.home], lease.start + kept, lease.stop)
+        account.begin(account.base)
+        account.present = False
+
+    # ------------------------------------------------------------------ leases
+
+    def _settle(self, now: float) -> list[Lease]:
+        """Decides the asks that are open, as far as they can be."""
+        if self._recovering:
+            if not all(account.told or not account.present for account in self._accounts):
+                return []
+            self._recovering = False
+        decided: list[Lease] = []
+        for pipeline, account in enumerate(self._accounts):
+            if account.open and not account.waits:
+                lease = None if self._over else self._lease(pipeline, self._quotas(now), now)
+                decided.append(self._record(lease or self._empty(pipeline, self._over)))
+        if not self._over and any(account.waits for account in self._accounts):
+            decided += self._serve_who_waits(now)
+        if self._over:
+            waiting = [pipeline for pipeline, account in enumerate(self._accounts) if account.waits]
+            decided += [self._record(self._empty(pipeline, over=True)) for pipeline in waiting]
+        return decided
+
+    def _serve_who_waits(self, now: float) -> list[Lease]:
+        decided: list[Lease] = []
+        while any(self._left):
+            quotas = self._quotas(now)
+            first = next((i for i, account in enumerate(self._accounts) if account.waits and quotas.get(i)), None)
+            lease = None if first is None else self._lease(first, quotas, now)
+            if lease is None:
+                return decided
+            decided.append(self._record(lease))
+        self._over = not self.still_training()
+        return decided
+
+    def _record(self, lease: Lease) -> Lease:
+        account = self._accounts[lease.pipeline]
+        _removed(self._left[lease.home], lease.start, lease.stop)
+        account.leases.append(lease)
+        account.leased += lease.size
+        return lease
+
+    def _lease(self, pipeline: int, quotas: Mapping[int, int], now: float) -> Lease | None:
+        """The next batches for ``pipeline``; None if there are none for it now."""
+        quota = quotas.get(pipeline, 0)
+        if not quota:
+            return None
+        account, seconds = self._accounts[pipeline], self._accounts[pipeline].seconds
+        if seconds is None:  # double, until it is known
+            size = min(quota, max(1, account.leased))
+        else:
+            size = min(quota, max(math.ceil(quota / 2), math.ceil(LEAST_SECONDS / seconds)))
+        home, batches = self._choose(pipeline, size, quotas, now)
+        progress, advance = self._progress(pipeline, len(batches), now)
+        assert self.segment is not None
+        start, stop = batches.start, batches.stop
+        return Lease(self.segment, pipeline, len(account.leases), home, start, stop, progress, advance)
+
+    def _empty(self, pipeline: int, over: bool = False) -> Lease:
+        account, segment = self._accounts[pipeline], self.segment
+        assert segment is not None
+        end = float(self._num_pipelines * segment.stop)
+        progress = end if over else self._even(account) if not account.leases else account.leases[-1].end
+        return Lease(
+            segment, pipeline, len(account.leases), pipeline, segment.stop, segment.stop, min(progress, end), 0.0, over
+        )
+
+    def _choose(self, pipeline: int, size: int, quotas: Mapping[int, int], now: float) -> tuple[int, range]:
+        """At most ``size`` batches of one shard."""
+        if own := self._left[pipeline]:
+            return pipeline, own[0][:size]
+        seconds = self._seconds()
+
+        def end(home: int) -> float:
+            owner = self._accounts[home]
+            if not owner.present:
+                return math.inf
+            return owner.free_at(now, seconds[home]) + seconds[home] * sum(map(len, self._left[home]))
+
+        home = max((i for i, left in enumerate(self._left) if left), key=end)
+        spare = sum(map(len, self._left[home])) - quotas.get(home, 0)
+        tail = self._left[home][-1]
+        return home, tail[-min(size, max(1, spare)) :]
+
+    # -------------------------------------------------------------- prediction
+
+    def _seconds(self) -> list[float]:
+        """Per batch, of each pipeline; who is not known yet is as fast as the others are on average."""
+        known = [account.seconds for account in self._accounts if account.seconds is not None]
+        typical = math.fsum(known) / len(known) if known else 1.0
+        return [typical if account.seconds is None else account.seconds for account in self._accounts]
+
+    def _quotas(self, now: float) -> dict[int, int]:
+        """How many of the batches that are left each pipeline would finish before anybody else could; of those that
+        would finish at the same time, one that has batches of its own left."""
+        seconds = self._seconds()
+        free = {
+            (not self._left[i], i): (account.free_at(now, seconds[i]), seconds[i])
+            for i, account in enumerate(self._accounts)
+            if account.present
+        }
+        quotas = shares(sum(len(part) for parts in self._left for part in parts), free)
+        return {i: quota for (_, i), quota in quotas.items()}
+
+    def _even(self, account: Account) -> float:
+        """The progress before its next batch if all are equally fast."""
+        assert self.segment is not None
+        return float(self._num_pipelines * (self.segment.start + account.leased))
+
+    def _progress(self, pipeline: int, size: int, now: float) -> tuple[float, float]:
+        """Of the next ``size`` batches of ``pipeline``: of the first, and how much it grows with each.
+
+        Where the measured speeds differ by less than what one round of batches may hide, they are taken for equal.
+        """
+        assert self.segment is not None
+        account, seconds, n = self._accounts[pipeline], self._seconds(), self._num_pipelines
+        present = [i for i, other in enumerate(self._accounts) if other.present]
+        rate = math.fsum(1 / seconds[i] for i in present)
+        advance = rate * seconds[pipeline]
+        done = self._retired + math.fsum(self._accounts[i].expected(now, seconds[i]) for i in present)
+        first = n * self.segment.start + done + rate * (account.free_at(now, seconds[pipeline]) - now)
+        even = self._even(account)
+        if abs(first - even) <= n and abs(advance - n) * size <= n:
+            first, advance = even, float(n)
+        before = account.leases[-1].end if account.leases else 0.0
+        end = float(n * self.segment.stop)
+        first = min(max(first, before), end)
+        return first, min(advance, (end - first) / size)
+
+
+def _removed(parts: list[range], start: int, stop: int) -> bool:
+    """Takes ``start`` to ``stop`` out of the one of ``parts`` that holds them; False if there is none."""
+    if start == stop:
+        return True
+    for at, part in enumerate(parts):
+        if part.start <= start < stop <= part.stop:
+            parts[at : at + 1] = _nonempty(range(part.start, start), range(stop, part.stop))
+            return True
+    return False
+
+
+def _put_back(parts: list[range], start: int, stop: int) -> None:
+    parts[:] = sorted([*parts, *_nonempty(range(start, stop))], key=lambda part: part.start)
+
+
+def _nonempty(*parts: range) -> Iterable[range]:
+    return [part for part in parts if part]

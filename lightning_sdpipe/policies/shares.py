@@ -1,0 +1,66 @@
+"""How to divide equal pieces of work among workers of different speeds, in whole pieces."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from lightning_sdpipe.errors import ConfigurationError
+
+Key = TypeVar("Key", int, tuple[bool, int])
+
+
+def shares(pieces: int, workers: Mapping[Key, tuple[float, float]]) -> dict[Key, int]:
+    """Gives each of ``pieces`` to the worker that finishes it first, which makes the last of them end soonest.
+
+    Args:
+        pieces: how many.
+        workers: of each, when it is free and the seconds that it takes for a piece, above 0.
+
+    Returns:
+        Pieces of each worker; of two that would finish one at the same time, the lower gets it.
+    """
+    given = dict.fromkeys(workers, 0)
+    # Most of them at once: everybody works until `end`, the time at which all is done if pieces could be cut.
+    busy = sorted(workers, key=lambda i: workers[i][0])
+    rate = owed = 0.0
+    for count, i in enumerate(busy):
+        free, seconds = workers[i]
+        rate, owed = rate + 1 / seconds, owed + free / seconds
+        end = (pieces + owed) / rate
+        if count + 1 == len(busy) or end <= workers[busy[count + 1]][0]:
+            for j in busy[: count + 1]:
+                # One less than fits, lest rounding gives a worker more than it would finish first.
+                given[j] = max(0, math.floor((end - workers[j][0]) / workers[j][1]) - 1)
+            break
+    queue = [(free + seconds * (given[i] + 1), i) for i, (free, seconds) in workers.items()]
+    heapq.heapify(queue)
+    for _ in range(pieces - sum(given.values()) if queue else 0):
+        at, i = queue[0]
+        given[i] += 1
+        heapq.heapreplace(queue, (at + workers[i][1], i))
+    return given
+
+
+def micro_batches_by_speed(seconds: Sequence[float], total: int, least: int = 1) -> list[int]:
+    """Micro-batches k_i of each pipeline with Σ k_i = ``total``, such that the slowest is done as soon as can be.
+
+    Args:
+        seconds: that each pipeline takes for a micro-batch.
+        total: of all pipelines: N times the number that each has when speeds are equal.
+        least: that a pipeline's schedule needs.
+
+    Raises:
+        ConfigurationError: there are fewer than everybody needs, or seconds that are not above 0.
+    """
+    if total < least * len(seconds):
+        raise ConfigurationError(
+            f"{total} micro-batches cannot be divided among {len(seconds)} pipelines that need {least} each; give "
+            f"num_micro_batches={least} or more"
+        )
+    if not all(math.isfinite(s) and s > 0 for s in seconds):
+        raise ConfigurationError(f"seconds={list(seconds)} is not allowed; give finite numbers above 0")
+    more = shares(total - least * len(seconds), {i: (least * s, s) for i, s in enumerate(seconds)})
+    return [least + more[i] for i in range(len(seconds))]

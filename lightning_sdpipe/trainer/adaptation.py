@@ -1,0 +1,68 @@
+"""All that Lightning, torchmetrics and the precision plugin do per rank, made right for a stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_sdpipe.exchange.buckets import FlatBucket
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
+from lightning_sdpipe.pipeline.pipeline import Pipeline
+from lightning_sdpipe.trainer import finetuning
+from lightning_sdpipe.trainer.clipping import clip_over_stages, clip_without_flush
+from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
+from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, scale_without_flush
+from lightning_sdpipe.trainer.readiness import Readiness, clips_by_norm
+from lightning_sdpipe.trainer.refusals import leave_out_example
+from lightning_sdpipe.trainer.whereabouts import Whereabouts
+
+
+def adapt(
+    trainer: Trainer,
+    groups: ProcessGroups,
+    ownership: Ownership,
+    pipeline: Pipeline,
+    buckets: Sequence[FlatBucket],
+    whereabouts: Whereabouts,
+    readiness: Readiness,
+    whole_groups: Callable[[], list[dict[str, Any]]],
+) -> list[Callable[[], None]]:
+    """Changes hooks, metrics, callbacks, clipping and the loss scale of ``trainer`` so.
+
+    Args:
+        trainer: about to run.
+        groups: this worker's place.
+        ownership: which stage holds what.
+        pipeline: this worker's part of it.
+        buckets: this worker's parameters; the sequence may change.
+        whereabouts: is told when hooks run that only last stages run.
+        readiness: is told when an update has passed what waits for other stages.
+        whole_groups: those of the optimizer, with the parameters of all stages.
+
+    Returns:
+        What undoes it.
+    """
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+    callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    stage, _ = groups.mesh.locate(groups.rank)
+    several = groups.mesh.num_stages > 1
+    result_hook = partial(whereabouts.result_hook, parameters=lambda: [bucket.buffer for bucket in buckets])
+    known, voted = partial(readiness.reached, "norm"), partial(readiness.reached, "vote")
+    if isinstance(pipeline, PipeDreamPipeline):
+        pipeline.notes.norms = clips_by_norm(trainer)
+        clip_without_flush(precision, module, ownership, groups, pipeline, known)
+        scale_without_flush(precision, pipeline)
+    else:
+        clip_over_stages(precision, module, ownership, groups, known)
+        agree_on_overflow(precision, groups, voted)
+    return [
+        leave_results_to_the_last_stage(module, callbacks, stage == groups.mesh.num_stages - 1, result_hook),
+        leave_out_example(module) if several else lambda: None,
+        gather_metrics_over(module, groups.stage),
+        finetuning.adapt(callbacks, whole_groups),
+    ]

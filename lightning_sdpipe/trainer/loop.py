@@ -1,0 +1,180 @@
+"""Lightning's loop, kept from holding all ranks in step, and from letting them decide differently.
+
+Within an epoch, pipelines run at their own speeds. Lightning's loop is written for ranks that do the same batch at the
+same time. What it does between batches is changed here, in the loop of one Trainer:
+
+- Before every batch, it broadcasts from rank 0 whether that has received SIGTERM. Every worker would wait there for
+  rank 0's worker. Here a worker that receives SIGTERM fails like any other, and the scheduler tells the rest.
+- After every batch, it broadcasts whether rank 0's clock says that training ends or a checkpoint is due, and asks each
+  rank's own clock whether to validate. Here all look at the clock after batches that they have agreed on.
+- A rank whose user sets ``trainer.should_stop`` would stop by itself. Here all stop at the next point where all meet.
+- A rank whose data end sooner would end the epoch by itself. Here it counts on, until all are at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_sdpipe.trainer.clock import ClockChecks
+from lightning_sdpipe.trainer.uneven_data import Turns, UnevenFetcher
+
+
+def change(trainer: Trainer, turns: Turns, together: Callable[[], bool], checks: ClockChecks) -> None:
+    """Changes ``trainer``'s loop and callbacks so; ``together`` says whether all workers are at this batch.
+
+    Must run before the Trainer registers its signal handlers, as ``Strategy.setup`` does; and again before each run.
+    """
+    _fail_on_sigterm(trainer)
+    _end_together(trainer, turns)
+    _stop_together(trainer, together, checks)
+    _look_together(trainer, checks)
+
+
+def clocks(trainer: Any) -> list[Callable[[], float]]:
+    """The seconds until something is due by the clock, for each of ``trainer``'s features that has one."""
+    waits = [_seconds_left(callback) for callback in _timed(trainer.callbacks)]
+    interval = getattr(trainer, "_val_check_time_interval", None)  # Lightning 2.6 and later
+    if interval is not None:
+        waits.append(lambda: interval - (time.monotonic() - trainer._last_val_time))
+    return waits
+
+
+def position(trainer: Trainer) -> int:
+    """How many batches were begun in this epoch: equal on all ranks that meet."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def batches(trainer: Trainer) -> int:
+    """How many batches were begun since training started: equal on all ranks that meet."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def zeroes_gradients(trainer: Trainer) -> bool:
+    """Does Lightning zero the gradients before it adds those of the batch that is being trained?"""
+    return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def is_uneven(trainer: Trainer) -> bool:
+    """May pipelines have different numbers of batches in this epoch?"""
+    return isinstance(trainer.fit_loop._data_fetcher, UnevenFetcher)
+
+
+def _fail_on_sigterm(trainer: Trainer) -> None:
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):  # Lightning 2.6 and later
+        epoch_loop._broadcast_sigterm_tensor = lambda: None
+    connector: Any = trainer._signal_connector
+
+    def note_sigterm(signum: signal.Signals, _: FrameType) -> None:
+        launcher = trainer.strategy.launcher
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(signum)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note_sigterm
+    connector._slurm_sigusr_handler_fn = _decline_to_requeue
+
+
+def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
+    """Lightning would save a checkpoint in the handler: at another batch on each rank, which would wait for ever."""
+    rank_zero_warn(
+        f"Signal {signum} does not requeue the job: workers cannot save a checkpoint at any moment. Save some by "
+        "ModelCheckpoint(train_time_interval=...), and resume with fit(ckpt_path='last')."
+    )
+
+
+def _end_together(trainer: Trainer, turns: Turns) -> None:
+    loop: Any = trainer.fit_loop
+
+    def advance() -> None:
+        loaders = loop._combined_loader.flattened
+        fetcher = loop._data_fetcher
+        if not isinstance(fetcher, UnevenFetcher) and not all(loader.even for loader in loaders):
+            loop._data_fetcher = UnevenFetcher(fetcher, turns)
+        type(loop).advance(loop)
+
+    loop.advance = advance
+
+
+def _stop_together(trainer: Trainer, together: Callable[[], bool], checks: ClockChecks) -> None:
+    fit_loop: Any = trainer.fit_loop
+    epoch_loop: Any = fit_loop.epoch_loop
+    asked = False
+
+    def agree() -> None:
+        nonlocal asked
+        if together():
+            trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop or asked, all=False)
+            asked = False
+        else:
+            asked, trainer.should_stop = asked or trainer.should_stop, False
+
+    def after_batch(fetcher: Any) -> None:
+        agree()
+        type(epoch_loop).on_advance_end(epoch_loop, fetcher)
+        agree()  # validation may have changed it
+        if checks.now:
+            checks.renew(batches(trainer))
+
+    def after_epoch() -> None:
+        type(fit_loop).on_advance_end(fit_loop)
+        agree()
+
+    epoch_loop.on_advance_end, fit_loop.on_advance_end = after_batch, after_epoch
+
+
+def _seconds_left(callback: Timer | ModelCheckpoint) -> Callable[[], float]:
+    def seconds_left() -> float:
+        if isinstance(callback, Timer):
+            left = callback.time_remaining()
+            return math.inf if left is None else left
+        assert callback._train_time_interval is not None
+        assert callback._last_time_checked is not None  # since training starts
+        return callback._train_time_interval.total_seconds() - (time.monotonic() - callback._last_time_checked)
+
+    return seconds_left
+
+
+def _look_together(trainer: Any, checks: ClockChecks) -> None:
+    def changed(callback: Any) -> Callable[..., None]:
+        def on_train_batch_end(*arguments: Any, **kwargs: Any) -> None:
+            if checks.now:
+                type(callback).on_train_batch_end(callback, *arguments, **kwargs)
+
+        return on_train_batch_end
+
+    for callback in _timed(trainer.callbacks):
+        callback.on_train_batch_end = changed(callback)  # type: ignore[method-assign]
+
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+
+    def should_validate(fetcher: Any) -> bool:
+        last = trainer._last_val_time
+        if not checks.now:
+            trainer._last_val_time = math.inf
+        try:
+            decision: bool = type(epoch_loop)._should_check_val_fx(epoch_loop, fetcher)
+        finally:
+            trainer._last_val_time = last
+        return trainer.strategy.broadcast(decision) if checks.now else decision
+
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        epoch_loop._should_check_val_fx = should_validate
+
+
+def _timed(callbacks: Iterable[Callback]) -> list[Timer | ModelCheckpoint]:
+    return [
+        callback
+        for callback in callbacks
+        if (isinstance(callback, Timer) and callback._duration is not None and callback._interval == "step")
+        or (isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None)
+    ]

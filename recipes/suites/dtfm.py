@@ -1,0 +1,247 @@
+"""DT-FM's own searches, to compare with: its genetic algorithm with its local search (§3.4) or with Kernighan and Lin's
+(§4.2, Figure 4), and random placements. All are seeded, which the published code never is.
+
+A new partition is taken in and the worst one dropped if it is better than that, as the paper says; the published code
+compares with ``max(a, score > b)``, which takes in worse ones.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightning_sdpipe.placement.arrange import arrange
+from lightning_sdpipe.placement.cost import Stages, Weights, evaluate
+from lightning_sdpipe.placement.network import Matrix
+
+POPULATION = 100
+TRIALS = 4900
+CROSSOVER = 5
+"""Devices whose groups a child takes from its other parent."""
+
+RANDOM_PLACEMENTS = 5000
+
+Labels = list[int]
+"""The group of each device."""
+
+Search = Literal["dtfm", "kernighan_lin"]
+
+
+@dataclass
+class Progress:
+    """The best placement so far, and the seconds at which each better one was found."""
+
+    cost: float = math.inf
+    stages: Stages = field(default_factory=list)
+    improvements: list[tuple[float, float]] = field(default_factory=list)
+
+    def offer(self, stages: Stages, cost: float, seconds: float) -> None:
+        if cost < self.cost:
+            self.cost, self.stages = cost, stages
+            self.improvements.append((seconds, cost))
+
+
+def genetic(
+    weights: Weights,
+    num_devices: int,
+    seed: int,
+    seconds: float,
+    local_search: Search = "dtfm",
+    clock: Callable[[], float] = time.perf_counter,
+) -> Progress:
+    """The genetic search of §3.4, until :data:`TRIALS` children were made or the time is up.
+
+    Args:
+        weights: of M even stages; the local search looks at the links of a cut, and Kernighan and Lin's at those of a
+            group as well.
+        num_devices: n, which M divides.
+        seed: of everything random.
+        seconds: until it stops.
+        local_search: of the paper, or its baseline.
+        clock: monotonic seconds.
+    """
+    rng = random.Random(seed)
+    start = clock()
+    progress = Progress()
+    size = num_devices // weights.num_stages
+    gains = _Gains(weights, size, local_search)
+    population: list[tuple[float, Labels]] = []
+    for candidate in _candidates(rng, num_devices, size, population, gains):
+        stages, cost = _scored(candidate, weights)
+        progress.offer(stages, cost, clock() - start)
+        if len(population) < POPULATION:
+            population.append((cost, candidate))
+        else:
+            worst = max(range(POPULATION), key=lambda number: population[number][0])
+            if cost < population[worst][0]:
+                population[worst] = (cost, candidate)
+        if clock() - start >= seconds:
+            break
+    return progress
+
+
+def shuffled(
+    weights: Weights, num_devices: int, seed: int, seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> Progress:
+    """The best of :data:`RANDOM_PLACEMENTS` random partitions, each arranged in the best way."""
+    rng = random.Random(seed)
+    start = clock()
+    progress = Progress()
+    for _ in range(RANDOM_PLACEMENTS):
+        labels = _random_labels(rng, num_devices, num_devices // weights.num_stages)
+        progress.offer(*_scored(labels, weights), clock() - start)
+        if clock() - start >= seconds:
+            break
+    return progress
+
+
+def _candidates(
+    rng: random.Random, num_devices: int, size: int, population: Sequence[tuple[float, Labels]], gains: _Gains
+) -> Iterator[Labels]:
+    for _ in range(POPULATION):
+        yield _random_labels(rng, num_devices, size)
+    for _ in range(TRIALS):
+        one, other = rng.choice(population)[1], rng.choice(population)[1]
+        yield move_in_circles(crossed(one, other, rng, size), gains)
+
+
+def _random_labels(rng: random.Random, num_devices: int, size: int) -> Labels:
+    labels = [device // size for device in range(num_devices)]
+    rng.shuffle(labels)
+    return labels
+
+
+def crossed(one: Labels, other: Labels, rng: random.Random, size: int) -> Labels:
+    """The other parent with a few devices in the groups that they have in the first. Surplus devices go to the first
+    group that has room."""
+    labels = list(other)
+    for device in rng.sample(range(len(labels)), CROSSOVER):
+        labels[device] = one[device]
+    counts = [labels.count(group) for group in range(len(labels) // size)]
+    for device, group in enumerate(labels):
+        if counts[group] > size:
+            room = next(number for number, count in enumerate(counts) if count < size)
+            counts[group] -= 1
+            counts[room] += 1
+            labels[device] = room
+    return labels
+
+
+def _scored(labels: Labels, weights: Weights) -> tuple[Stages, float]:
+    """The partition in its best arrangement, with its cost."""
+    groups: Stages = [[] for _ in range(weights.num_stages)]
+    for device, group in enumerate(labels):
+        groups[group].append(device)
+    found = [stages for stages in arrange(groups, weights) if stages is not None]
+    return min(((stages, evaluate(stages, weights).total) for stages in found), key=lambda pair: pair[1])
+
+
+@dataclass(frozen=True)
+class _Move:
+    gain: float
+    device: int
+    target: int
+
+
+NO_MOVE = _Move(-math.inf, -1, -1)
+
+
+class _Gains:
+    """What moving a device to another group promises."""
+
+    def __init__(self, weights: Weights, size: int, local_search: Search) -> None:
+        self.num_groups, self._size, self._search = weights.num_stages, size, local_search
+        step, exchange = weights.step[0], weights.exchange[0]
+        self._links: Matrix = step
+        if local_search == "kernighan_lin":  # as the published baseline: what a link costs more between than within
+            self._links = [
+                [a - size * b for a, b in zip(steps, exchanges, strict=True)]
+                for steps, exchanges in zip(step, exchange, strict=True)
+            ]
+
+    def best(self, labels: Labels, locked: Sequence[bool]) -> tuple[list[_Move], Matrix]:
+        """The most promising move out of each group, and the gain of the most promising one from each to each."""
+        moves = [NO_MOVE] * self.num_groups
+        between = [[-math.inf] * self.num_groups for _ in range(self.num_groups)]
+        for device in self._movable(labels, locked):
+            group, row = labels[device], self._links[device]
+            sums = [0.0] * self.num_groups
+            for other, theirs in enumerate(labels):
+                sums[theirs] += row[other]
+            if self._search == "dtfm":
+                here = min(row[other] for other, theirs in enumerate(labels) if theirs == group and other != device)
+                sums = [total / self._size for total in sums]
+            else:
+                here = sums[group]
+            for target, there in enumerate(sums):
+                if target == group:
+                    continue
+                gain = there - here if self._search == "dtfm" else here - there
+                between[group][target] = max(between[group][target], gain)
+                if gain > moves[group].gain:
+                    moves[group] = _Move(gain, device, target)
+        return moves, between
+
+    def _movable(self, labels: Labels, locked: Sequence[bool]) -> Iterator[int]:
+        """Of each group, in the paper's search only an end of its fastest link."""
+        if self._search != "dtfm":
+            yield from (device for device, held in enumerate(locked) if not held)
+            return
+        fastest: dict[int, tuple[float, int]] = {}
+        for device, group in enumerate(labels):
+            if not locked[device]:
+                row = self._links[device]
+                link = min(row[other] for other, theirs in enumerate(labels) if theirs == group and other != device)
+                fastest[group] = min(fastest.get(group, (math.inf, -1)), (link, device))
+        yield from (device for _, device in fastest.values())
+
+
+def move_in_circles(labels: Labels, gains: _Gains) -> Labels:
+    """Circular moves (§3.4, after Kang and Moon, 2000).
+
+    A cycle starts at the group whose best move gains most, and goes on from where that went, until it is back. Moved
+    devices stay where they are. Of each cycle the best beginning is kept, closed by sending its last device to where it
+    started; of all cycles, the best number of them. There are at most as many as groups.
+    """
+    locked = [False] * len(labels)
+    reached = [False] * gains.num_groups
+    states, sums = [labels], [0.0]
+    for _ in range(gains.num_groups):
+        current, gained = _cycle(states[-1], gains, locked, reached)
+        states.append(current)
+        sums.append(sums[-1] + gained)
+        if all(reached):
+            break
+    return states[max(range(len(sums)), key=lambda number: (sums[number], -number))]
+
+
+def _cycle(labels: Labels, gains: _Gains, locked: list[bool], reached: list[bool]) -> tuple[Labels, float]:
+    current = list(labels)
+    made: list[tuple[int, int, int]] = []  # device, from, to
+    promised: list[float] = []
+    closing: list[float] = []
+    moves, between = gains.best(current, locked)
+    start = at = max(range(gains.num_groups), key=lambda group: moves[group].gain)
+    while (move := moves[at]).device >= 0:
+        current[move.device] = move.target
+        locked[move.device] = reached[move.target] = True
+        made.append((move.device, at, move.target))
+        promised.append(move.gain)
+        closing.append(between[at][start] if at != start else -math.inf)
+        at = move.target
+        if at == start:
+            break
+        moves, between = gains.best(current, locked)
+    totals = [sum(promised[:last]) + closing[last] for last in range(len(made))]
+    if not made or max(totals) <= 0.0:
+        return list(labels), 0.0
+    last = max(range(len(made)), key=lambda number: (totals[number], -number))
+    kept = list(labels)
+    for device, _, target in made[:last]:
+        kept[device] = target
+    kept[made[last][0]] = start
+    return kept, totals[last]

@@ -1,0 +1,138 @@
+"""Emulated links: transfers between workers of one machine that take as long as over a given network.
+
+Every worker gets a network card that sends one message at a time, for bytes / β of the link to its receiver, and hands
+it over to the real transfer α after that. So messages to several receivers follow each other, as DT-FM's cost has it,
+and latencies overlap. What is measured over such links must be labelled *emulated*. Only what goes through
+``p2p.send`` and ``transfers.begin`` is held up: activations, gradients, and averaging in groups; not collectives.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.exchange import transfers
+from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.placement.network import Network
+
+PATIENCE = 300.0
+"""Seconds that a message may take."""
+
+
+class Card:
+    """The network card of this process.
+
+    Args:
+        latency: seconds from this rank to each.
+        bandwidth: bytes per second, likewise.
+    """
+
+    def __init__(self, latency: Sequence[float], bandwidth: Sequence[float]) -> None:
+        self._latency, self._bandwidth = latency, bandwidth
+        self._free_at = 0.0
+        self._queue: list[tuple[float, int, Held]] = []
+        self._numbers = count()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._deliver, daemon=True).start()
+
+    def send(self, to: int, size: int, start: Callable[[], dist.Work]) -> Held:
+        """Calls ``start`` when a message of so many bytes would have arrived."""
+        held = Held(start)
+        with self._changed:
+            self._free_at = max(self._free_at, time.monotonic()) + size / self._bandwidth[to]
+            heapq.heappush(self._queue, (self._free_at + self._latency[to], next(self._numbers), held))
+            self._changed.notify()
+        return held
+
+    def _deliver(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue or self._queue[0][0] > time.monotonic():
+                    self._changed.wait(self._queue[0][0] - time.monotonic() if self._queue else None)
+                _, _, held = heapq.heappop(self._queue)
+            held.begin()
+
+
+class Held:
+    """A transfer that has not begun yet; waits as a ``dist.Work`` does."""
+
+    def __init__(self, start: Callable[[], dist.Work]) -> None:
+        self._start = start
+        self._begun = threading.Event()
+        self._work: dist.Work | None = None
+        self._error: BaseException | None = None
+
+    def begin(self) -> None:
+        """Begins the real transfer."""
+        try:
+            self._work = self._start()
+        except BaseException as error:  # raised where it is waited for
+            self._error = error
+        self._begun.set()
+
+    def wait(self) -> None:
+        """Until the receiver has taken it."""
+        if not self._begun.wait(PATIENCE):
+            raise RuntimeError(f"an emulated link was busy for {PATIENCE:.0f} s")
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        assert self._work is not None
+        self._work.wait()
+
+
+@contextmanager
+def emulated_links(network: Network) -> Iterator[None]:
+    """Processes that are forked meanwhile, and this one, transfer over ``network``, whose device i is rank i."""
+    latency, bandwidth = network.latency(), network.bandwidth()
+    cards: dict[int, Card] = {}  # one of each process: a fork inherits none, since no thread survives it
+
+    def card() -> Card:
+        rank = dist.get_rank()
+        if rank not in cards:
+            cards[rank] = Card(latency[rank], bandwidth[rank])
+        return cards[rank]
+
+    def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int, peer: str) -> p2p.Transfer:
+        transfer = p2p.Transfer(peer)
+        for tensor in tensors:
+            payload = tensor.detach().contiguous()
+            transfer.tensors.append(payload)
+            if payload.numel():
+                transfer.works.append(_held(payload, to, group, tag))
+        return transfer
+
+    def begin(
+        outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int
+    ) -> transfers.Transfers:
+        under_way = transfers.Transfers([], [], [*outgoing.values()])
+        for pipeline, tensor in into.items():
+            if tensor.numel():
+                work = replicas.group.recv([tensor], replicas.ranks[pipeline], tag)
+                under_way.works.append((replicas.name(pipeline), work))
+        for pipeline, tensor in outgoing.items():
+            if tensor.numel():
+                place = replicas.ranks[pipeline]
+                start = partial(replicas.group.send, [tensor], place, tag)
+                held = card().send(dist.get_global_rank(replicas.group, place), tensor.nbytes, start)
+                under_way.works.append((replicas.name(pipeline), cast(dist.Work, held)))
+        return under_way
+
+    def _held(payload: Tensor, to: int, group: dist.ProcessGroup, tag: int) -> Any:
+        return card().send(to, payload.nbytes, lambda: p2p._started(dist.isend(payload, to, group, tag)))
+
+    real = p2p.send, transfers.begin
+    p2p.send, transfers.begin = send, begin
+    try:
+        yield
+    finally:
+        p2p.send, transfers.begin = real

@@ -1,0 +1,166 @@
+"""Running one training of ``suite=throughput`` or ``suite=convergence``, as a user would, on forked processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.local_sgd import NoSync
+from recipes.suites import machine
+from recipes.suites.cases import AnyCase, EmulatedCase, RealCase, only_delays
+from recipes.suites.emulated import FEATURES, EmulatedChain
+from recipes.suites.ratios import Row
+from recipes.suites.references import DelayedProbe, bare_torch, lightning_ddp
+from recipes.suites.worker_reports import Probe, WorkerReport, read_reports, summary
+
+BACKWARD_SHARE = 2 / 3
+"""Of the time of a micro-batch: a backward takes about twice as long as its forward."""
+
+TRANSFER_TIMEOUT = timedelta(minutes=5)
+
+
+def measure(case: AnyCase) -> Row:
+    """Trains, and reports throughput, shares and bounds.
+
+    Raises:
+        ConfigurationError: a reference under heterogeneity that it cannot be given.
+    """
+    reports, samples = _emulated(case) if isinstance(case, EmulatedCase) else _real(case)
+    row = summary(reports, samples, machine.cores())
+    for name, policy in (("bound", NoSync()), ("all_reduce_bound", AllReduceModels())):
+        limit = case.bound(policy) if isinstance(case, EmulatedCase) else None
+        row[name] = limit and samples * limit
+    return row
+
+
+def _emulated(case: EmulatedCase) -> tuple[list[WorkerReport], int]:
+    """Reports of the workers, and the samples of a mini-batch: one per micro-batch."""
+    parts = 1 if case.schedule == "pipedream" else case.num_micro_batches
+    seconds = case.micro_batch_seconds * case.scale * case.num_micro_batches / parts
+    times = (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds
+    if case.method.name == "bare_torch":
+        reports = bare_torch(
+            case.num_stages,
+            case.num_pipelines,
+            case.num_micro_batches,
+            *times,
+            case.num_parameters,
+            only_delays(case),
+            case.iterations,
+            case.warm_up,
+        )
+        return reports, case.num_micro_batches
+    torch.manual_seed(case.seed)
+    module = EmulatedChain(case.num_stages, *times, num_parameters=case.num_parameters)
+    loader = random_features(case.iterations * case.num_pipelines, case.num_micro_batches)
+    return _fit(case, module, loader), case.num_micro_batches
+
+
+def random_features(batches: int, size: int, features: int = FEATURES) -> DataLoader[Any]:
+    """For an :class:`EmulatedChain`, from torch's global stream of random numbers."""
+    return DataLoader(TensorDataset(torch.rand(batches * size, features)), size, collate_fn=_features)
+
+
+def _features(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    return torch.stack([features for (features,) in samples])
+
+
+def _real(case: RealCase) -> tuple[list[WorkerReport], int]:
+    """Reports of the workers, and the samples of a mini-batch."""
+    module, loader = real_training(case)
+    return _fit(case, module, loader), loader.batch_size or 1
+
+
+def real_training(case: RealCase) -> tuple[L.LightningModule, DataLoader[Any]]:
+    """The module, and batches for all iterations in one epoch; the seed is that of the weights and of the order."""
+    specification = case.workload.specification
+    assert specification is not None
+    L.seed_everything(case.seed, verbose=False)
+    module, data = hydra.utils.instantiate(specification["model"]), hydra.utils.instantiate(specification["data"])
+    data.prepare_data()
+    data.setup("fit")
+    return module, long_epoch(data.train_dataloader(), case.iterations * case.num_pipelines)
+
+
+def long_epoch(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
+    """A loader of at least so many batches over all pipelines: the data set several times in one epoch, shuffled, so
+    that no end of an epoch makes everybody wait for everybody."""
+    size = loader.batch_size or 1
+    times = -(-batches * size // len(loader.dataset))  # type: ignore[arg-type]
+    return DataLoader(
+        ConcatDataset([loader.dataset] * times), size, shuffle=True, drop_last=True, collate_fn=loader.collate_fn
+    )
+
+
+def _fit(case: AnyCase, module: L.LightningModule, loader: DataLoader[Any]) -> list[WorkerReport]:
+    with tempfile.TemporaryDirectory() as directory:
+        if case.method.name == "lightning_ddp":
+            delays = only_delays(case)
+            assert isinstance(case, EmulatedCase)
+            compute = case.num_micro_batches * case.micro_batch_seconds * case.scale
+            probe: Probe = DelayedProbe(Path(directory), case.warm_up, delays, compute)
+        else:
+            probe = Probe(Path(directory), case.warm_up)
+        fit(module, loader, strategy(case), case.num_stages * case.num_pipelines, case.iterations, probe)
+        return read_reports(Path(directory))
+
+
+def strategy(case: AnyCase) -> DDPStrategy:
+    """What trains this case."""
+    if case.method.name == "lightning_ddp":
+        return lightning_ddp()
+    return SDPipeStrategy(
+        num_stages=case.num_stages,
+        sync=case.seeded(case.method),
+        schedule=case.schedule,  # type: ignore[arg-type]
+        num_micro_batches=None if case.schedule == "pipedream" else case.num_micro_batches,  # it does not split
+        variance_correction=isinstance(case, RealCase) and case.variance_correction,
+        delays=case.slowness,
+        timeout=TRANSFER_TIMEOUT,
+        start_method="fork",
+    )
+
+
+def fit(
+    module: L.LightningModule,
+    loader: DataLoader[Any],
+    strategy: DDPStrategy,
+    workers: int,
+    iterations: int,
+    callback: L.Callback,
+) -> None:
+    """One epoch of so many iterations of each pipeline, on forked processes, as a user would train."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=workers,
+        strategy=strategy,
+        max_epochs=1,
+        limit_train_batches=iterations,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader)
+
+
+def quiet() -> None:
+    """Lightning greets in every training; a suite runs a hundred of them."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive the fork

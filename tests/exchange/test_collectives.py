@@ -1,0 +1,45 @@
+"""Means over all replicas, and taking over the model of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sdpipe.exchange import moving
+from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
+from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.groups import Replicas
+from tests.exchange.test_group_mean import group, values
+from tests.workers import run_workers
+
+WEIGHTS = (0.5, 0.2, 0.3)
+
+
+def collect(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    moving.PIECE = 30
+    here = Replicas(dist.group.WORLD, range(3)[::-1], 0, 2 - rank)  # type: ignore[arg-type]
+    mean = [values(here.pipeline, 100), torch.tensor(here.pipeline), values(here.pipeline, 6).view(2, 3).half()]
+    own = mean[0].clone()
+    pending = FullMean(here).start(mean, group(range(3), WEIGHTS))
+    assert pending.wait()
+    assert torch.equal(mean[0], own), "the model changes in commit only"
+    pending.commit()
+    finish(pending)
+    copied = [values(here.pipeline, 100), torch.tensor(here.pipeline)]
+    finish(TakeOver(here).start(copied, group(range(3), (0.0, 1.0, 0.0))))
+    return mean, copied
+
+
+@pytest.mark.distributed
+def test_means_counters_and_a_model_that_others_take_over() -> None:
+    outcomes = run_workers(3, collect)
+    for mean, copied in outcomes:
+        torch.testing.assert_close(mean[0], sum(w * values(p, 100) for p, w in enumerate(WEIGHTS)))
+        expected = sum(w * values(p, 6).half().float() for p, w in enumerate(WEIGHTS)).view(2, 3)  # type: ignore[union-attr]
+        torch.testing.assert_close(mean[2].float(), expected, rtol=2e-3, atol=2e-3)
+        assert int(mean[1]) == 2, "the largest"
+        assert torch.equal(copied[0], values(1, 100))
+        assert int(copied[1]) == 1
+        assert all(torch.equal(a, b) for a, b in zip(mean, outcomes[0][0], strict=True))

@@ -1,0 +1,130 @@
+"""Gradient means over real processes, with replicas that have nothing to add."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
+from lightning_sdpipe.groups import Replicas
+from tests.workers import run_workers
+
+SHAPES = [(3,), (2, 2), (5,), (1,), (4,)]
+CAP = 24  # bytes: buckets of two or three of the parameters above
+
+
+def gradient(rank: int, number: int, turn: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * turn + 10 * rank + number)
+    return torch.randn(SHAPES[number], generator=generator)
+
+
+def buckets() -> GradientRounds:
+    assert dist.group.WORLD is not None
+    replicas = Replicas(dist.group.WORLD, range(dist.get_world_size()), 0, dist.get_rank())
+    return GradientRounds([nn.Parameter(torch.zeros(shape)) for shape in SHAPES], replicas, CAP)
+
+
+def rounds(rank: int) -> list[Any]:
+    """Three rounds: in the order of the numbers, out of order with gaps, and without rank 2."""
+    means, outcomes = buckets(), []
+    everything: list[Tensor | None] = [gradient(rank, n, 0) for n in range(5)]
+    for n in range(5):
+        means.ready(n, everything[n])  # type: ignore[arg-type]
+    means.complete(everything)
+    outcomes.append(means.wait())
+
+    # nobody has a gradient for 1, and rank 1 none for 3
+    some = [None if n == 1 or (n == 3 and rank == 1) else gradient(rank, n, 1) for n in range(5)]
+    if some[4] is not None and rank == 0:
+        means.ready(4, some[4])
+    means.complete(some)
+    outcomes.append(means.wait())
+
+    here = [gradient(rank, n, 2) if rank != 2 else None for n in range(5)]
+    means.complete(here, trains=rank != 2)
+    outcomes.append(means.wait())
+    return [(outcome.gradients, outcome.members) for outcome in outcomes]
+
+
+@pytest.mark.distributed
+def test_replicas_get_the_mean_over_those_that_train() -> None:
+    by_rank = run_workers(3, rounds)
+    for turn, absent in enumerate([set(), {(r, 1) for r in range(3)} | {(1, 3)}, {(2, n) for n in range(5)}]):
+        members = 2 if turn == 2 else 3
+        for number in range(5):
+            there = [gradient(r, number, turn) for r in range(3) if (r, number) not in absent]
+            for gradients, counted in (outcomes[turn] for outcomes in by_rank):
+                assert counted == members
+                if there:
+                    torch.testing.assert_close(gradients[number], torch.stack(there).sum(0) / members)
+                else:
+                    assert gradients[number] is None
+                assert gradients[number] is None or torch.equal(gradients[number], by_rank[0][turn][0][number])
+
+
+def start_early(rank: int) -> list[int]:
+    """How many buckets are under way after each gradient."""
+    means, under_way = buckets(), []
+    gradients: list[Tensor | None] = [gradient(rank, n, 0) for n in range(5)]
+    for n in (2, 0, 1, 3, 4):
+        means.ready(n, gradients[n])  # type: ignore[arg-type]
+        under_way.append(sum(bucket.work is not None for bucket in means._buckets))
+    means.complete(gradients)
+    kept = means.wait().gradients[0]
+    before = kept.clone()  # type: ignore[union-attr]
+    means.complete([None] * 5)  # a further round must leave the last one's gradients alone
+    means.wait()
+    assert torch.equal(before, kept)  # type: ignore[arg-type]
+    return under_way
+
+
+@pytest.mark.distributed
+def test_a_full_bucket_starts_at_once_but_never_before_the_one_ahead_of_it() -> None:
+    # buckets: 0 and 1 (28 bytes), 2 and 3 (24 bytes), 4
+    assert run_workers(2, start_early) == [[0, 0, 1, 2, 3]] * 2
+
+
+def dropped(rank: int) -> tuple[list[Tensor | None], bool]:
+    """A round that one replica breaks off before anything was sent, and that all try again."""
+    means = buckets()
+    gradients: list[Tensor | None] = [gradient(rank, n, 0) for n in range(5)]
+    kept = [g.clone() for g in gradients if g is not None]
+    means.ready(0, torch.full(SHAPES[0], 7.0))
+    means.abort()
+    means.complete(gradients)
+    outcome = means.wait()
+    return outcome.gradients, all(torch.equal(a, b) for a, b in zip(gradients, kept, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.distributed
+def test_a_round_that_was_dropped_leaves_nothing_behind() -> None:
+    for gradients, untouched in run_workers(2, dropped):
+        assert untouched
+        for number in range(5):
+            mean = (gradient(0, number, 0) + gradient(1, number, 0)) / 2
+            torch.testing.assert_close(gradients[number], mean)
+
+
+def refusals(rank: int) -> list[str]:
+    messages = []
+    means = buckets()
+    for wrong in (
+        lambda: means.ready(0, torch.zeros(3).to_sparse()),
+        lambda: [means.ready(n, torch.zeros(SHAPES[n])) for n in (0, 1, 0)],
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            wrong()  # type: ignore[no-untyped-call]
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_averaged_is_refused() -> None:
+    (messages,) = run_workers(1, refusals)
+    assert "sparse gradient" in messages[0]
+    assert "changed after it had been sent" in messages[1]

@@ -1,0 +1,135 @@
+"""``sdpipe place``: what it prints, writes, draws and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_sdpipe import cli
+from lightning_sdpipe.placement import cases
+from lightning_sdpipe.placement.cost import weights
+from lightning_sdpipe.placement.placed import read_placement
+from lightning_sdpipe.placement.search import search
+
+BLOCK = {"seconds": 0.1, "parameter_bytes": 40_000_000, "activation_bytes": 1_000_000, "gradient_bytes": 1_000_000}
+REGIONS: dict[str, Any] = {
+    "format": "sdpipe-sites/1",
+    "source": "two regions, by hand",
+    "sites": [{"name": "east", "devices": 4}, {"name": "west", "devices": 4}],
+    "latency_seconds": [[0.001, 0.011], [0.011, 0.001]],
+    "bandwidth_bytes_per_second": [[6e8, 1.4e8], [1.4e8, 6e8]],
+    "model": {"name": "Chain", "blocks": [{**BLOCK, "count": 8}]},
+}
+BYTES = ["--stage-bytes", "8e7", "--cut-bytes", "1e6"]
+
+
+def network(directory: Path, **changes: Any) -> str:
+    path = directory / "network.json"
+    path.write_text(json.dumps({name: value for name, value in (REGIONS | changes).items() if value is not None}))
+    return str(path)
+
+
+def test_a_placement_is_explained_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, picture = tmp_path / "placement.json", tmp_path / "mesh.svg"
+    drawn = ["--output", str(output), "--picture", str(picture)]
+    assert cli.main(["place", network(tmp_path), "--stages", "2", "--seconds", "2", *drawn]) == 0
+    text = capsys.readouterr().out
+    assert "8 devices as 2 stages × 4 pipelines; cost model pipelined, 2 micro-batches" in text
+    assert "optimal: proved that no placement costs less" in text
+    assert "Rank 0         east:0 must be rank 0 and runs a last stage, which costs nothing" in text
+    assert re.search(r"A mini-batch .* with computing \(default order: .* times as long\)", text)
+    placement = read_placement(output)
+    assert {device[:4] for row in placement.pipelines for device in row[:1]} == {"west"}  # replicas are near
+    assert placement.blocks == (4, 4)
+    shapes = picture.read_text()
+    assert all(f">{name}<" in shapes or name in shapes for name in ("stage 0", "pipeline 3", "west:3", "east"))
+
+
+def test_without_a_number_of_stages_all_are_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["place", network(tmp_path), "--seconds", "2"]) == 0
+    shapes = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:5]]
+    assert shapes == ["1 × 8", "2 × 4", "4 × 2", "8 × 1"]
+
+
+def test_bytes_may_be_given_instead_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--stages", "4", "--cost", "dtfm", "--first", "west:1", *BYTES]
+    assert cli.main(["place", network(tmp_path, model=None), *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "cost model dtfm" in text
+    assert "west:1 must be rank 0" in text
+    assert "with computing" not in text
+
+
+def test_devices_of_unlike_speed_get_unlike_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sites = [{"name": "east", "devices": 4}, {"name": "west", "devices": 4, "speed": 0.5}]
+    fast = [[1e12, 1e12], [1e12, 1e12]]
+    file = network(tmp_path, sites=sites, bandwidth_bytes_per_second=fast)
+    options = ["--stages", "2", "--sync", "all_reduce", "--seconds", "3", "--output", str(tmp_path / "placement.json")]
+    assert cli.main(["place", file, *options]) == 0
+    placement = read_placement(tmp_path / "placement.json")
+    slow = 0 if placement.pipelines[0][0].startswith("west") else 1
+    assert placement.blocks is not None
+    assert placement.blocks[slow] < placement.blocks[1 - slow]
+    assert {row[slow][:4] for row in placement.pipelines} == {"west"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({}, ["--stages", "3"], r"8 devices cannot form pipelines of 3 stages.*Use one of \[1, 2, 4, 8\]"),
+        ({"model": None}, ["--stages", "2"], "measured without a model.*--stage-bytes"),
+        ({"model": None}, [], "--stages has to say how many"),
+        ({"model": None}, BYTES, "--stages has to say how many"),
+        ({"model": None}, ["--stages", "2", "--stage-bytes", "8"], "--stage-bytes and --cut-bytes go together"),
+        ({"model": None}, ["--stages", "2", "--stage-bytes", "-8", "--cut-bytes", "1"], "finite and at least 0"),
+        ({}, ["--stages", "2", "--first", "north:0"], "north:0 is none of the devices: east:0"),
+        ({}, ["--stages", "2", "--picture", "mesh.gif"], r"must end in \.png or \.svg"),
+        ({}, ["--stages", "2", "--micro-batches", "0"], "--micro-batches"),
+        ({}, ["--stages", "2", "--seconds", "nan"], "--seconds"),
+        ({}, ["--stages", "2", "--optimizer-state", "-1"], "--optimizer-state"),
+        ({}, ["--stages", "2", "--output", "nowhere/placement.json"], "nowhere"),
+        ({"latency_seconds": [[0.001, 0.011]]}, ["--stages", "2"], "latency_seconds has 1 rows"),
+        ({"format": "sdpipe-sites/9"}, ["--stages", "2"], "format='sdpipe-sites/9'; this version reads"),
+        (
+            {"sites": [{"name": n, "devices": 4, "memory_bytes": 300_000_000} for n in ("east", "west")]},
+            ["--stages", "2"],
+            r"stage 0 \(blocks 0 to 3\), which needs 610\.35 MiB where there are 286\.10 MiB: 324\.25 MiB too much",
+        ),
+        (
+            {"latency_seconds": [[0.001, None], [None, 0.001]], "bandwidth_bytes_per_second": [[1, None], [None, 1]]},
+            ["--stages", "8"],
+            "needs a link that does not exist",
+        ),
+    ],
+)
+def test_what_cannot_be_placed_gets_one_message(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    arguments: list[str],
+    message: str,
+) -> None:
+    try:
+        status = cli.main(["place", network(tmp_path, **changes), "--seconds", "0.5", *arguments])
+    except SystemExit as end:  # of what argparse refuses
+        status = int(str(end.code))
+    assert status == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert "Traceback" not in error
+
+
+def test_the_search_keeps_to_its_time() -> None:
+    """On a clock on which every look takes a while; the real one would depend on the machine."""
+    looks: list[float] = []
+
+    def clock() -> float:
+        looks.append(0.05 * len(looks))
+        return looks[-1]
+
+    search(weights(cases.named("ten_cities"), 8, cases.traffic(), "dtfm"), 8, seconds=3.0, clock=clock)
+    assert 3.0 <= looks[-1] <= 3.3

@@ -1,0 +1,169 @@
+"""Placements as files, in runs whose ranks are numbered otherwise, and with rank 0 at the end of a pipeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.placement import cases
+from lightning_sdpipe.placement.cost import default_order, evaluate, weights
+from lightning_sdpipe.placement.model import Traffic
+from lightning_sdpipe.placement.network import network_of_sites
+from lightning_sdpipe.placement.placed import (
+    Order,
+    Placement,
+    check_shape,
+    mesh_of,
+    order_of_stages,
+    read_placement,
+    write_placement,
+)
+from lightning_sdpipe.placement.rank_zero import ending_with, free_hosts
+from tests.placement.test_search import random_network
+
+PLAIN: dict[str, Any] = {
+    "format": "sdpipe-placement/1",
+    "source": "a test",
+    "cost": {"data": 1.5, "model": "pipelined"},
+    "reversible": False,
+    "blocks": [3, 2],
+    "pipelines": [["a:1", "b:0"], ["a:0", "b:1"]],
+}
+RANKS = ("b:0", "b:1", "a:0", "a:1")
+
+
+def placement(**changes: Any) -> Placement:
+    plain = PLAIN | changes
+    rows = tuple(map(tuple, plain["pipelines"]))
+    return Placement(
+        plain["format"],
+        plain["source"],
+        plain["cost"],
+        plain["reversible"],
+        plain["blocks"] and tuple(plain["blocks"]),
+        rows,
+    )
+
+
+def test_a_file_holds_a_placement(tmp_path: Path) -> None:
+    write_placement(tmp_path / "placement.json", placement())
+    assert json.loads((tmp_path / "placement.json").read_text()) == PLAIN
+    assert '  ["a:1","b:0"],' in (tmp_path / "placement.json").read_text().splitlines()
+    assert read_placement(tmp_path / "placement.json") == placement()
+    assert str(placement()) == "2 stages × 2 pipelines (2 on a, 2 on b)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "sdpipe-placement/9"}, "format='sdpipe-placement/9'; this version reads 'sdpipe-placement/1'"),
+        ({"pipelines": [["a:1", "b:0"], ["a:0"]]}, "a device for each of their stages"),
+        ({"pipelines": []}, "a device for each of their stages"),
+        ({"pipelines": [["a:1", "b:0"], ["a:0", "b:0"]]}, "b:0 is placed more than once"),
+        ({"blocks": [3]}, r"blocks=\[3\] are not those of 2 stages"),
+        ({"stages": 2}, "is not a placement: .*unknown field `stages`"),
+    ],
+)
+def test_a_bad_file_gets_one_message(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "placement.json"
+    path.write_text(json.dumps(PLAIN | changes))
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        read_placement(path)
+    assert "placement.json" in str(caught.value)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_placement(tmp_path / "absent.json")
+
+
+def test_ranks_get_the_places_of_their_devices() -> None:
+    assert mesh_of(placement(), RANKS) == Mesh(((3, 0), (2, 1)))
+    assert mesh_of(placement(), ("b:1", "a:0", "b:0", "a:1")) == Mesh(((1, 0), (3, 2)))
+
+
+def test_a_pipeline_of_like_stages_may_be_reversed() -> None:
+    numbered_otherwise = ("a:0", "a:1", "b:0", "b:1")
+    assert mesh_of(placement(reversible=True), numbered_otherwise) == Mesh(((3, 0), (2, 1)))
+    with pytest.raises(ConfigurationError) as caught:
+        mesh_of(placement(), numbered_otherwise)
+    assert "is a:0 in this run, to which the placement gives stage 0 of 2. Start the run so that b:0 is rank 0." in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(("num_stages", "workers"), [(4, 4), (2, 6), (1, 4)])
+def test_another_mesh_is_refused_with_what_it_was_made_for(num_stages: int, workers: int) -> None:
+    check_shape(placement(), 2, 4)
+    message = rf"made for 2 stages × 2 pipelines \(2 on a, 2 on b\); this run has num_stages={num_stages} and {workers}"
+    with pytest.raises(ConfigurationError, match=message):
+        check_shape(placement(), num_stages, workers)
+
+
+def test_other_hosts_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="this run has no a:1, a:0, but c:0, c:1"):
+        mesh_of(placement(), ("b:0", "b:1", "c:0", "c:1"))
+    with pytest.raises(ConfigurationError, match="Two ranks are b:0: two machines have the same host name"):
+        mesh_of(placement(), ("b:0", "b:1", "b:0", "b:1"))
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        (["b:0", "a:1"], Order((1, 0))),  # a row, whoever else is there
+        (["a:0", "b:0"], Order((0, 1))),  # of two rows
+        (["a:0", "c:0"], Order((1, 0), "it does not know c:0")),
+        (["a:0", "a:1"], Order((1, 0), "it gives a:0, a:1 the stages [0, 0]")),
+        (["a:0"], Order((0,), "it was made for 2 stages, and the pipeline has 1")),
+    ],
+)
+def test_an_elastic_pipeline_is_ordered_by_host(members: list[str], expected: Order) -> None:
+    assert order_of_stages(placement(), members) == expected
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_the_rule_about_rank_zero_costs_nothing_in_the_cases(number: int) -> None:
+    """Devices of a site can take each other's place."""
+    network = cases.case(number)
+    costs = weights(network, 8, cases.traffic(), "dtfm")
+    stages = default_order(8, 8)
+    before = evaluate(stages, costs).total
+    for device in (0, 3, 40):
+        moved, cost = ending_with(device, stages, costs)
+        assert device in moved[-1]
+        assert sorted(member for group in moved for member in group) == list(range(64))
+        assert cost == evaluate(moved, costs)
+        assert cost.total == pytest.approx(before)
+
+
+def test_the_price_of_the_rule_is_that_of_the_nearest_placement() -> None:
+    """b lies between a and c, so b is in the middle, and rank 0 is b."""
+    rows = [[0.0, 1.0, 5.0], [1.0, 0.0, 1.0], [5.0, 1.0, 0.0]]
+    network = network_of_sites([("b", 1), ("a", 1), ("c", 1)], rows_of(rows), [[1e6] * 3] * 3)
+    costs = weights(network, 1, Traffic.even(3, 0.0, 0.0), "dtfm")
+    stages = [[1], [0], [2]]
+    assert evaluate(stages, costs).total == 4.0
+    moved, cost = ending_with(0, stages, costs)
+    assert (moved[-1], cost.total) == ([0], 12.0)
+    assert free_hosts(stages, costs, network) == ["a", "c"]
+    uneven = weights(network, 1, Traffic((0.0,) * 3, (0.0, 1e6)), "dtfm")
+    assert free_hosts(stages, uneven, network) == ["c"]
+    assert ending_with(1, stages, uneven)[0][-1] == [1]
+
+
+def rows_of(distance: list[list[float]]) -> list[list[float]]:
+    """a, b, c in a line, given as b, a, c."""
+    order = (1, 0, 2)
+    return [[distance[a][b] for b in order] for a in order]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_device_can_be_rank_zero(seed: int) -> None:
+    costs = weights(random_network(12, seed), 3, Traffic.even(4, 1e7, 1e6))
+    stages = default_order(4, 3)
+    for device in range(12):
+        moved, cost = ending_with(device, stages, costs)
+        assert device in moved[-1]
+        assert cost == evaluate(moved, costs)

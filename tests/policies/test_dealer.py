@@ -1,0 +1,203 @@
+"""Who trains which batches: scripted events and times, and whole leases that follow."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lightning_sdpipe.policies import RefusedEvent, Worker
+from lightning_sdpipe.policies.dealer import Dealer
+from lightning_sdpipe.policies.leases import Asked, Done, Lease, Returned, Segment, Told, Trained
+
+S = Segment(1, 0, 0, 8)
+NEXT = Segment(1, 0, 8, 12)
+
+
+class Desk:
+    """Pipelines of one stage, unless told otherwise, that ask a dealer."""
+
+    def __init__(self, pipelines: int, stages: int = 1, segment: Segment = S) -> None:
+        self.dealer = Dealer(stages, pipelines)
+        self.segment = segment
+        self.pipelines = pipelines
+        self.ordinals = [0] * pipelines
+
+    def begin(self) -> list[Lease]:
+        """Everybody tells that it was dealt nothing, and asks; the first ones are answered when the last has told."""
+        for pipeline in range(self.pipelines):
+            assert self.dealer.asks_for_book(pipeline, self.segment)
+            assert self.tell(pipeline) == []
+        return [lease for pipeline in range(self.pipelines) for lease in self.ask(pipeline)]
+
+    def tell(self, pipeline: int, *leases: Lease, over: bool = False, batches: int = 0, now: float = 0) -> list[Lease]:
+        return self.dealer.on(Told(Worker(0, pipeline), self.segment, leases, over, Done(batches)), now)
+
+    def ask(
+        self, pipeline: int, batches: int = 0, seconds: float | None = None, now: float = 0.0, stage: int = 0
+    ) -> list[Lease]:
+        worker, ordinal = Worker(stage, pipeline), self.ordinals[pipeline]
+        leases = self.dealer.on(Asked(worker, self.segment, ordinal, Done(batches, seconds)), now)
+        for lease in leases:
+            self.ordinals[lease.pipeline] = lease.ordinal + 1
+        return leases
+
+
+def brief(leases: list[Lease]) -> list[tuple[int, int, int, int]]:
+    """Pipeline, home, start and stop of each."""
+    return [(lease.pipeline, lease.home, lease.start, lease.stop) for lease in leases]
+
+
+def test_nothing_is_dealt_before_all_have_told_what_they_were_dealt() -> None:
+    desk = Desk(2)
+    assert desk.tell(0) == []
+    assert desk.ask(0) == []
+    assert not desk.dealer.asks_for_book(0, S)
+    assert desk.dealer.asks_for_book(1, S)
+    assert brief(desk.tell(1)) == [(0, 0, 0, 1)]
+
+
+def test_leases_grow_until_the_speed_is_known_and_then_are_half_of_what_is_left() -> None:
+    desk = Desk(2, segment=Segment(1, 0, 0, 64))
+    assert brief(desk.begin()) == [(0, 0, 0, 1), (1, 1, 0, 1)]
+    assert brief(desk.ask(0)) == [(0, 0, 1, 2)]
+    assert brief(desk.ask(1)) == [(1, 1, 1, 2)]
+    assert brief(desk.ask(0)) == [(0, 0, 2, 4)]
+    desk.ask(1)
+    assert brief(desk.ask(0, 4, 1.0, now=4.0)) == [(0, 0, 4, 34)]
+    assert brief(desk.ask(1, 4, 1.0, now=4.0)) == [(1, 1, 4, 34)]
+
+
+def test_who_is_faster_takes_from_the_tail_of_who_would_end_last() -> None:
+    desk = Desk(3, segment=Segment(1, 0, 0, 4))
+    desk.begin()
+    assert brief(desk.ask(0, 1, 1.0, now=1.0)) == [(0, 0, 1, 3)]
+    assert brief(desk.ask(1, 1, 1.0, now=1.0)) == [(1, 1, 1, 3)]
+    assert desk.dealer.on(Trained(Worker(0, 2), desk.segment, Done(0, 4.0, 1.0)), 1.0) == []
+    assert brief(desk.ask(0, 3, 1.0, now=3.0)) == [(0, 0, 3, 4)]
+    assert brief(desk.ask(1, 3, 1.0, now=3.0)) == [(1, 1, 3, 4)]
+    assert brief(desk.ask(0, 4, 1.0, now=4.0)) == [(0, 2, 3, 4)], "the tail of the slow one's shard"
+    assert brief(desk.ask(1, 4, 1.0, now=4.0)) == [(1, 2, 2, 3)]
+    assert brief(desk.ask(2, 1, 4.0, now=4.0)) == [(2, 2, 4, 4)], "others will have finished the rest sooner"
+
+
+def test_an_empty_lease_is_followed_by_more_or_by_the_end() -> None:
+    desk = Desk(2, segment=Segment(1, 0, 0, 1))
+    assert brief(desk.begin()) == [(0, 0, 0, 1), (1, 1, 0, 1)]
+    (empty,) = desk.ask(0, 1, 1.0, now=1.0)
+    assert (empty.size, empty.over, empty.progress) == (0, False, 2.0)
+    assert desk.ask(0, 1, 1.0, now=1.0) == [], "it stays open"
+    assert desk.dealer.still_training() == [1]
+    assert desk.ask(1, 1, 3.0, now=3.0) == [
+        Lease(desk.segment, 1, 1, 1, 1, 1, 2.0, 0.0),
+        Lease(desk.segment, 0, 2, 0, 1, 1, 2.0, 0.0, over=True),
+    ]
+    (over,) = desk.ask(1, 1, 3.0, now=3.0)
+    assert over.over
+
+
+def test_a_pipeline_that_waits_is_called_when_another_stalls() -> None:
+    desk = Desk(2, segment=Segment(1, 0, 0, 3))
+    desk.begin()
+    for batches in (1, 2):
+        desk.ask(0, batches, 1.0, now=float(batches))
+    assert brief(desk.ask(1, 1, 1.0, now=2.0)) == [(1, 1, 1, 2)]
+    assert brief(desk.ask(0, 3, 1.0, now=3.0)) == [(0, 0, 3, 3)]
+    assert desk.ask(0, 3, 1.0, now=3.0) == []
+    assert desk.dealer.on(Trained(Worker(0, 1), desk.segment, Done(1, 1.0, 1.0)), 3.0) == []
+    assert brief(desk.dealer.on(Trained(Worker(0, 1), desk.segment, Done(1, 1.0, 9.0)), 11.0)) == [(0, 1, 2, 3)]
+
+
+def test_all_stages_of_a_pipeline_get_the_same_and_must_all_have_trained() -> None:
+    desk = Desk(1, stages=2, segment=Segment(1, 0, 0, 1))
+    (lease,) = desk.begin()
+    assert desk.dealer.on(Asked(Worker(1, 0), desk.segment, 0, Done(0)), 0.0) == []
+    assert desk.dealer.answer(0, desk.segment, 0) == lease
+    desk.ask(0, 1, now=1.0)
+    assert desk.ask(0, 1, now=1.0) == []
+    assert desk.dealer.on(Asked(Worker(1, 0), desk.segment, 1, Done(0)), 1.0) == []
+    (over,) = desk.dealer.on(Asked(Worker(1, 0), desk.segment, 2, Done(1)), 2.0)
+    assert over.over
+
+
+def test_what_breaks_the_rules_is_refused_and_changes_nothing() -> None:
+    desk = Desk(2)
+    desk.begin()
+    ask = desk.dealer.on
+    for event, message in (
+        (Asked(Worker(0, 0), S, 2, Done(0)), "asked for lease 2 of its pipeline, which was dealt 1"),
+        (
+            Asked(Worker(0, 0), NEXT, 0, Done(0)),
+            "a lease in batches 8 to 12 of epoch 0, while batches 0 to 8",
+        ),
+        (Asked(Worker(0, 0), Segment(1, 0, 0, 7), 1, Done(0)), "must pause at the same batches"),
+        (Asked(Worker(0, 2), S, 0, Done(0)), "does not exist in 1 stages × 2 pipelines"),
+        (Asked(Worker(0, 0), Segment(1, 0, 8, 8), 0, Done(0)), "which are none"),
+        (Asked(Worker(0, 0), S, 1, Done(1, float("nan"))), "which cannot be"),
+        (Trained(Worker(0, 0), S, Done(1, 1.0, -1.0)), "which cannot be"),
+        (Returned(2), "pipeline 2 does not exist"),
+    ):
+        with pytest.raises(RefusedEvent, match=re.escape(message)):
+            ask(event, 1.0)
+    assert brief(desk.ask(0)) == [(0, 0, 1, 2)]
+
+
+def test_the_next_segment_and_another_run_begin_anew_and_late_asks_are_still_answered() -> None:
+    desk = Desk(1, segment=Segment(1, 0, 0, 1))
+    desk.begin()
+    desk.ask(0, 1)
+    (over,) = desk.ask(0, 1)
+    before, desk.segment, desk.ordinals = desk.segment, NEXT, [0]
+    assert brief(desk.ask(0)) == [(0, 0, 8, 9)]
+    assert desk.dealer.answer(0, before, 2) == over
+    desk.segment, desk.ordinals = Segment(2, 0, 0, 5), [0]
+    assert brief(desk.ask(0)) == [(0, 0, 0, 1)], "a run that begins anew does not wait for the end of another"
+
+
+def test_what_a_pipeline_returns_is_trained_by_others() -> None:
+    desk = Desk(2, stages=2, segment=Segment(1, 0, 0, 4))
+    desk.begin()
+    desk.ask(1, 1)  # its second lease
+    for stage, batches in ((0, 2), (1, 1)):
+        desk.dealer.on(Trained(Worker(stage, 1), desk.segment, Done(batches, 1.0)), 2.0)
+    desk.dealer.on(Returned(1), 2.0)
+    got = [lease for batches in range(1, 7) for lease in desk.ask(0, batches, 1.0, now=2.0 + batches)]
+    trained = [(lease.home, number) for lease in got for number in range(lease.start, lease.stop)]
+    assert sorted(trained) == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)], "one stage had trained its second only"
+
+
+def test_a_restarted_scheduler_deals_what_nobody_has_heard_of() -> None:
+    old = Desk(2)
+    heard = [lease for lease in old.begin() if lease.pipeline == 1]
+    heard += old.ask(1)
+    new = Desk(2)
+    assert new.tell(1, *heard[:1], batches=1) == []
+    assert new.dealer.on(Asked(Worker(0, 1), S, 2, Done(1)), 0.0) == [], "another stage of it has heard more"
+    assert new.tell(1, *heard) == []
+    assert brief(new.tell(0)) == [(1, 1, 2, 4)]
+    assert brief(new.ask(0)) == [(0, 0, 0, 1)], "which the old one had dealt, and nobody got"
+
+
+def test_books_that_contradict_each_other_are_refused() -> None:
+    desk = Desk(2)
+    mine = Lease(S, 0, 0, 1, 4, 6, 0.0, 2.0)
+    desk.tell(0, mine)
+    for wrong in (
+        Lease(S, 1, 0, 1, 5, 7, 0.0, 2.0),
+        Lease(S, 1, 0, 1, 6, 9, 0.0, 2.0),
+        Lease(S, 1, 0, 2, 0, 1, 0.0, 2.0),
+        Lease(NEXT, 1, 0, 1, 9, 10, 0.0, 2.0),
+        mine,
+    ):
+        with pytest.raises(RefusedEvent, match="which others hold or"):
+            desk.tell(1, wrong)
+    assert brief(desk.tell(1, Lease(S, 1, 0, 1, 0, 4, 0.0, 2.0))) == []
+
+
+def test_a_scheduler_that_was_restarted_at_the_end_hears_that_it_was_the_end() -> None:
+    desk = Desk(2)
+    desk.tell(0, over=True)
+    desk.ordinals[1] = 0
+    assert desk.ask(1) == []
+    (lease,) = desk.tell(1)
+    assert lease.over

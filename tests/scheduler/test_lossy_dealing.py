@@ -1,0 +1,151 @@
+"""Batches that are dealt over a network that delays, repeats, reorders and loses, by a scheduler that dies.
+
+Hypothesis moves the messages. Workers keep the client's rules: they repeat what is unanswered, and tell what they were
+dealt when they are asked for it. Then each batch is trained by exactly one pipeline, the same on all of its stages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.leases import Lease, Segment
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.scheduler import messages as m
+from lightning_sdpipe.scheduler.heard_leases import HeardLeases
+from lightning_sdpipe.scheduler.service import Addressed, SchedulerService
+
+
+class WorkerModel:
+    """A worker that trains what it is dealt at once."""
+
+    def __init__(self, worker: Worker, segment: Segment, machine: LossyDealing) -> None:
+        self.worker, self.segment = worker, segment
+        self.leases: list[Lease] = []
+        self.heard = HeardLeases(lambda: machine.now)
+        self.heard.begin(segment)
+        self.trained = self.number = 0
+
+    @property
+    def over(self) -> bool:
+        return bool(self.leases) and self.leases[-1].over
+
+    def next(self) -> int:
+        self.number += 1
+        return self.number
+
+    def speak(self) -> list[m.Request]:
+        """The ask that is unanswered, again."""
+        if self.over:
+            return []
+        done = self.heard.done()
+        return [m.AskLease(self.worker, 7, self.next(), self.segment, len(self.leases), done)]
+
+    def hear(self, reply: m.Reply) -> list[m.Request]:
+        match reply:
+            case m.Dealt(lease) if lease.ordinal == len(self.leases) and not self.over:
+                self.leases.append(lease)
+                self.heard.hear(lease)
+                self.trained += lease.size
+                self.heard.trained(self.trained)
+            case m.AskLeases():
+                book = self.heard.book()
+                assert book is not None
+                return [m.TellLeases(self.worker, 7, self.next(), *book), *self.speak()]
+            case m.Refused():
+                raise AssertionError(reply.reason)
+        return []
+
+
+class LossyDealing(RuleBasedStateMachine):
+    @initialize(stages=st.integers(1, 2), pipelines=st.integers(1, 3), length=st.integers(1, 30))
+    def start(self, stages: int, pipelines: int, length: int) -> None:
+        self.now = 0.0
+        self.mesh, self.segment = (stages, pipelines), Segment(1, 0, 3, 3 + length)
+        self.models = [WorkerModel(Worker(j, i), self.segment, self) for j in range(stages) for i in range(pipelines)]
+        self.by_peer = {m.routing_id(model.worker): model for model in self.models}
+        self.to_server: list[tuple[bytes, m.Request]] = []
+        self.to_workers: list[Addressed] = []
+        self.service = SchedulerService(NoSync(), *self.mesh)
+
+    def serve(self, at: int, again: bool) -> None:
+        peer, request = self.to_server[at] if again else self.to_server.pop(at)
+        self.to_workers += self.service.handle(peer, request, self.now)
+        self.service.validate()
+        assert self.service.failure is None
+
+    def deliver(self, at: int, again: bool) -> None:
+        peer, reply = self.to_workers[at] if again else self.to_workers.pop(at)
+        self.to_server += [(peer, request) for request in self.by_peer[peer].hear(reply)]
+
+    @rule(data=st.data(), seconds=st.sampled_from([0.0, 0.1, 2.0]))
+    def somebody_asks(self, data: st.DataObject, seconds: float) -> None:
+        self.now += seconds
+        model = data.draw(st.sampled_from(self.models))
+        self.to_server += [(m.routing_id(model.worker), request) for request in model.speak()]
+
+    @rule(data=st.data(), again=st.booleans())
+    def a_message_reaches_the_scheduler(self, data: st.DataObject, again: bool) -> None:
+        if self.to_server:
+            self.serve(data.draw(st.integers(0, len(self.to_server) - 1)), again)
+
+    @rule(data=st.data(), again=st.booleans())
+    def a_message_reaches_a_worker(self, data: st.DataObject, again: bool) -> None:
+        if self.to_workers:
+            self.deliver(data.draw(st.integers(0, len(self.to_workers) - 1)), again)
+
+    @rule(data=st.data())
+    def a_message_is_lost(self, data: st.DataObject) -> None:
+        messages = data.draw(st.sampled_from([self.to_server, self.to_workers]))
+        if messages:
+            messages.pop(data.draw(st.integers(0, len(messages) - 1)))
+
+    @rule()
+    def all_is_well_for_a_while(self) -> None:
+        for model in self.models:
+            self.to_server += [(m.routing_id(model.worker), request) for request in model.speak()]
+        while self.to_server:
+            self.serve(0, again=False)
+        while self.to_workers:
+            self.deliver(0, again=False)
+
+    @rule()
+    def the_scheduler_is_killed_and_started_again(self) -> None:
+        """What was under way is lost with the connections."""
+        self.to_server.clear()
+        self.to_workers.clear()
+        self.service = SchedulerService(NoSync(), *self.mesh, now=self.now)
+
+    @invariant()
+    def no_batch_is_dealt_twice_and_stages_agree(self) -> None:
+        stages, pipelines = getattr(self, "mesh", (0, 0))
+        batches: Counter[tuple[int, int]] = Counter()
+        for pipeline in range(pipelines):
+            lists = [model.leases for model in self.models if model.worker.pipeline == pipeline]
+            longest = max(lists, key=len)
+            assert all(leases == longest[: len(leases)] for leases in lists)
+            batches.update((lease.home, n) for lease in longest for n in range(lease.start, lease.stop))
+        assert max(batches.values(), default=1) == 1
+        if stages and all(model.over for model in self.models):
+            assert len(batches) == pipelines * (self.segment.stop - self.segment.start)
+
+    def teardown(self) -> None:
+        """On a good day everything is trained, and everybody hears so."""
+        if not hasattr(self, "models"):
+            return
+        for _ in range(200):
+            self.now += 1.0
+            self.all_is_well_for_a_while()
+            if all(model.over for model in self.models):
+                break
+        else:
+            raise AssertionError(f"not over: {[(model.worker, model.leases) for model in self.models]}")
+        self.no_batch_is_dealt_twice_and_stages_agree()
+
+
+TestLossyDealing = LossyDealing.TestCase
+TestLossyDealing.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,87 @@
+"""Which package may import which: no arrow of docs/architecture.md runs back up, and none in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import lightning_sdpipe
+
+ROOT = Path(lightning_sdpipe.__file__).parent
+ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
+
+# From the top down: what is further left imports what is further right.
+HOUSE = (
+    *("cli", "sweep", "configuration", "check"),
+    *(
+        "strategy",
+        "options",
+        "training",
+        "assembly",
+        "membership",
+        "launching",
+        "trainer",
+        "checkpoints",
+        "sync",
+        "data",
+    ),
+    *("placement", "pipeline", "partition", "exchange", "groups", "scheduler", "simulate", "policies"),
+    *("optim", "heterogeneity", "random_streams", "option_checks", "p2p", "mesh", "errors"),
+)
+
+LONG = {
+    "strategy.py": "Lightning's hooks, in the order of a run's life",
+    "scheduler/service.py": "what the scheduler does with each kind of message",
+    "scheduler/client.py": "what a worker asks and tells the scheduler, over one connection that may be lost",
+}
+
+
+def modules() -> dict[str, Path]:
+    """By their names without the package's."""
+    paths = [path for path in sorted(ROOT.rglob("*.py")) if "conf" not in path.relative_to(ROOT).parts[:1]]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+def imports(path: Path, everywhere: bool) -> Iterator[str]:
+    """Modules of the package that one imports: wherever it does, or when it is imported itself."""
+    known, tree = modules(), ast.parse(path.read_text())
+    for node in ast.walk(tree) if everywhere else tree.body:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            if name.removeprefix("lightning_sdpipe.") in known and name.startswith("lightning_sdpipe."):
+                yield name.removeprefix("lightning_sdpipe.")
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if name not in ("__init__", "scheduler.__main__")])
+def test_no_import_runs_back_up(name: str) -> None:
+    package = name.partition(".")[0]
+    for other in imports(modules()[name], everywhere=True):
+        imported = other.partition(".")[0]
+        assert imported == package or HOUSE.index(package) < HOUSE.index(imported), f"{name} imports {other}"
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    graph = {name: set(imports(path, everywhere=False)) - {name} for name, path in modules().items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names them
+
+
+def test_every_package_has_its_place_in_the_house_and_its_line_in_the_docs() -> None:
+    names = {name.partition(".")[0] for name in modules()} - {"__init__"}
+    assert names == set(HOUSE)
+    drawing = ARCHITECTURE.read_text().split("```")[1]
+    missing = [name for name in HOUSE if f"  {name}/" not in drawing and f"{name}.py" not in drawing]
+    assert missing == []
+
+
+def test_modules_are_short_or_say_why_not() -> None:
+    long = {path.relative_to(ROOT).as_posix() for path in modules().values() if len(path.read_text().split("\n")) > 400}
+    assert long == set(LONG)

@@ -1,0 +1,72 @@
+"""What can be given to the strategy, and what is refused with what to give instead."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_sdpipe import AllReduce, Balanced, ConfigurationError, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe.heterogeneity import Delays
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_stage": 2}, "num_stage is not an option of SDPipeStrategy; did you mean num_stages?"),
+        ({"microbatches": 2}, "did you mean num_micro_batches?"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook is an option of DistributedDataParallel, .*: sync= says what is"),
+        ({"find_unused_parameters": True}, "does not use: parameters without a gradient are allowed"),
+        ({"num_stages": "2"}, "num_stages='2' is not allowed: give int."),
+        ({"num_stages": True}, "num_stages=True is not allowed: give int."),
+        ({"num_stages": 0}, "num_stages=0 is not allowed; use 1 or more."),
+        ({"num_micro_batches": 0}, "num_micro_batches=0 is not allowed; use 1 or more."),
+        ({"num_micro_batches": 2.0}, "num_micro_batches=2.0 is not allowed: give int or None."),
+        ({"sync": AllReduce}, "sync=AllReduce is a class; give an object of it: sync=AllReduce()."),
+        ({"sync": "all_reduce"}, "sync='all_reduce' is no synchronisation method; use one of"),
+        ({"schedule": "1f1bb"}, "schedule='1f1bb' is not known; use one of ['1f1b', .*; did you mean '1f1b'?"),
+        ({"partition": 3}, 'partition=3 is not allowed: give .* such as "parameters", or [3, 2]'),
+        ({"partition": "parameter"}, "partition='parameter' is not known; .*; did you mean 'parameters'?"),
+        ({"partition": ["3", "2"]}, "partition=['3', '2'] is not allowed: give"),
+        ({"partition": Balanced}, "partition=Balanced is a class; give an object of it"),
+        ({"blocks": "layers.*"}, "blocks='layers.*' is not allowed: give a list of str or None, such as ["),
+        ({"delays": 0.3}, "delays=0.3 is not allowed: give Heterogeneity or None, such as Delays("),
+        ({"variance_correction": "no"}, "variance_correction='no' is not allowed: give bool."),
+        ({"dynamic_shapes": 1}, "dynamic_shapes=1 is not allowed: give bool."),
+        (
+            {"save_distributed_checkpoint": "asynch"},
+            "is not known; use one of ['async'], or bool .*; did you mean 'async'?",
+        ),
+        ({"gather_module": "yes"}, "gather_module='yes' is not allowed: give bool or None."),
+        ({"on_nonfinite": "warn"}, "on_nonfinite='warn' is not known; use one of ['stop', 'continue']."),
+        ({"timeout": 10}, "timeout=10 is not allowed: give timedelta, such as timedelta(minutes=10)."),
+        ({"timeout": timedelta(0)}, "timeout=0:00:00 is not allowed; give more than nothing."),
+        ({"start_method": "frok"}, "start_method='frok' is not known; .*; did you mean 'fork'?"),
+        ({"schedule": "pipedream", "num_micro_batches": 4}, "which does not split mini-batches"),
+        ({"stages_per_worker": 4}, "stages_per_worker=4 has no meaning with schedule='1f1b'"),
+        ({"schedule": "zero_bubble"}, "needs num_stages and stages_per_worker of 2 or more; given 1 and 2."),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given: dict[str, Any], message: str) -> None:
+    pattern = ".*".join(map(re.escape, message.split(".*")))
+    with pytest.raises(ConfigurationError, match=pattern):
+        SDPipeStrategy(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_stages": 2, "sync": SemiDecentralized(window=0.1), "schedule": "gpipe"},
+        {"partition": [3, 2], "blocks": ("a", "b.*")},
+        {"partition": OmegaConf.create([3, 2]), "blocks": OmegaConf.create(["a"])},
+        {"partition": Balanced(), "delays": Delays(), "scheduler_key_file": None},
+        {"save_distributed_checkpoint": "async", "timeout": timedelta(seconds=1)},
+        {"start_method": "fork", "process_group_backend": "gloo"},
+    ],
+)
+def test_what_is_right_passes(given: dict[str, Any]) -> None:
+    strategy = SDPipeStrategy(**given)
+    assert strategy.num_stages == given.get("num_stages", 1)
