@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_sdpipe.partition.plan import Balanced as Balanced
     from lightning_sdpipe.strategy import SDPipeStrategy as SDPipeStrategy
     from lightning_sdpipe.sync import ADPSGD as ADPSGD
+    from lightning_sdpipe.sync import PHDPSGD as PHDPSGD
     from lightning_sdpipe.sync import AllReduce as AllReduce
     from lightning_sdpipe.sync import HetPipe as HetPipe
     from lightning_sdpipe.sync import LocalSGD as LocalSGD
@@ -31,6 +32,7 @@ _HOMES = {
     "Balanced": "lightning_sdpipe.partition.plan",
     "SDPipeStrategy": "lightning_sdpipe.strategy",
     "ADPSGD": "lightning_sdpipe.sync",
+    "PHDPSGD": "lightning_sdpipe.sync",
     "AllReduce": "lightning_sdpipe.sync",
     "HetPipe": "lightning_sdpipe.sync",
     "LocalSGD": "lightning_sdpipe.sync",

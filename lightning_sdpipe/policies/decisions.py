@@ -25,11 +25,16 @@ class Reason(StrEnum):
     ENFORCED = "enforced"
     """The stage waited, holding the token, until the sync-graph was connected (SDPipe §3.4)."""
     TOKEN_BUSY = "token busy"
-    """The sync-graph is not connected, but another stage holds the token: waiting could deadlock."""
+    """There was something to wait for, as in a sync-graph that is not connected, but another stage holds the token:
+    waiting could deadlock."""
     WORKER_LOST = "worker lost"
     """The workers it waited for left or fell silent, and the remaining ones need wait no longer."""
     MATCHED = "matched"
     """The workers were drawn to average with each other (AD-PSGD)."""
+    STALENESS = "staleness"
+    """Some of them had waited for others whose models contained too little of theirs (``staleness=``)."""
+    STALENESS_EXCEEDED = "staleness exceeded"
+    """The bound asks to wait, but another stage holds the token: waiting could deadlock."""
     LOCAL_STEP = "local step"
     """The policy has the worker go on alone this time."""
 
@@ -40,8 +45,9 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     ``members`` is sorted. ``weights`` belong to the members in that order and add up to 1: each member's model becomes
     the weighted sum of all of them. ``sequence`` is unique in the run and increasing. ``reason`` is for people.
 
-    ``passive`` members were not ready: they average while they compute (asynchronous AD-PSGD). ``neighbours``, where it
-    is not empty, has for each member, in order, those members that it averages with instead of with all.
+    ``passive`` members take part without being answered: they average while they compute (asynchronous AD-PSGD), or
+    before they wait on (PHD-PSGD under its bound). ``neighbours``, where it is not empty, has for each member, in
+    order, those members that it averages with instead of with all.
     """
 
     members: tuple[Worker, ...]

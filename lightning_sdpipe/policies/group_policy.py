@@ -49,7 +49,8 @@ class GroupPolicy:
                 participants.check_takes_part(worker, "left")
                 decisions = self.time_passed(now)
                 participants.leaves(worker)
-                return decisions + self.worker_left(worker, now)
+                gone = self.worker_lost if type(event) is Lost else self.worker_left
+                return decisions + gone(worker, now)
             case Progress(worker):
                 participants.check_takes_part(worker, "went on")
                 return self.time_passed(now) + self.worker_progressed(event, now)
@@ -58,6 +59,7 @@ class GroupPolicy:
                 return self.time_passed(now) + self.group_broke(sequence, now)
             case Restarted(next_sequence):
                 participants.next_sequence = max(participants.next_sequence, next_sequence)
+                return self.scheduler_restarted(now)
         return []
 
     def deadline(self) -> float | None:
@@ -69,8 +71,13 @@ class GroupPolicy:
         raise NotImplementedError(f"{type(self).__name__} must say in worker_ready how a ready worker is answered")
 
     def worker_left(self, worker: Worker, now: float) -> list[Decision]:
-        """``worker`` has left or was lost; those that wait for it must not wait for ever."""
+        """``worker`` has left or, without a :meth:`worker_lost`, was lost; those that wait for it must not wait for
+        ever."""
         return []
+
+    def worker_lost(self, worker: Worker, now: float) -> list[Decision]:
+        """``worker`` fell silent, and may come back with another model than its own."""
+        return self.worker_left(worker, now)
 
     def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
         """``worker`` takes part now."""
@@ -82,6 +89,10 @@ class GroupPolicy:
 
     def group_broke(self, sequence: int, now: float) -> list[Decision]:
         """The members of that group did not average; it may be told more than once."""
+        return []
+
+    def scheduler_restarted(self, now: float) -> list[Decision]:
+        """Another scheduler has decided before; what it knew is lost."""
         return []
 
     def time_passed(self, now: float) -> list[Decision]:

@@ -25,6 +25,7 @@ BUILT_IN: Mapping[str, str] = {
     "local_sgd": "lightning_sdpipe.policies.local_sgd:LocalSGD",
     "partial_reduce": "lightning_sdpipe.policies.partial_reduce:PartialReduce",
     "ad_psgd": "lightning_sdpipe.policies.ad_psgd:ADPSGD",
+    "phd_psgd": "lightning_sdpipe.policies.phd_psgd:PHDPSGD",
     "no_sync": "lightning_sdpipe.policies.local_sgd:NoSync",
 }
 """Name of each policy that comes with the package, and where its values are declared."""

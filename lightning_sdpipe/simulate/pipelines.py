@@ -3,7 +3,8 @@
 Workers compute the passes of their schedule. A forward needs that of the stage before, a backward that of the stage
 after it; both take their share of the worker's own time, its delays and the speed of its device at that moment. Before
 its last backward, when it needs nobody any more, a worker is ready; it begins the next mini-batch once its group is
-known, all members have finished that backward, and the exchange is over. Transfers between stages take no time.
+known, all members have finished that backward, and the exchange is over. A passive member is waited for only if it is
+ready. Transfers between stages take no time.
 
 Only readies, leaves and the policy's deadlines meet each other, so only they go through the queue of events: between
 two groups the times of a worker's passes follow from each other. So thousands of iterations of a hundred workers take
@@ -86,6 +87,7 @@ class _Replica:
         "finished",
         "free",
         "next",
+        "ready",
         "reported",
         "track",
         "waited",
@@ -107,6 +109,9 @@ class _Replica:
         self.ends: dict[bool, list[float]] = {True: [], False: []}
         """Of its forwards and its backwards."""
         self.waits = False
+        """Nothing is left to compute before its group is known."""
+        self.ready = False
+        """It has told so and was not answered."""
         self.reported = -1
         self.waited = 0.0
         self.finished: float | None = None
@@ -167,6 +172,8 @@ class Pipelines:
                 return
 
     def _tell(self, event: Event) -> None:
+        if type(event) is Ready:
+            self.replicas[event.worker.stage][event.worker.pipeline].ready = True
         decisions = self.policy.on(event, self.now)
         self.entries.append((self.now, event, decisions))
         for group in decisions:
@@ -230,23 +237,27 @@ class Pipelines:
         check_group(group, self._next_sequence)
         self._next_sequence = group.sequence + 1
         self.groups.append((self.now, group))
-        active = [self.replicas[worker.stage][worker.pipeline] for worker in group.members]
+        members = active = [self.replicas[worker.stage][worker.pipeline] for worker in group.members]
         if group.passive:
-            active = [replica for replica in active if replica.worker not in group.passive]
+            active = [replica for replica in members if replica.worker not in group.passive]
         for replica in active:
             if not replica.waits:
                 raise BrokenRule(f"{group} answers worker {replica.worker}, which does not wait for a group")
-        together = max(self.now, *[replica.free for replica in active])
+        stay = [replica for replica in members if replica.ready and replica not in active] if group.passive else []
+        together = max(self.now, *[replica.free for replica in (*active, *stay)])
         end = together + self.work.exchange(group)
         for replica in active:
             self._goes_on(replica, end)
+        for replica in stay:  # they average, and wait on
+            replica.waited += end - replica.free
+            replica.free = end
 
     def _goes_on(self, replica: _Replica, at: float) -> None:
         waited = at - replica.free
         replica.waited += waited
         progress = Progress(replica.worker, replica.reported, 1, at - replica.began, waited)
         replica.free = replica.began = at
-        replica.waits = False
+        replica.waits = replica.ready = False
         self._push(at, progress)
         if replica.reported + 1 == self.work.iterations:
             replica.finished = at

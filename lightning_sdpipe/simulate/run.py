@@ -12,6 +12,7 @@ from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.events import Event, Progress, Worker
 from lightning_sdpipe.policies.mixing import mean_mixing_matrix, mixing_radius
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
+from lightning_sdpipe.simulate.lag import lags
 from lightning_sdpipe.simulate.pipelines import Pipelines, Work
 
 
@@ -74,6 +75,10 @@ class Run:
     def waiting_share(self) -> float:
         """Of the workers' time, what they stood still for their groups."""
         return sum(self.waited.values()) / max(1e-12, sum(self.finished.values()))
+
+    def lags(self, stage: int = 0) -> list[tuple[float, int]]:
+        """How many steps of any pipeline models of ``stage`` lacked at most, by time; see ``simulate/lag.py``."""
+        return lags(self.entries, stage, self.work.num_pipelines)
 
     def rho(self, stage: int = 0) -> float:
         """ρ of P-Reduce's theorem 1 over all groups of ``stage``; needs numpy."""

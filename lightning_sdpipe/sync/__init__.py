@@ -4,6 +4,7 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD as ADPSGD
 from lightning_sdpipe.policies.local_sgd import LocalSGD as LocalSGD
 from lightning_sdpipe.policies.local_sgd import NoSync as NoSync
 from lightning_sdpipe.policies.partial_reduce import PartialReduce as PartialReduce
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD as PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized as SemiDecentralized
 from lightning_sdpipe.sync.methods import AllReduce as AllReduce
 from lightning_sdpipe.sync.methods import HetPipe as HetPipe
@@ -11,6 +12,7 @@ from lightning_sdpipe.sync.methods import ParameterServer as ParameterServer
 
 __all__ = [
     "ADPSGD",
+    "PHDPSGD",
     "AllReduce",
     "HetPipe",
     "LocalSGD",

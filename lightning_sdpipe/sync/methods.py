@@ -14,6 +14,7 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
@@ -129,12 +130,19 @@ def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
     """How ``sync`` is carried out: a method, the values of a policy, or the import path of a user's own.
 
     Raises:
-        ConfigurationError: it is none of these, or the scheduler's process could not make the policy.
+        ConfigurationError: it is none of these, the scheduler's process could not make the policy, or workers cannot
+            carry it out.
     """
     if isinstance(sync, str) and ":" in sync:
         sync = registry.make(sync, {})
     if isinstance(sync, PolicyConfig):
         registry.check(sync)
+        if isinstance(sync, PHDPSGD):
+            raise ConfigurationError(
+                "sync=phd_psgd cannot train yet: the workers' half, in which a group averages gradients and meets "
+                "others, is missing. Try it with sdpipe simulate --policy phd_psgd, and train with "
+                "SemiDecentralized(), ADPSGD() or AllReduce()."
+            )
         return ByPolicy(sync)
     if not isinstance(sync, SyncMethod):
         raise ConfigurationError(

@@ -19,13 +19,18 @@ COLOURS = {
     "hetpipe": "#d55e00",
     "localsgd": "#cc79a7",
     "nosync": "#56b4e9",
+    "phd": "#882255",
+    "phd_every4": "#cc6677",
+    "phd_async": "#332288",
+    "phd_unbounded": "#999933",
+    "phd_gamma4_unbounded": "#44aa99",
     "bare_torch": "#595959",
     "lightning_ddp": "#a6a6a6",
     "joint batch": "#e69f00",
     "models averaged": "#7f3c8d",
     "averaged, corrected": "#0072b2",
 }
-"""Of each method in every figure, told apart by the colour-blind too (Okabe and Ito); outside references are grey."""
+"""Of each method in every figure, told apart by the colour-blind too (Okabe and Ito, Tol); outside ones are grey."""
 OTHERS = ("#000000", "#8c6d31", "#b5cf6b", "#f0e442")
 """For methods of a user's own, in their order."""
 MAX_COLUMNS = 3
@@ -52,12 +57,12 @@ def throughput_figures(summaries: Sequence[Row], output: Path) -> list[Path]:
     compared = [row for row in summaries if row["panel"] != "headline"]  # whose mini-batches are shorter
     emulated = [row for row in compared if row["workload"] == "emulated"]
     panels = _by(compared, "workload", "shape", "schedule")
-    files = _save(_grouped_bars(panels, "samples_per_s", "samples/s"), output, "throughput") if panels else []
+    files = save_figure(_grouped_bars(panels, "samples_per_s", "samples/s"), output, "throughput") if panels else []
     flush = [row for row in emulated if row["schedule"] == "1f1b" and row["shape"].startswith("4x")]
     panels = _by(speedups(flush), "heterogeneity")
     scales = {title: rows for title, rows in panels.items() if len({row["shape"] for row in rows}) > 1}
     if scales:
-        files += _save(_grouped_bars(scales, "speedup", "speed-up", "shape"), output, "scale")
+        files += save_figure(_grouped_bars(scales, "speedup", "speed-up", "shape"), output, "scale")
     return files
 
 
@@ -69,9 +74,9 @@ def convergence_figures(rows: Sequence[Row], output: Path) -> list[Path]:
         output: a file; the figures get its name with an addition.
     """
     files = []
-    colours = _colours(rows)
+    colours = colours_of(rows)
     for name, own in _by(rows, "workload", "heterogeneity").items():
-        figure, axes = _axes(2)
+        figure, axes = new_axes(2)
         metric, _, target = own[0]["target"].split()
         for axis, (column, label) in zip(axes, enumerate(("seconds", "samples")), strict=True):
             for row in own:
@@ -80,8 +85,8 @@ def convergence_figures(rows: Sequence[Row], output: Path) -> list[Path]:
             axis.set_xlabel(label)
             axis.set_ylabel(metric)
             axis.axhline(float(target), color="black", linestyle=":")
-        _legend(figure, {_method(row): colours[_method(row)] for row in own}, f"{name}; dotted: {own[0]['target']}")
-        files += _save(figure, output, f"convergence.{name.replace(' ', '.')}")
+        add_legend(figure, {_method(row): colours[_method(row)] for row in own}, f"{name}; dotted: {own[0]['target']}")
+        files += save_figure(figure, output, f"convergence.{name.replace(' ', '.')}")
     return files
 
 
@@ -92,8 +97,8 @@ def variance_figure(rows: Sequence[Row], output: Path) -> list[Path]:
         rows: of the training of ``suite=variance``.
         output: a file; the figure gets its name.
     """
-    figure, (axis,) = _axes(1, width=7.0)
-    colours = _colours(rows)
+    figure, (axis,) = new_axes(1, width=7.0)
+    colours = colours_of(rows)
     for method, own in _by(rows, "what").items():
         samples = list(own[0]["curve"])
         losses = list(zip(*(row["curve"].values() for row in own), strict=True))
@@ -102,8 +107,8 @@ def variance_figure(rows: Sequence[Row], output: Path) -> list[Path]:
     axis.set_xlabel("samples of all pipelines")
     axis.set_ylabel("validation loss")
     axis.grid(alpha=0.3)
-    _legend(figure, colours)
-    return _save(figure, output)
+    add_legend(figure, colours)
+    return save_figure(figure, output)
 
 
 def speedups(rows: Sequence[Row], base: str = "hetpipe") -> list[Row]:
@@ -128,7 +133,8 @@ def _by(rows: Sequence[Row], *columns: str) -> dict[str, list[Row]]:
     return panels
 
 
-def _colours(rows: Iterable[Row]) -> dict[str, str]:
+def colours_of(rows: Iterable[Row]) -> dict[str, str]:
+    """Of the methods of ``rows``, in their order; a method has the same in every figure."""
     methods = list(dict.fromkeys(map(_method, rows)))
     others = [method for method in methods if method not in COLOURS]
     own = {method: OTHERS[index % len(OTHERS)] for index, method in enumerate(others)}
@@ -137,8 +143,8 @@ def _colours(rows: Iterable[Row]) -> dict[str, str]:
 
 def _grouped_bars(panels: Mapping[str, Sequence[Row]], value: str, label: str, along: str = "heterogeneity") -> Any:
     """One panel each, a group of bars for each value of ``along``, and a bar for each method of the panel."""
-    figure, axes = _axes(len(panels))
-    colours = _colours(row for rows in panels.values() for row in rows)
+    figure, axes = new_axes(len(panels))
+    colours = colours_of(row for rows in panels.values() for row in rows)
     for axis, (title, rows) in zip(axes, panels.items(), strict=True):
         groups = list(dict.fromkeys(row[along] for row in rows))
         methods = _by(rows, "what")
@@ -152,11 +158,12 @@ def _grouped_bars(panels: Mapping[str, Sequence[Row]], value: str, label: str, a
         axis.set_xticks(range(len(groups)), groups)
         axis.set_title(title)
         axis.set_ylabel(label)
-    _legend(figure, colours)
+    add_legend(figure, colours)
     return figure
 
 
-def _axes(count: int, width: float = 4.5) -> tuple[Any, Sequence[Any]]:
+def new_axes(count: int, width: float = 4.5) -> tuple[Any, Sequence[Any]]:
+    """A figure with so many panels of ``width`` inches, beside each other as far as there is room."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -170,7 +177,7 @@ def _axes(count: int, width: float = 4.5) -> tuple[Any, Sequence[Any]]:
     return figure, axes[:count]
 
 
-def _legend(figure: Any, colours: Mapping[str, str], title: str | None = None) -> None:
+def add_legend(figure: Any, colours: Mapping[str, str], title: str | None = None) -> None:
     """Above all panels, where it covers nothing."""
     from matplotlib.patches import Patch
 
@@ -179,7 +186,8 @@ def _legend(figure: Any, colours: Mapping[str, str], title: str | None = None) -
     figure.legend(handles=handles, loc="outside upper center", ncols=across, title=title, fontsize="small")
 
 
-def _save(figure: Any, output: Path, name: str | None = None) -> list[Path]:
+def save_figure(figure: Any, output: Path, name: str | None = None) -> list[Path]:
+    """Beside ``output``, under its name with an addition if there is one."""
     addition = "" if name is None else f".{name}"
     files = [output.with_suffix(f"{addition}{kind}") for kind in (".png", ".svg")]
     for file in files:

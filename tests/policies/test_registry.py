@@ -13,6 +13,7 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 
 HERE = "tests.policies.test_registry"
@@ -40,6 +41,8 @@ class Empty(PolicyConfig, frozen=True):
         NoSync(),
         LocalSGD(every=4),
         ADPSGD(seed=5, asynchronous=True),
+        PHDPSGD(),
+        PHDPSGD(groups=[[0, 2], [1, 3]], gamma=0.5, staleness=None, times=[1, 2.5, 3, 4]),
         PartialReduce(group_size=4, decay=0.25, missing="oldest", history=9),
         SemiDecentralized(),
         SemiDecentralized(window=math.inf, connectivity=None),

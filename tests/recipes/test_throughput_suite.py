@@ -223,7 +223,7 @@ def test_a_method_has_one_colour_and_the_legend_covers_nothing(monkeypatch: pyte
 
 def test_the_headline_is_not_drawn_over_the_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(figures, "_save", lambda figure, *_: drawn.append(figure) or [])
+    monkeypatch.setattr(figures, "save_figure", lambda figure, *_: drawn.append(figure) or [])
     rows = [row("sdpipe", "b", 0, speed, schedule="pipedream", panel=panel) for panel, speed in PIPEDREAM.items()]
     figures.throughput_figures(throughput.summarise(rows), tmp_path / "out.json")
     (axis,) = drawn[0].axes

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, LocalSGD, NoSync, SDPipeStrategy
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.mesh import Mesh
-from lightning_sdpipe.sync import ParameterServer, PartialReduce, SemiDecentralized
+from lightning_sdpipe.sync import PHDPSGD, ParameterServer, PartialReduce, SemiDecentralized
 from lightning_sdpipe.sync.synchronizer import Replica
 from tests.test_strategy import Regression, data, fit
 from tests.workers import run_workers
@@ -203,6 +203,11 @@ def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync:
 def test_wrong_values_are_refused(wrong: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         wrong()
+
+
+def test_phd_psgd_is_refused_until_workers_can_carry_it_out() -> None:
+    with pytest.raises(ConfigurationError, match=r"sync=phd_psgd cannot train yet.*sdpipe simulate --policy phd_psgd"):
+        SDPipeStrategy(num_stages=2, sync=PHDPSGD())
 
 
 def test_what_does_not_fit_the_mesh_is_refused_before_any_process_starts() -> None:

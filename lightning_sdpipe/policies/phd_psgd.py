@@ -1,0 +1,330 @@
+"""PHD-PSGD: all-reduce within groups of pipelines, meetings of groups drawn by their speeds, and a bound on staleness.
+
+Gradients are averaged within a group before every step, so its pipelines stay equal; between steps groups average
+their models with other groups (§3.4). On the last stage:
+
+1. A group is *ready* when all its members that take part are. Its model counts as one step newer from then on.
+2. If others wait for it, it meets them at once. Otherwise it draws a partner by the graph of ``meeting_graph.py``, in
+   the steps that ``every`` divides, and goes on alone in the others. If the partner waits, they meet now; else the
+   group waits for the partner's next boundary. Nobody waits by draw for a group that waits itself, so there is no ring.
+3. If some are *behind* it (``versions.py``), it waits for exactly these instead, and meets them: STALENESS.
+4. Whoever meets a group that still has to wait for others does not wait with it: that group takes part as a passive
+   member, and waits on.
+5. ``asynchronous``: the drawn partner takes part while it computes. Nobody waits then, except by rule 3.
+
+A meeting gives every group the mean of the groups' models; so each member weighs 1 over the groups times its group's
+members.
+
+**Several stages.** If every stage drew for itself, group A's stage 0 could wait for B's while B's stage 1 waits for
+A's, and neither pipeline would move. So the last stage decides, and the others replay what it decided (``replay.py``).
+
+Times come from a profile (``times``) or, until there is one, from what the workers report; before anything is known all
+groups count as equally fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.decisions import Decision, Reason
+from lightning_sdpipe.policies.draws import uniform
+from lightning_sdpipe.policies.events import Progress, Worker
+from lightning_sdpipe.policies.group_policy import GroupPolicy
+from lightning_sdpipe.policies.meeting_graph import draw, similarities
+from lightning_sdpipe.policies.policy import PolicyConfig, check_integer, refusal
+from lightning_sdpipe.policies.replay import Part, Planned, Replay, mean_of_groups
+from lightning_sdpipe.policies.versions import Versions
+
+MEMORY = 16
+"""Reports over which the time of a step is averaged."""
+
+
+class PHDPSGD(PolicyConfig, frozen=True):
+    """PHD-PSGD: gradients are averaged within groups of pipelines, and groups average their models with one another.
+
+    ``groups`` lists the pipelines of each group. With ``"auto"`` they are consecutive ones, ``group_size`` at a time,
+    or if that is None too, those of a host; to whom no hosts are told, each pipeline is a group.
+    ``gamma`` is how much a group prefers others of its own speed (0: not at all). Groups meet in the steps that
+    ``every`` divides. ``staleness`` is how many steps of any group a model may lack, None for no bound.
+    ``asynchronous`` meetings do not wait for the partner's mini-batch. ``times`` are the seconds of each pipeline's
+    mini-batch, by a profile; None to go by those that workers report. ``sharded`` meetings, in which the members of
+    two groups exchange a part of the model each, need groups of one size.
+    """
+
+    groups: str | tuple[tuple[int, ...], ...] = "auto"
+    group_size: int | None = None
+    gamma: float = 1.0
+    every: int = 1
+    staleness: int | None = 8
+    asynchronous: bool = False
+    seed: int = 0
+    times: tuple[float, ...] | None = None
+    sharded: bool = True
+
+    def __post_init__(self) -> None:
+        if self.groups != "auto":
+            msgspec.structs.force_setattr(self, "groups", _checked_groups(self.groups, self.sharded))
+            if self.group_size is not None:
+                raise ConfigurationError(
+                    f"group_size={self.group_size} has no effect with groups that are listed; leave one of the two out"
+                )
+        check_integer("group_size", self.group_size, 1, "pipelines, or null for those of a host", optional=True)
+        if isinstance(self.gamma, bool) or not 0 <= self.gamma < math.inf:  # NaN is refused too
+            raise refusal("gamma", self.gamma, "a number from 0 (no preference)")
+        check_integer("every", self.every, 1, "steps")
+        check_integer("staleness", self.staleness, 1, "steps, or null for no bound", optional=True)
+        check_integer("seed", self.seed, 0, "any")
+        if self.times is not None:
+            if not all(0 < seconds < math.inf for seconds in self.times):
+                raise refusal("times", self.times, "the seconds of each pipeline's mini-batch, above 0")
+            msgspec.structs.force_setattr(self, "times", tuple(map(float, self.times)))
+
+    def make_policy(self, num_stages: int, num_pipelines: int) -> PHDPSGDPolicy:
+        if self.times is not None and len(self.times) != num_pipelines:
+            raise ConfigurationError(
+                f"times has {len(self.times)} values for {num_pipelines} pipelines; give one for each, or leave it out"
+            )
+        return PHDPSGDPolicy(self, self.groups_of(num_pipelines), num_stages, num_pipelines)
+
+    def groups_of(self, num_pipelines: int) -> tuple[tuple[int, ...], ...]:
+        """The pipelines of each group.
+
+        Raises:
+            ConfigurationError: they are not every one of the run's pipelines.
+        """
+        if isinstance(self.groups, str):
+            size = self.group_size or 1
+            if num_pipelines % size:
+                raise ConfigurationError(
+                    f"group_size={size} does not divide the {num_pipelines} pipelines of the run; choose another "
+                    "size or number of pipelines, or list the groups"
+                )
+            return tuple(tuple(range(first, first + size)) for first in range(0, num_pipelines, size))
+        listed = {pipeline for group in self.groups for pipeline in group}
+        missing, unknown = set(range(num_pipelines)) - listed, listed - set(range(num_pipelines))
+        if missing or unknown:
+            what = f"leave out {sorted(missing)}" if missing else f"name {sorted(unknown)}"
+            raise ConfigurationError(
+                f"groups={[list(group) for group in self.groups]} {what}; list each of the pipelines 0 to "
+                f"{num_pipelines - 1} in one group"
+            )
+        return self.groups
+
+
+class PHDPSGDPolicy(GroupPolicy):
+    """See the module's text for the rules. Groups are numbered as in ``groups``."""
+
+    def __init__(self, config: PHDPSGD, groups: Sequence[Sequence[int]], num_stages: int, num_pipelines: int) -> None:
+        super().__init__(num_stages, num_pipelines)
+        self._config = config
+        self._groups = groups
+        self._group_of = {pipeline: number for number, group in enumerate(groups) for pipeline in group}
+        self._last = num_stages - 1
+        self.versions = [Versions(len(groups), config.staleness) for _ in range(num_stages)]
+        self._replays = [Replay(j, self.participants, self.versions[j], self._last) for j in range(self._last)]
+        self._wanted: dict[int, set[int]] = {}
+        """Of each group that is ready and waits: whom it still has to meet."""
+        self._held: set[int] = set()
+        """Those of them that wait because of the bound."""
+        self._counted: set[int] = set()
+        """Those of them whose newest step is in the plan already."""
+        self._seconds: dict[int, float] = {}
+        self._reports: dict[int, int] = {}
+
+    def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
+        if worker.stage != self._last:
+            return self._replays[worker.stage].turn()
+        for replay in self._replays:
+            replay.heard_of(worker.pipeline)
+        group = self._group_of[worker.pipeline]
+        decisions = [] if group in self._wanted else self._becomes_ready(group)
+        return decisions + self._replay()
+
+    def worker_left(self, worker: Worker, now: float) -> list[Decision]:
+        return self._leaves(worker, lost=False)
+
+    def worker_lost(self, worker: Worker, now: float) -> list[Decision]:
+        return self._leaves(worker, lost=True)
+
+    def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
+        group, stage = self._group_of[worker.pipeline], worker.stage
+        if len(self._active(stage, group)) == 1:
+            self.versions[stage].joins(group)
+        return []
+
+    def worker_progressed(self, progress: Progress, now: float) -> list[Decision]:
+        if progress.worker.stage == self._last:
+            pipeline, seconds = progress.worker.pipeline, progress.seconds - progress.waiting
+            reports = self._reports[pipeline] = min(self._reports.get(pipeline, 0) + 1, MEMORY)
+            before = self._seconds.get(pipeline, 0.0)
+            self._seconds[pipeline] = before + (seconds - before) / reports
+        return []
+
+    def group_broke(self, sequence: int, now: float) -> list[Decision]:
+        found = [versions.broke(sequence) for versions in self.versions]
+        return self._look_again() + self._replay() if any(found) else []
+
+    def scheduler_restarted(self, now: float) -> list[Decision]:
+        for versions in self.versions:
+            versions.doubted()
+        for replay in self._replays:
+            replay.forget()
+        return self._look_again() + self._replay()
+
+    def times(self) -> list[float]:
+        """Seconds of a step of each group, which are those of its slowest member; all alike while some are unknown."""
+        profiled = self._config.times
+        of = self._seconds if profiled is None else dict(enumerate(profiled))
+        times = [max((of.get(pipeline, 0.0) for pipeline in group), default=0.0) for group in self._groups]
+        return times if all(seconds > 0 for seconds in times) else [1.0] * len(times)
+
+    def _active(self, stage: int, group: int) -> list[int]:
+        return [pipeline for pipeline in self._groups[group] if pipeline in self.participants.active[stage]]
+
+    def _waiting(self, group: int) -> list[int]:
+        return [p for p in self._groups[group] if p in self.participants.waiting[self._last]]
+
+    def _becomes_ready(self, group: int) -> list[Decision]:
+        """If all its members are, which then is a new step of the group."""
+        members = self._active(self._last, group)
+        if not members or len(self._waiting(group)) < len(members):
+            return []
+        versions = self.versions[self._last]
+        versions.stepped(group)
+        behind = versions.behind(group)
+        if behind:
+            self._held.add(group)
+            self._wanted[group] = behind
+        elif any(group in wanted for wanted in self._wanted.values()):
+            self._wanted[group] = set()
+        else:
+            partner = None if versions.steps(group) % self._config.every else self._partner(group)
+            if partner is None:
+                return [self._meeting([group], [], [], Reason.LOCAL_STEP)]
+            if self._config.asynchronous and partner not in self._wanted:
+                return [self._meeting([group], [], [partner], Reason.MATCHED)]
+            self._wanted[group] = {partner}
+        return self._settle(group)
+
+    def _partner(self, group: int) -> int | None:
+        alike = similarities(self.times(), group, self._config.gamma)
+        others = [(k, alike[k]) for k in range(len(alike)) if k != group and self._active(self._last, k)]
+        if not others:
+            return None
+        return draw(others, uniform(self._config.seed, group, self.versions[self._last].steps(group)))
+
+    def _settle(self, group: int) -> list[Decision]:
+        """The groups that are ready and wait for ``group``, or it for them, meet if that lets any of them go on."""
+        if group not in self._wanted or (self._wanted[group] and not self._neighbours(group)):
+            return []
+        together = self._cluster(group)
+        versions = self.versions[self._last]
+        stay = {k for k in together if versions.behind(k, together)}
+        go = [k for k in together if k not in stay]
+        if not go:
+            return []
+        reason = Reason.WORKER_LOST if len(together) == 1 else Reason.MATCHED
+        meeting = self._meeting(go, sorted(stay), [], Reason.STALENESS if self._held.intersection(go) else reason)
+        for k in go:
+            del self._wanted[k]
+        self._held.difference_update(go)
+        self._held.update(stay)
+        for k in stay:
+            self._wanted[k] = versions.behind(k)
+        return [meeting]
+
+    def _neighbours(self, group: int) -> set[int]:
+        """Those that wait for ``group``, and those that it waits for and that wait too."""
+        wanted = {k for k in self._wanted[group] if k in self._wanted}
+        return wanted | {k for k, theirs in self._wanted.items() if group in theirs}
+
+    def _cluster(self, group: int) -> list[int]:
+        found, todo = {group}, [group]
+        while todo:
+            new = self._neighbours(todo.pop()) - found
+            found |= new
+            todo += sorted(new)
+        return sorted(found)
+
+    def _meeting(self, go: Sequence[int], stay: Sequence[int], computing: Sequence[int], reason: Reason) -> Decision:
+        """Groups ``go`` are answered; ``stay`` are ready and wait on; ``computing`` are not ready."""
+        participants, last = self.participants, self._last
+        waiting = participants.waiting[last]
+        parts = [
+            Part(k, {p: waiting[p] for p in self._waiting(k)}, k in stay, k not in self._counted) for k in (*go, *stay)
+        ]
+        self._counted.difference_update(go)
+        self._counted.update(stay)
+        answered = [p for k in go for p in self._waiting(k)]
+        members = [self._waiting(k) for k in (*go, *stay)] + [self._active(last, k) for k in computing]
+        passive = [p for group in members[len(go) :] for p in group]
+        weights = mean_of_groups(members)
+        group = participants.group(last, answered, reason, weights=weights, passive=passive)
+        self.versions[last].met(group.sequence, [*go, *stay], computing)
+        asleep = {k: tuple(self._groups[k]) for k in computing}
+        for replay in self._replays:
+            replay.plan(Planned(tuple(parts), asleep, reason))
+        return group
+
+    def _replay(self) -> list[Decision]:
+        return [group for replay in self._replays for group in replay.turn()]
+
+    def _leaves(self, worker: Worker, lost: bool) -> list[Decision]:
+        group, stage = self._group_of[worker.pipeline], worker.stage
+        gone = not self._active(stage, group)
+        if gone:
+            self.versions[stage].leaves(group, lost)
+        if stage != self._last:
+            if gone and self._replays[stage].expects(group):
+                self.versions[self._last].doubted()
+                return self._look_again() + self._replay()
+            return self._replays[stage].turn()
+        decisions: list[Decision] = []
+        if gone or (group in self._wanted and not self._waiting(group)):
+            self._wanted.pop(group, None)
+            self._held.discard(group)
+            self._counted.discard(group)
+        if not gone and group not in self._wanted:
+            decisions += self._becomes_ready(group)
+        if gone:
+            decisions += self._look_again()
+        return decisions + self._replay()
+
+    def _look_again(self) -> list[Decision]:
+        """Something other than a step or a meeting has changed whom the waiting ones wait for."""
+        versions = self.versions[self._last]
+        for group, wanted in self._wanted.items():
+            behind = versions.behind(group)
+            drawn = set() if group in self._held else wanted
+            if behind:
+                self._held.add(group)
+            self._wanted[group] = behind or {k for k in drawn if self._active(self._last, k)}
+        return [decision for group in sorted(self._wanted) for decision in self._settle(group)]
+
+
+def _checked_groups(groups: object, sharded: bool) -> tuple[tuple[int, ...], ...]:
+    """``groups`` as tuples.
+
+    Raises:
+        ConfigurationError: it is no list of lists of pipelines, some are in two groups, or the sizes do not fit.
+    """
+    try:
+        checked = tuple(tuple(group) for group in groups)  # type: ignore[attr-defined]
+    except TypeError:
+        checked = ()
+    listed = [pipeline for group in checked for pipeline in group]
+    if not checked or not all(checked) or any(type(p) is not int or p < 0 for p in listed):
+        raise refusal("groups", groups, '"auto", or a list with the pipelines of each group, as in [[0, 1], [2, 3]]')
+    twice = sorted({pipeline for pipeline in listed if listed.count(pipeline) > 1})
+    if twice:
+        raise refusal("groups", groups, f"groups that do not overlap; {twice} are in more than one place")
+    sizes = sorted({len(group) for group in checked})
+    if sharded and len(sizes) > 1:
+        raise refusal(
+            "groups", groups, f"groups of one size instead of {sizes}, or sharded=False: then meetings are not sharded"
+        )
+    return checked

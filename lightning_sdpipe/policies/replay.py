@@ -1,0 +1,186 @@
+"""A stage that averages as the last stage has decided: who, at which of their iterations, in which order.
+
+Meetings are numbered as the last stage decided them, and increase along each pipeline. A meeting goes out here when all
+who took part there have come to the same iteration, and what they had to do before has gone out. So whoever waits here
+waits for workers that compute, or wait for a meeting of a lower number; the one of the lowest number waits for nobody
+who waits, and nothing deadlocks.
+
+The bound on staleness is this stage's own: those that a meeting lets go on wait here, too, for the models that are
+behind theirs. They need wait for meetings of lower numbers only, since on the last stage these were enough.
+
+A worker that was lost is left out. What others would have had from its group by meetings that are still to come here,
+they have on the last stage only, so there everything is doubted then. Whose pipeline has no last stage any more goes on
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_sdpipe.policies.decisions import Decision, Reason
+from lightning_sdpipe.policies.participants import Participants
+from lightning_sdpipe.policies.versions import Versions
+
+
+@dataclass(frozen=True)
+class Part:
+    """One group's part in a meeting: the iterations of its pipelines, and whether it waits on after it.
+
+    ``steps``: it is its first meeting since its last step.
+    """
+
+    group: int
+    iterations: Mapping[int, int]
+    stays: bool
+    steps: bool
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A meeting that the last stage has decided. ``computing`` are the pipelines of groups that were not ready."""
+
+    parts: tuple[Part, ...]
+    computing: Mapping[int, tuple[int, ...]]
+    reason: Reason
+
+
+@dataclass
+class _Due:
+    """A meeting that has not gone out in this stage."""
+
+    planned: Planned
+    stepped: set[int] = field(default_factory=set)
+
+
+class Replay:
+    """The meetings that are still to come in ``stage``; ``last`` is the stage that decides."""
+
+    def __init__(self, stage: int, participants: Participants, versions: Versions, last: int) -> None:
+        self._stage, self._last = stage, last
+        self._participants = participants
+        self._versions = versions
+        self._due: list[_Due] = []
+        self._unheard: set[int] = set()
+        """Pipelines whose last stage has not reported since the scheduler was started anew."""
+
+    def plan(self, meeting: Planned) -> None:
+        """The last stage has decided it."""
+        self._due.append(_Due(meeting))
+
+    def heard_of(self, pipeline: int) -> None:
+        """Its last stage has reported."""
+        self._unheard.discard(pipeline)
+
+    def forget(self) -> None:
+        """What was decided before is not known any more."""
+        self._due.clear()
+        self._unheard = set(range(self._participants.num_pipelines))
+
+    def expects(self, group: int) -> bool:
+        """Is there a meeting with others still to come in which ``group`` takes part?"""
+        return any(
+            len(due.planned.parts) + len(due.planned.computing) > 1
+            and (group in due.planned.computing or any(part.group == group for part in due.planned.parts))
+            for due in self._due
+        )
+
+    def turn(self) -> list[Decision]:
+        """What can go out now."""
+        decisions: list[Decision] = []
+        while True:
+            group = self._next()
+            if group is None:
+                return decisions + self._strays()
+            decisions.append(group)
+
+    def _next(self) -> Decision | None:
+        """The first meeting that can go out."""
+        waiting = self._participants.waiting[self._stage]
+        busy: set[int] = set()
+        """Pipelines with a meeting that cannot go out yet."""
+        groups: set[int] = set()
+        for due in list(self._due):
+            planned = due.planned
+            coming = {p for part in planned.parts for p, k in part.iterations.items() if self._comes(p, k)}
+            here = [
+                (part, [p for p, iteration in part.iterations.items() if waiting.get(p) == iteration])
+                for part in planned.parts
+            ]
+            present = [(part, members) for part, members in here if members]
+            everybody = {p for _, members in present for p in members}
+            if self._versions.bound is not None:  # these keep their place too: they contain it from that step on
+                everybody.update(*planned.computing.values())
+            if not coming and not any(not part.stays for part, _ in present):
+                self._due.remove(due)  # whom it would have answered has gone
+                self._step(due, present)
+                continue
+            if coming or everybody & busy or not self._fresh(due, present, groups):
+                busy |= coming | everybody
+                groups |= {part.group for part in planned.parts} | set(planned.computing)
+                continue
+            self._due.remove(due)
+            return self._goes_out(planned, present)
+        return None
+
+    def _comes(self, pipeline: int, iteration: int) -> bool:
+        """Does it take part, and has not come to that iteration yet?"""
+        if pipeline not in self._participants.active[self._stage]:
+            return False
+        reported = self._participants.last_reported(self._stage, pipeline)
+        return reported is None or reported < iteration
+
+    def _fresh(self, due: _Due, present: Sequence[tuple[Part, Sequence[int]]], earlier: set[int]) -> bool:
+        """Need those that go on wait for nobody who has an earlier meeting to come?"""
+        self._step(due, present)
+        nodes = [part.group for part, _ in present]
+        return not any(self._versions.behind(part.group, nodes) & earlier for part, _ in present if not part.stays)
+
+    def _step(self, due: _Due, present: Sequence[tuple[Part, Sequence[int]]]) -> None:
+        for part, _ in present:
+            if part.steps and part.group not in due.stepped:
+                due.stepped.add(part.group)
+                self._versions.stepped(part.group)
+
+    def _goes_out(self, planned: Planned, present: Sequence[tuple[Part, Sequence[int]]]) -> Decision:
+        active = self._participants.active[self._stage]
+        asleep = {k: [p for p in pipelines if p in active] for k, pipelines in planned.computing.items()}
+        asleep = {k: pipelines for k, pipelines in asleep.items() if pipelines}
+        go = [(part, members) for part, members in present if not part.stays]
+        stay = [(part, members) for part, members in present if part.stays]
+        members = [list(own) for _, own in (*go, *stay)] + list(asleep.values())
+        group = self._participants.group(
+            self._stage,
+            [p for _, own in go for p in own],
+            planned.reason,
+            weights=mean_of_groups(members),
+            passive=[p for own in members[len(go) :] for p in own],
+        )
+        waiting = self._participants.waiting[self._stage]
+        awake = [k for k, own in asleep.items() if all(p in waiting for p in own)]
+        nodes = [part.group for part, _ in (*go, *stay)] + awake
+        self._versions.met(group.sequence, nodes, [k for k in asleep if k not in awake])
+        return group
+
+    def _strays(self) -> list[Decision]:
+        """Those go on alone whose last stage will not decide for them."""
+        planned = {(p, k) for due in self._due for part in due.planned.parts for p, k in part.iterations.items()}
+        decisions: list[Decision] = []
+        for pipeline, iteration in list(self._participants.waiting[self._stage].items()):
+            if (pipeline, iteration) not in planned and not self._will_be_decided(pipeline, iteration):
+                decisions.append(self._participants.group(self._stage, [pipeline], Reason.WORKER_LOST))
+        return decisions
+
+    def _will_be_decided(self, pipeline: int, iteration: int) -> bool:
+        participants = self._participants
+        if pipeline not in participants.active[self._last] or pipeline in self._unheard:
+            return False
+        reported = participants.last_reported(self._last, pipeline)
+        if reported == iteration:
+            return pipeline in participants.waiting[self._last]
+        return reported is None or reported < iteration
+
+
+def mean_of_groups(groups: Sequence[Sequence[int]]) -> list[float]:
+    """The weight of each member, in order, in the mean of the groups' models."""
+    return [1 / (len(groups) * len(group)) for group in groups for _ in group]

@@ -1,0 +1,208 @@
+"""How old may what a model contains be? The vectors of versions behind ``staleness=``.
+
+Nodes are what takes steps and averages: the pipelines of a stage, or groups of them. ``V_k[i]`` is the newest step of
+node i that k's model contains, ``n_i = V_i[i]`` how many it has finished. When nodes meet, each has the element-wise
+maximum of all their vectors. Node i may begin its next step if
+
+    n_i + 1 - V_k[i] ≤ s    for every other node k that takes part;
+
+else the k for which this does not hold are *behind* i, and i waits until it has met them. This is what PHD-PSGD §6
+leaves as future work, with the bound of stale synchronous parallel (Ho et al. 2013) put on what a model contains
+instead of on how far apart two workers are. It follows that
+
+(a) n_i - V_k[i] ≤ s always, among nodes that take part without a break: i's number grows by 1 where the bound held
+    before, and V never falls.
+(b) Waiting for it ends. Node i waits only for nodes that compute, because it meets those that are ready at once; when
+    all are ready, they can all meet, after which V_k[i] = n_i and nobody is behind anybody.
+(c) It waits no longer than until each node behind it has finished the step that it was in.
+
+What is *promised* of V is a lower bound: the model contains at least that. A node that leaves keeps its vector, for it
+returns with its model or a newer one; one that was lost may have another's by then, so it gets the minimum of its own
+and of those that take part. A meeting that broke counts as never having been, with all that followed from it. A
+scheduler that was started anew takes every vector to be as old as the bound allowed. After any of this the bound may be
+exceeded until the next boundary of the node that is ahead, where it waits.
+
+The scheduler hears of every step anyway, so this costs O(nodes) per signal and no message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+REMEMBERED = 64
+"""Changes per node that can still be taken back, should a meeting among them turn out to have broken."""
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    node: int
+
+
+@dataclass(frozen=True)
+class _Met:
+    sequence: int
+    nodes: tuple[int, ...]
+    computing: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Joined:
+    node: int
+
+
+@dataclass(frozen=True)
+class _Left:
+    node: int
+    lost: bool
+
+
+@dataclass(frozen=True)
+class _Doubted:
+    by: int
+
+
+_Change = _Stepped | _Met | _Joined | _Left | _Doubted
+
+
+class _State:
+    """The vectors at one moment."""
+
+    def __init__(self, size: int) -> None:
+        self.active: set[int] = set()
+        self.steps = [0] * size
+        self.rows: list[list[int] | None] = [None] * size
+        """Of those that were ever seen."""
+        self.arriving: dict[int, list[int]] = {}
+        """What a node that computes will contain when it has finished its step."""
+        self.lost: set[int] = set()
+        self.doubt = 0
+        """How old those may be that are seen for the first time."""
+
+    def copy(self) -> _State:
+        other = _State(0)
+        other.active, other.lost, other.steps = set(self.active), set(self.lost), list(self.steps)
+        other.doubt = self.doubt
+        other.rows = [None if row is None else list(row) for row in self.rows]
+        other.arriving = {node: list(row) for node, row in self.arriving.items()}
+        return other
+
+    def row(self, node: int) -> list[int]:
+        row = self.rows[node]
+        assert row is not None, f"node {node} has never taken part"
+        return row
+
+    def apply(self, change: _Change) -> None:
+        match change:
+            case _Stepped(node):
+                self.steps[node] += 1
+                row = self.row(node)
+                if node in self.arriving:
+                    row[:] = map(max, row, self.arriving.pop(node))
+                row[node] = self.steps[node]
+            case _Met(_, nodes, computing):
+                newest = self.merged([*nodes, *computing])
+                for node in nodes:
+                    self.row(node)[:] = newest
+                for node in computing:
+                    self.arriving[node] = list(map(max, newest, self.arriving.get(node, newest)))
+            case _Joined(node):
+                self._join(node)
+            case _Left(node, lost):
+                self.active.discard(node)
+                self.arriving.pop(node, None)
+                if lost:
+                    self.lost.add(node)
+            case _Doubted(by):
+                self.doubt = by
+                for node, own in enumerate(self.rows):
+                    if own is not None:
+                        own[:] = [n - by * (i != node) for i, n in enumerate(self.steps)]
+
+    def merged(self, nodes: Iterable[int]) -> list[int]:
+        return list(map(max, *rows)) if len(rows := [self.row(node) for node in nodes]) > 1 else list(rows[0])
+
+    def _join(self, node: int) -> None:
+        own = self.rows[node]
+        if own is None or node in self.lost:
+            known = [self.row(other) for other in self.active] + ([] if own is None else [own])
+            if self.doubt or not known:
+                known.append([n - self.doubt for n in self.steps])
+            own = [min(column) for column in zip(*known, strict=True)]
+            own[node] = self.steps[node]
+        self.rows[node] = own
+        self.lost.discard(node)
+        self.active.add(node)
+
+
+class Versions:
+    """The vectors of ``size`` nodes; ``bound`` is s, None to know them without asking anything of anybody."""
+
+    def __init__(self, size: int, bound: int | None) -> None:
+        self.bound = bound
+        self._now, self._then = _State(size), _State(size)
+        self._history: deque[_Change] = deque()
+        """From ``_then`` to ``_now``."""
+        self._remembered = REMEMBERED * size
+
+    def joins(self, node: int) -> None:
+        """``node`` takes part from now on."""
+        self._change(_Joined(node))
+
+    def leaves(self, node: int, lost: bool = False) -> None:
+        """Nobody waits for ``node`` any more; ``lost`` if it may come back with another model than its own."""
+        self._change(_Left(node, lost))
+
+    def stepped(self, node: int) -> None:
+        """``node`` has finished a step."""
+        self._change(_Stepped(node))
+
+    def met(self, sequence: int, nodes: Collection[int], computing: Collection[int] = ()) -> None:
+        """All of these averaged; those that were ``computing`` contain it from the end of their step on."""
+        self._change(_Met(sequence, tuple(nodes), tuple(computing)))
+
+    def broke(self, sequence: int) -> bool:
+        """That meeting was none. False if it is not among those that are remembered."""
+        for place, change in enumerate(self._history):
+            if isinstance(change, _Met) and change.sequence == sequence:
+                del self._history[place]
+                self._now = self._then.copy()
+                for kept in self._history:
+                    self._now.apply(kept)
+                return True
+        return False
+
+    def doubted(self) -> None:
+        """What has been before is not known: every model may be as old as the bound allows."""
+        if self.bound is not None:
+            self._change(_Doubted(self.bound))
+
+    def behind(self, node: int, after: Collection[int] = ()) -> set[int]:
+        """Whom ``node`` has to meet before its next step, once it has met all of ``after``."""
+        if self.bound is None:
+            return set()
+        state, oldest = self._now, self._now.steps[node] + 1 - self.bound
+        return {
+            other for other in state.active if other != node and other not in after and state.row(other)[node] < oldest
+        }
+
+    def contained(self, node: int, of: int) -> int:
+        """``V_node[of]``."""
+        return self._now.row(node)[of]
+
+    def steps(self, node: int) -> int:
+        """How many ``node`` has finished."""
+        return self._now.steps[node]
+
+    @property
+    def lag(self) -> int:
+        """The largest n_i - V_k[i] among those that take part."""
+        state = self._now
+        return max((state.steps[i] - state.row(k)[i] for i in state.active for k in state.active), default=0)
+
+    def _change(self, change: _Change) -> None:
+        self._now.apply(change)
+        self._history.append(change)
+        if len(self._history) > self._remembered:
+            self._then.apply(self._history.popleft())

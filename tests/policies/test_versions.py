@@ -1,0 +1,155 @@
+"""The vectors of versions against what they stand for: which steps a model contains."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sdpipe.policies.versions import REMEMBERED, Versions
+
+SIZE = 4
+nodes = st.integers(0, SIZE - 1)
+changes = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), nodes),
+        st.tuples(st.just("meet"), st.sets(nodes, min_size=2)),
+        st.tuples(st.just("break"), st.integers(0, 20)),
+    ),
+    max_size=60,
+)
+
+
+def started(bound: int | None = None, size: int = SIZE) -> Versions:
+    versions = Versions(size, bound)
+    for node in range(size):
+        versions.joins(node)
+    return versions
+
+
+def contents(history: list[tuple[str, object]]) -> list[set[tuple[int, int]]]:
+    """The steps of whom each model contains, as (node, number)."""
+    models: list[set[tuple[int, int]]] = [set() for _ in range(SIZE)]
+    steps = [0] * SIZE
+    for kind, what in history:
+        if kind == "step":
+            assert isinstance(what, int)
+            steps[what] += 1
+            models[what].add((what, steps[what]))
+        else:
+            assert isinstance(what, set)
+            together = set().union(*(models[node] for node in what))
+            for node in what:
+                models[node] = set(together)
+    return models
+
+
+@given(changes)
+def test_a_vector_names_the_newest_steps_that_a_model_contains(told: list[tuple[str, object]]) -> None:
+    versions, history, sequences = started(), list[tuple[str, object]](), list[int | None]()
+    for number, (kind, what) in enumerate(told):
+        if kind == "break":
+            met = [place for place, sequence in enumerate(sequences) if sequence is not None]
+            if not met:
+                continue
+            place = met[what % len(met)]  # type: ignore[operator]
+            assert versions.broke(sequences[place] or 0) == (sequences[place] is not None)
+            del history[place], sequences[place]
+        else:
+            history.append((kind, what))
+            if kind == "step":
+                versions.stepped(what)  # type: ignore[arg-type]
+                sequences.append(None)
+            else:
+                versions.met(number, what)  # type: ignore[arg-type]
+                sequences.append(number)
+        models = contents(history)
+        for k in range(SIZE):
+            for i in range(SIZE):
+                assert versions.contained(k, i) == max((n for node, n in models[k] if node == i), default=0)
+
+
+def test_who_is_behind_a_node_that_would_begin_its_next_step() -> None:
+    versions = started(bound=2)
+    versions.stepped(0)
+    assert versions.behind(0) == set(), "the others lack one step, and would lack two"
+    versions.stepped(0)
+    assert versions.behind(0) == {1, 2, 3}
+    versions.met(0, [0, 1])
+    assert versions.behind(0) == {2, 3}
+    assert versions.behind(0, after=[2]) == {3}
+    versions.leaves(3)
+    assert versions.behind(0) == {2}
+    assert versions.lag == 2
+    versions.met(1, [1, 2])
+    assert versions.behind(0) == set(), "2 has it from 1"
+
+
+def test_one_that_computes_contains_it_from_the_end_of_its_step_on() -> None:
+    versions = started(bound=1, size=2)
+    versions.stepped(0)
+    versions.met(0, [0], computing=[1])
+    assert versions.behind(0) == {1}
+    versions.stepped(1)
+    assert versions.behind(0) == set()
+    assert versions.behind(1) == {0}, "0 has what 1 published, not the step it was in"
+
+
+def test_who_returns_has_its_own_model_and_who_was_lost_perhaps_another() -> None:
+    versions = started(bound=8, size=3)
+    versions.stepped(0)
+    versions.met(0, [0, 1])
+    versions.leaves(1)
+    versions.joins(1)
+    assert versions.contained(1, of=0) == 1
+    versions.leaves(1, lost=True)
+    versions.joins(1)
+    assert versions.contained(1, of=0) == 0, "it may come with the model of 2"
+
+
+def test_a_newcomer_may_have_the_model_of_anybody() -> None:
+    versions = Versions(3, 8)
+    versions.joins(0)
+    versions.joins(1)
+    versions.stepped(0)
+    versions.stepped(1)
+    versions.joins(2)
+    assert (versions.contained(2, of=0), versions.contained(2, of=1)) == (0, 0)
+    alone = Versions(2, 8)
+    alone.joins(0)
+    alone.stepped(0)
+    alone.leaves(0)
+    alone.joins(1)
+    assert alone.contained(1, of=0) == 1, "it comes where nobody trains: all are equal"
+
+
+def test_after_a_restart_every_model_may_be_as_old_as_the_bound_allows() -> None:
+    versions = Versions(2, 3)
+    versions.joins(0)
+    versions.doubted()
+    versions.joins(1)
+    assert versions.lag == 3
+    versions.stepped(0)
+    assert versions.behind(0) == {1}
+    unbounded = started()
+    unbounded.doubted()
+    assert unbounded.lag == 0
+
+
+def test_only_so_much_is_remembered() -> None:
+    versions = started(size=2)
+    versions.stepped(0)
+    versions.met(7, [0, 1])
+    for _ in range(2 * REMEMBERED):
+        versions.stepped(1)
+    assert not versions.broke(7)
+    assert versions.contained(1, of=0) == 1
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_when_all_have_met_nobody_is_behind_anybody(size: int) -> None:
+    versions = started(bound=1, size=size)
+    for node in range(size):
+        versions.stepped(node)
+    versions.met(0, range(size))
+    assert all(versions.behind(node) == set() for node in range(size))
