@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.suites.figures import COLOURS, new_axes, save_figure
 from recipes.suites.ratios import Row
 
 LABELS = {
@@ -33,10 +34,7 @@ def draw(measured: Mapping[str, Sequence[Row]], output: Path) -> list[Path]:
     files = []
     for name, drawer in drawers.items():
         if measured.get(name):
-            figure = drawer(measured[name])
-            for kind in (".png", ".svg"):
-                files.append(output.with_suffix(f".{name}{kind}"))
-                figure.savefig(files[-1])
+            files += save_figure(drawer(measured[name]), output, name)
     return files
 
 
@@ -44,13 +42,12 @@ def convergence(rows: Sequence[Row]) -> Any:
     """Loss against time, a panel for each condition and a line for each method (the layout of Figure 7)."""
     conditions = list(dict.fromkeys(row["heterogeneity"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    figure, axes = _axes(len(conditions))
+    figure, axes = new_axes(len(conditions))
     for axis, condition in zip(axes, conditions, strict=True):
-        for index, method in enumerate(methods):
+        for method in methods:
             (row, *_) = [r for r in rows if (r["method"], r["heterogeneity"]) == (method, condition)]
             seconds, losses = zip(*[(point[0], point[3]) for point in row["curve"]], strict=True)
-            style = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--"}
-            axis.plot(seconds, losses, label=LABELS.get(method, method), linewidth=1.2, **style)
+            axis.plot(seconds, losses, label=LABELS[method], linewidth=1.2, color=COLOURS[method])
         reached = [r["seconds"] for r in rows if r["heterogeneity"] == condition and r["seconds"] is not None]
         axis.set_xlim(0, 1.1 * max(reached, default=1.0))
         axis.axhline(rows[0]["target"], color="grey", linestyle=":")
@@ -64,7 +61,7 @@ def convergence(rows: Sequence[Row]) -> Any:
 
 def group_sizes(rows: Sequence[Row]) -> Any:
     """Run time, updates and time of an update by P (the layout of Figure 8)."""
-    figure, axes = _axes(3)
+    figure, axes = new_axes(3)
     sizes = {row["method"]: int(row["method"].removeprefix("p")) for row in rows}
     for axis, (column, label) in zip(axes, _METRICS, strict=True):
         for index, condition in enumerate(dict.fromkeys(row["heterogeneity"] for row in rows)):
@@ -83,14 +80,12 @@ def group_sizes(rows: Sequence[Row]) -> Any:
 
 def production(rows: Sequence[Row]) -> Any:
     """Run time, updates and time of an update of each method on traced devices (the layout of Figure 9)."""
-    figure, axes = _axes(3)
+    figure, axes = new_axes(3)
     methods = list(dict.fromkeys(row["method"] for row in rows))
     condition = rows[0]["heterogeneity"]
     for axis, (column, label) in zip(axes, _METRICS, strict=True):
         heights = [_median(rows, method, condition, column) or 0.0 for method in methods]
-        bars = axis.bar(
-            [LABELS.get(method, method) for method in methods], heights, color=[f"C{i}" for i in range(len(methods))]
-        )
+        bars = axis.bar([LABELS[m] for m in methods], heights, color=[COLOURS[m] for m in methods])
         axis.bar_label(bars, fmt="%.3g")
         axis.set_ylabel(label)
     figure.suptitle(f"{rows[0]['pipelines']} workers, {condition}", fontsize="medium")
@@ -99,16 +94,16 @@ def production(rows: Sequence[Row]) -> Any:
 
 def scaling(rows: Sequence[Row]) -> Any:
     """Speed-up over one worker by the number of workers (the layout of Figure 11)."""
-    figure, (axis,) = _axes(1)
+    figure, (axis,) = new_axes(1)
     counts = sorted({row["pipelines"] for row in rows})
     speeds: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         speeds.setdefault((row["method"], row["pipelines"]), []).append(row["steps_per_s"])
     alone = statistics.median(speeds["all_reduce", 1]) if 1 in counts else 1.0
-    for index, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+    for method in dict.fromkeys(row["method"] for row in rows):
         present = [count for count in counts if (method, count) in speeds]
         heights = [statistics.median(speeds[method, count]) / alone for count in present]
-        axis.plot(present, heights, marker="o", color=f"C{index}", label=LABELS.get(method, method))
+        axis.plot(present, heights, marker="o", color=COLOURS[method], label=LABELS[method])
     axis.plot(counts, counts, color="grey", linestyle=":", label="linear")
     axis.set_xticks(counts)
     axis.set_xlabel("workers")
@@ -123,12 +118,3 @@ _METRICS = (("seconds", "run time (virtual s)"), ("updates", "updates"), ("per_u
 def _median(rows: Sequence[Row], method: str, condition: str, column: str) -> float | None:
     own = [row[column] for row in rows if (row["method"], row["heterogeneity"]) == (method, condition)]
     return None if None in own else statistics.median(own)
-
-
-def _axes(count: int) -> tuple[Any, Sequence[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5 * count, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, count, squeeze=False)[0]
