@@ -20,6 +20,8 @@ from lightning_sdpipe.training import Phase, Training
 class TwoAhead:
     """A pipeline whose stage runs two mini-batches ahead of its backwards."""
 
+    flushes = False
+
     def __init__(self) -> None:
         self.in_flight = 0
         self.settled = 0
@@ -41,6 +43,12 @@ class TwoAhead:
         ready()
         self.in_flight -= 1
         return torch.tensor(0.0, requires_grad=True)
+
+    def rest(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def finish(self) -> None:
+        assert self.in_flight == 0
 
     def settle(self) -> None:
         self.settled += 1
@@ -73,6 +81,7 @@ def training(meetings: list[Meeting] | None = None) -> tuple[Training, list[int]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     progress = SimpleNamespace(current=SimpleNamespace(ready=0))
     trainer = SimpleNamespace(
+        accumulate_grad_batches=1,
         lightning_module=module,
         precision_plugin=SimpleNamespace(
             optimizer_step=lambda optimizer, model, closure: closure(), train_step_context=nullcontext
