@@ -194,7 +194,7 @@ def training_ranks(run: Script) -> dict[int, int]:
 
 def first_failure(run: Script) -> tuple[int, str]:
     """The rank and its reason, as the scheduler wrote it down: once."""
-    pattern = r"scheduler: worker \(stage (\d), pipeline (\d)\) failed: (.*); the run is over"
+    pattern = r"scheduler: worker \(stage (\d), pipeline (\d)\) failed first: (.*); the run is over"
     ((stage, pipeline, reason),) = re.findall(pattern, run.printed())
     return 2 * int(pipeline) + (1 - int(stage)), reason
 
