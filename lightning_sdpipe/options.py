@@ -128,6 +128,9 @@ class SDPipeOptions(DDPStrategy):
         self.num_micro_batches = 1 if schedule == "pipedream" else num_micro_batches or num_stages
         self.placement = None if placement is None else read_placement(placement)
         self.partition = placed_blocks(self.placement) if partition == "placed" else partition
+        self._in_flight: plan.InFlight | None = None
+        if isinstance(partition, plan.Balanced) and partition.memory is not None:
+            self._in_flight = plan.in_flight(schedule, num_stages, self.num_micro_batches)
         self.blocks = blocks
         self.delays: Heterogeneity = delays if delays is not None else Delays()
         self.variance_correction = variance_correction
@@ -144,13 +147,6 @@ class SDPipeOptions(DDPStrategy):
     def total_stages(self) -> int:
         """Of a pipeline."""
         return self.num_stages * self.stages_per_worker
-
-    @property
-    def in_flight(self) -> plan.InFlight | None:
-        """What the schedule keeps, if the memory of devices counts."""
-        if not (isinstance(self.partition, plan.Balanced) and self.partition.memory is not None):
-            return None
-        return plan.in_flight(self.schedule, self.num_stages, self.num_micro_batches)
 
     @property
     def pipeline_options(self) -> Options:

@@ -108,7 +108,7 @@ class SDPipeStrategy(SDPipeOptions):
     def _check_module(self) -> None:
         module = self.lightning_module
         if module is not None and not is_overridden("configure_model", module):  # else there is no model yet
-            plan.check(module, self.blocks, self.total_stages, self.partition, self.in_flight)
+            plan.check(module, self.blocks, self.total_stages, self.partition, self._in_flight)
 
     def setup_environment(self) -> None:
         environment = self.cluster_environment
@@ -168,7 +168,7 @@ class SDPipeStrategy(SDPipeOptions):
                 self.num_micro_batches,
                 self.root_device,
                 self._whereabouts.rehearsal,
-                self.in_flight,
+                self._in_flight,
             )
             self._plan = self.module, plan_on_rank_zero(planning)
         return self._plan[1]

@@ -204,7 +204,7 @@ def test_figures_show_every_method(tmp_path: Path) -> None:
 
 def test_a_method_has_one_colour_and_the_legend_covers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(figures, "_save", lambda figure, *_: drawn.append(figure) or [])
+    monkeypatch.setattr(figures, "save_figure", lambda figure, *_: drawn.append(figure) or [])
     panels = {"flush": ("bare_torch", "mine", "sdpipe"), "data_parallel": ("sdpipe", "lightning_ddp", "mine")}
     rows = [row(m, "b", 0, 1.0, panel=panel, shape=panel) for panel, methods in panels.items() for m in methods]
     figures.throughput_figures(throughput.summarise(rows), tmp_path / "out.json")
