@@ -69,7 +69,7 @@ class Desk:
     def ask(self, worker: Worker) -> Callable[[Segment, int], Lease]:
         def ask(segment: Segment, ordinal: int) -> Lease:
             with self._changed:
-                done = Done(self.trained[worker], 0.001 * (1 + worker.pipeline) ** 2)
+                done = Done(self.trained[worker], 1.0 * (1 + worker.pipeline) ** 2)  # a lease is short of a shard
                 for pipeline in range(self._pipelines):
                     if self._dealer.asks_for_book(pipeline, segment):
                         self._dealer.on(Told(Worker(0, pipeline), segment, (), False, Done(0)), 0.0)
