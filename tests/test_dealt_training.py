@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.slowdowns import Static
+from lightning_sdpipe.policies.leases import Lease, Segment
+from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.sync import (
     ADPSGD,
     AllReduce,
@@ -30,6 +32,7 @@ from lightning_sdpipe.sync import (
     PartialReduce,
     SemiDecentralized,
 )
+from lightning_sdpipe.sync.rendezvous import Rendezvous
 
 SECONDS = 0.02
 BATCH = 2
@@ -112,6 +115,7 @@ class Diary(Callback):
             "events": self.events,
             "rates": self.rates,
             "saved": self.saved,
+            "rejoined": getattr(trainer.strategy.training.rendezvous, "rejoined", 0),  # type: ignore[attr-defined]
             "steps": [*self.steps, trainer.global_step],
             "schedule": [(each.last_epoch, each.get_last_lr()) for each in schedules],
             "weights": {name: value.tolist() for name, value in module.state_dict().items() if not value.is_meta},
@@ -143,7 +147,7 @@ def fit(
         data=data,
         delays=Static(factors),
         start_method="fork",
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=15),
     )
     trainer = L.Trainer(
         accelerator="cpu",
@@ -252,6 +256,45 @@ def test_a_pipeline_that_is_dealt_nothing_is_met_all_the_same(tmp_path: Path) ->
     assert counts[0] > counts[1]
     validations = [event for event in agreed(records) if event[0] == "validation"]
     assert [step for _, step, _ in validations] == [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("sync", "stages", "schedule"),
+    [
+        (SemiDecentralized(window=0.002), 2, "1f1b"),
+        (ADPSGD(asynchronous=True), 1, "1f1b"),
+        (PartialReduce(group_size=2), 1, "1f1b"),
+        (PartialReduce(group_size=2), 2, "1f1b"),
+        (SemiDecentralized(window=0.002), 2, "pipedream"),
+        (NoSync(), 2, "pipedream"),
+    ],
+)
+def test_who_is_told_to_wait_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Any, stages: int, schedule: str
+) -> None:
+    """Everybody hears once per segment that there is nothing now, while others may train."""
+    lease, rejoin = SchedulerClient.lease, Rendezvous.rejoin
+
+    def with_an_empty_one(client: SchedulerClient, segment: Segment, ordinal: int) -> Lease:
+        if ordinal == 1:
+            mine, stop = client.worker.pipeline, segment.stop
+            return Lease(segment, mine, ordinal, mine, stop, stop, 0.0, 0.0)
+        return lease(client, segment, ordinal - (ordinal > 1))
+
+    def counted(rendezvous: Any) -> None:
+        rendezvous.rejoined = getattr(rendezvous, "rejoined", 0) + 1
+        rejoin(rendezvous)
+
+    monkeypatch.setattr(SchedulerClient, "lease", with_an_empty_one)
+    monkeypatch.setattr(Rendezvous, "rejoin", counted)
+    factors = (1.0, 1.5) if stages == 1 else (1.0, 1.0, 1.5, 1.5)
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 5}
+    records = fit(tmp_path, sync, factors, 10, stages=stages, schedule=schedule, **options)
+    for stage in range(stages):
+        once_each(records[stage::stages], [0, 1], 10 * BATCH * 2)
+    assert [event[1] for event in agreed(records) if event[0] == "epoch"] == [5, 10]
+    assert all(record["rejoined"] for record in records)
 
 
 @pytest.mark.distributed

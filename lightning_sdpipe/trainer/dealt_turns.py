@@ -131,15 +131,14 @@ class DealtTurns:
         """Makes the trainer's loop take these turns."""
         loop: Any = self._trainer.fit_loop.epoch_loop
         optimization = loop.automatic_optimization
-        accumulate = self._trainer.accumulate_grad_batches
         check_validation = loop._should_check_val_fx
 
         def underway() -> bool:
             return self._training.underway
 
         def run(optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
-            counted = batch_idx - batch_idx % accumulate + self._accumulated
-            output = type(optimization).run(optimization, optimizer, counted, kwargs)
+            whole = batch_idx - batch_idx % self._trainer.accumulate_grad_batches
+            output = type(optimization).run(optimization, optimizer, whole + self._accumulated, kwargs)
             self._end_turn()
             return output
 
