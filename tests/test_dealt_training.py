@@ -115,6 +115,7 @@ class Diary(Callback):
             "events": self.events,
             "rates": self.rates,
             "saved": self.saved,
+            "updates": trainer.strategy.training.updates,  # type: ignore[attr-defined]
             "rejoined": getattr(trainer.strategy.training.rendezvous, "rejoined", 0),  # type: ignore[attr-defined]
             "steps": [*self.steps, trainer.global_step],
             "schedule": [(each.last_epoch, each.get_last_lr()) for each in schedules],
@@ -147,7 +148,7 @@ def fit(
         data=data,
         delays=Static(factors),
         start_method="fork",
-        timeout=timedelta(seconds=15),
+        timeout=timedelta(seconds=30),
     )
     trainer = L.Trainer(
         accelerator="cpu",
@@ -295,6 +296,8 @@ def test_who_is_told_to_wait_comes_back(
         once_each(records[stage::stages], [0, 1], 10 * BATCH * 2)
     assert [event[1] for event in agreed(records) if event[0] == "epoch"] == [5, 10]
     assert all(record["rejoined"] for record in records)
+    for pipeline in range(2):
+        assert len({record["updates"] for record in records[pipeline * stages :][:stages]}) == 1
 
 
 @pytest.mark.distributed
