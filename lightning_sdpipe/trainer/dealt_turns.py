@@ -89,7 +89,9 @@ class DealtTurns:
         self._checks, self._run, self._seed, self._origin = checks, run, seed, origin
         self._num_pipelines = groups.mesh.num_pipelines
         _, self._pipeline = groups.mesh.locate(groups.rank)
-        self._split = EqualSplit(trainer, lambda: self._closes)
+        self._counters = EqualSplit(trainer, lambda: self._closes)
+        self.split: list[int] | None = None
+        """Of the data that batches are counted by: pipelines, and batches of each."""
         self._dealt: DealtBatches | None = None
         self._segment: Segment | None = None
         self._next: DealtBatch | None = None
@@ -109,11 +111,7 @@ class DealtTurns:
             raise refuse_to_deal(reason)
         self._loader = loader
         self._dealt = DealtBatches(loader, self._num_pipelines, self._client.lease)
-
-    @property
-    def split(self) -> list[int] | None:
-        """The split of the data that batches are counted by: pipelines, and batches of each."""
-        return None if self._dealt is None else [self._num_pipelines, len(self._dealt.shards)]
+        self.split = [self._num_pipelines, len(self._dealt.shards)]
 
     @property
     def position(self) -> int | None:
@@ -147,7 +145,7 @@ class DealtTurns:
 
         def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
             if interval == "step" and self._segment is not None:
-                self._split.update_schedulers(update_plateau_schedulers)
+                self._counters.update_schedulers(update_plateau_schedulers)
             else:
                 type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
 
@@ -180,7 +178,7 @@ class DealtTurns:
     def _begin_segment(self) -> None:
         trainer, dealt = self._trainer, self._dealt
         assert dealt is not None
-        start = self._split.number
+        start = self._counters.number
         before = self._origin()
         if start and self._segment is None and before not in (None, self.split):
             raise ConfigurationError(
@@ -189,8 +187,10 @@ class DealtTurns:
                 "same number of pipelines, batch size and data, or from the end of an epoch."
             )
         self._segment = Segment(self._run, trainer.current_epoch, start, next_pause(trainer, self._checks))
-        self._split.begin()
+        self._counters.begin()
         self._trained = 0
+        if start == 0:
+            self._accumulated = 0  # what an epoch that was cut short has left is zeroed, as without dealing
         training = self._training
         training.begin_dealt()
         with training.first_failure():
@@ -228,7 +228,7 @@ class DealtTurns:
             training.go_on()
 
     def _end_turn(self) -> None:
-        training, split, segment = self._training, self._split, self._segment
+        training, split, segment = self._training, self._counters, self._segment
         assert segment is not None
         before = split.number - 1  # Lightning has counted this turn
         if self._now is not None:
