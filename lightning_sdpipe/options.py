@@ -22,7 +22,7 @@ from lightning_sdpipe.partition import plan
 from lightning_sdpipe.placement.placed import placed_blocks, read_placement
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
-from lightning_sdpipe.sync.methods import method_of
+from lightning_sdpipe.sync.methods import method_of, refuse_in_step
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
@@ -49,6 +49,8 @@ class SDPipeOptions(DDPStrategy):
             not fit; ``*`` stands for one part of a path.
         placement: file that says which device runs which stage of which pipeline, as ``sdpipe place`` writes it; by
             default consecutive ranks form a pipeline.
+        data: ``"sharded"``: each pipeline trains its own shard; ``"dealt"``: batches go to the pipelines by their
+            speed, so that an epoch is as fast as all of them together.
         delays: what slows workers down while they train, to study stragglers; from
             :mod:`lightning_sdpipe.heterogeneity`.
         scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
@@ -90,6 +92,7 @@ class SDPipeOptions(DDPStrategy):
         partition: plan.Partition | Literal["placed"] = "uniform",
         blocks: Sequence[str] | None = None,
         placement: str | Path | None = None,
+        data: Literal["sharded", "dealt"] = "sharded",
         delays: Heterogeneity | None = None,
         scheduler: str | None = None,
         scheduler_key_file: str | Path | None = None,
@@ -140,6 +143,9 @@ class SDPipeOptions(DDPStrategy):
         self.on_nonfinite = on_nonfinite
         self._run_timeout = timeout
         self._method = method_of(self.sync)
+        self.data = data
+        if data == "dealt":
+            refuse_in_step(self.sync, self._method)
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
         self._scheduler_log = scheduler_log(log_dir, self._standing_scheduler)
 

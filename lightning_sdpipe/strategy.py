@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,7 +37,7 @@ from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
-from lightning_sdpipe.pipeline.data import PipelineLoader, shared_seed
+from lightning_sdpipe.pipeline.data import PipelineLoader, shared, shared_seed
 from lightning_sdpipe.placement.placed import check_shape, mesh_of
 from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.policies import registry
@@ -45,6 +46,7 @@ from lightning_sdpipe.sync.synchronizer import Replica, SyncStatistics
 from lightning_sdpipe.trainer import finetuning, loop
 from lightning_sdpipe.trainer.adaptation import adapt
 from lightning_sdpipe.trainer.clock import ClockChecks
+from lightning_sdpipe.trainer.dealt_turns import DealtTurns
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.nonfinite import Watch
@@ -76,6 +78,8 @@ class SDPipeStrategy(SDPipeOptions):
     _assembled: Assembled | None = None
     _training: Training | None = None
     _plan: tuple[nn.Module, plan.Plan] | None = None
+    _turns: DealtTurns | None = None
+    _loaded_split: list[int] | None = None
     _undo: Sequence[Callable[[], None]] = ()
     _unmark: Callable[[], None] | None = None
     _failed = _gathers = False
@@ -192,7 +196,8 @@ class SDPipeStrategy(SDPipeOptions):
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         watch = self.on_nonfinite == "stop"
         where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
-        draws = Draws(trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups)
+        streams = parts.cut_model.streams
+        draws = Draws(trainer, streams, lambda: self._data_seed, self.groups, self._position)
         timeout, buckets = self._run_timeout, changing.buckets
         self._training = Training(
             trainer,
@@ -222,9 +227,25 @@ class SDPipeStrategy(SDPipeOptions):
             ),
         ]
         checks = ClockChecks(loop.clocks(trainer), self.broadcast)
-        loop.change(trainer, self._training, lambda: self.training.together, checks)
+        self._turns = None
+        if self.data == "dealt" and trainer.state.fn == TrainerFn.FITTING:
+            run = shared(secrets.randbits(62))
+            self._turns = DealtTurns(
+                trainer,
+                self._training,
+                client,
+                self.groups,
+                checks,
+                run,
+                lambda: self._data_seed,
+                lambda: self._loaded_split,
+            )
+            self._undo = [*self._undo, self._turns.close]
+        loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
         pause = self._training.pause
-        EpochCallback(self.groups, pause, self._random_states, checks, self._first_failure).put_first(trainer)
+        EpochCallback(
+            self.groups, pause, self._random_states, checks, self._first_failure, lambda: self.training.underway
+        ).put_first(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():
@@ -258,8 +279,13 @@ class SDPipeStrategy(SDPipeOptions):
             deal_batches(dataloader, self.groups)
         loader = PipelineLoader(dataloader, self._worker.pipeline, self._seed_of_epoch)
         if self._trainer.training:
+            if self._turns is not None:
+                self._turns.deal(dataloader)
             loader.compare(self.groups, self.root_device)
         return loader
+
+    def _position(self) -> int | None:
+        return None if self._turns is None else self._turns.position
 
     def _seed_of_epoch(self) -> tuple[int, ...]:
         return self._data_seed, self._worker.pipeline, self.module.trainer.current_epoch
@@ -391,7 +417,9 @@ class SDPipeStrategy(SDPipeOptions):
         return self._checkpoints.module_state()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._data_seed = checkpoint.get("random_states", {}).get("data_seed", self._data_seed)
+        saved = checkpoint.get("random_states", {})
+        self._data_seed = saved.get("data_seed", self._data_seed)
+        self._loaded_split = saved.get("split")
         self._checkpoints.load_module(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -421,7 +449,8 @@ class SDPipeStrategy(SDPipeOptions):
         super().remove_checkpoint(filepath)
 
     def _random_states(self) -> dict[str, Any]:
-        return {"data_seed": self._data_seed, **random_states.gather(self.groups)}
+        split = None if self._turns is None else self._turns.split
+        return {"data_seed": self._data_seed, "split": split, **random_states.gather(self.groups)}
 
     # ---------------------------------------------------------------- the end
 

@@ -88,6 +88,8 @@ class Training:
     """Its next one, counted alike in all pipelines: absences count."""
     updating: bool = False
     """Is an optimizer step under way, which the next backward is for?"""
+    underway: bool = False
+    """Are batches being dealt, so that each pipeline is at a number of its own until the next pause?"""
     _now: Phase | None = None  # DRAINING or LEAVING
     _closes: bool = False  # Lightning asks for an optimizer step after this mini-batch
     _absent: bool = False
@@ -191,6 +193,7 @@ class Training:
 
     def pause(self) -> None:
         """Finishes what is in the pipeline and makes all replicas equal."""
+        self._refuse_underway()
         self._drain()
         with self._doing(Phase.LEAVING), self.first_failure():
             self.parts.pipeline.settle()
@@ -210,6 +213,7 @@ class Training:
             )
         if self.together:
             return
+        self._refuse_underway()
         if not self.whereabouts.in_step:
             self._drain()
         with self._doing(Phase.LEAVING), self.first_failure():
@@ -231,6 +235,49 @@ class Training:
         last = meeting.closing and position == meeting.position - 1
         self._absent = not last
         return last
+
+    # ---------------------------------------------------------------- dealing
+
+    def begin_dealt(self) -> None:
+        """See :class:`~lightning_sdpipe.trainer.dealt_turns.DealtTraining`, as for the next five."""
+        freezing = self.parts.freezing
+        if freezing.changed():
+            self.pause()
+            with self.first_failure():
+                freezing.take_over()
+        self._absent, self.underway = False, True
+        with self.first_failure():
+            self.rendezvous.join()
+
+    def begin_absence(self) -> None:
+        self._absent = True
+
+    def rest(self) -> None:
+        self._drain()
+        with self._doing(Phase.LEAVING), self.first_failure():
+            self.parts.pipeline.settle()
+            self._look()
+            self.rendezvous.rest()
+
+    def go_on(self) -> None:
+        with self.first_failure():
+            self.rendezvous.rejoin()
+
+    def end_dealt(self) -> None:
+        self.underway = False
+        self.come_together()
+
+    @property
+    def unfinished(self) -> int:
+        return self.parts.pipeline.unfinished
+
+    def _refuse_underway(self) -> None:
+        if self.underway and not self.together:
+            raise ConfigurationError(
+                "Something communicates with the other pipelines, saves a checkpoint, or ends the epoch between two "
+                "pauses, where with data='dealt' each pipeline is at another batch. Do it at validation, at the end of "
+                "an epoch, or by ModelCheckpoint; or give data='sharded'."
+            )
 
     # ---------------------------------------------------------------- within
 

@@ -153,6 +153,8 @@ class _LeaseSampler:
 
     def wait(self) -> bool:
         self._next_lease()
+        while self._lease is not None and not (self._lease.size or self._lease.over):
+            self._next_lease()
         return not self.stands_still
 
     def _next_lease(self) -> None:

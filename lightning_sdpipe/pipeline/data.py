@@ -103,9 +103,14 @@ def _drawing(*key: int) -> Iterator[None]:
 
 def shared_seed() -> int:
     """A seed that all ranks share, from rank 0's generator; every rank must call it."""
-    seed = torch.tensor(torch.initial_seed() % 2**62)
-    dist.broadcast(seed, 0)
-    return int(seed)
+    return shared(torch.initial_seed() % 2**62)
+
+
+def shared(number: int) -> int:
+    """Rank 0's number, on all ranks; every rank must call it."""
+    first = torch.tensor(number)
+    dist.broadcast(first, 0)
+    return int(first)
 
 
 def stand_in(shape: Sequence[int]) -> Tensor:

@@ -77,6 +77,7 @@ class FlushPipeline:
 
     flushes = True
     filling = draining = False  # nothing is under way between two mini-batches
+    unfinished = 0
 
     def train(
         self,

@@ -125,6 +125,11 @@ class PipeDreamPipeline:
         """Updates are left that only :meth:`drain` will make."""
         return any(lane.waiting for lane in self._lanes)
 
+    @property
+    def unfinished(self) -> int:
+        """Mini-batches whose backward has not run yet."""
+        return len(self._in_flight)
+
     def train(
         self,
         batch: Any,

@@ -25,6 +25,10 @@ class Pipeline(Protocol):
     def draining(self) -> bool:
         """Backwards are left that only :meth:`drain` will run."""
 
+    @property
+    def unfinished(self) -> int:
+        """Mini-batches whose backward has not run yet."""
+
     def train(
         self,
         batch: Any,

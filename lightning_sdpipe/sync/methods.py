@@ -126,6 +126,17 @@ class ByPolicy:
                 return ModelAveraging(replica) if self.policy.announces == "early" else LateAveraging(replica)
 
 
+def refuse_in_step(sync: object, method: SyncMethod) -> None:
+    """Raises ConfigurationError if pipelines that ``method`` synchronises cannot train batches by their speed."""
+    policy = method.policy if isinstance(method, ByPolicy) else None
+    if policy is None or isinstance(policy, LocalSGD) or (isinstance(policy, ADPSGD) and not policy.asynchronous):
+        raise ConfigurationError(
+            f"data='dealt' does not go with sync={sync!r}, whose pipelines cannot leave and come back while others "
+            "train. Use data='sharded', or a method whose pipelines run at their own speed: SemiDecentralized, "
+            "PartialReduce, NoSync, or ADPSGD(asynchronous=True)."
+        )
+
+
 def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
     """How ``sync`` is carried out: a method, the values of a policy, or the import path of a user's own.
 

@@ -2,9 +2,10 @@
 
 place      the scheduler counts on this worker   the others                 it gets elsewhere by
 TOGETHER   no                                    are at the same batch      join
-TRAINING   yes                                   are anywhere               come_together, wait_for_others
-AWAY       no: it is out of data                 train, or are AWAY too     come_together, where it was told to; or they
-                                                                            are all out of data, and TRAINING again
+TRAINING   yes                                   are anywhere               come_together, wait_for_others, rest
+AWAY       no: it is out of data                 train, or are AWAY too     come_together, where it was told to; rejoin,
+                                                                            if it rests; or all are out of data,
+                                                                            and TRAINING again
 
 Between two meetings nobody knows how far the others are. Most meetings are known in advance, since every worker counts
 the same batches: validation after 100 of them, a checkpoint after 500, the end of the epoch. But a worker that runs
@@ -78,6 +79,17 @@ class Rendezvous:
         else:
             self._agreed = meeting.position
         return meeting
+
+    def rest(self) -> None:
+        """Takes no part, and waits for nobody, until :meth:`rejoin`, or until all come together."""
+        self.join()
+        self._leave()
+
+    def rejoin(self) -> None:
+        """Takes part again, wherever the others are."""
+        self._replica.client.join()
+        self._sync.enter()
+        self.place = Place.TRAINING
 
     def come_together(self, position: int) -> None:
         """Waits until all workers of the stage are here. Nobody waits in the scheduler for one that waits here.

@@ -36,6 +36,11 @@ class ClockChecks:
         self.now = False
         self._batch, self._time, self._next = batch, time.monotonic(), batch + 1
 
+    @property
+    def next(self) -> int | None:
+        """After how many batches all look at the clock next; None if nothing is ever due by it."""
+        return self._next if self._waits else None
+
     def due(self, batch: int) -> bool:
         """Is it agreed to look at the clock after ``batch`` batches?"""
         return bool(self._waits) and self._next is not None and batch >= self._next

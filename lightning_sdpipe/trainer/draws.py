@@ -22,14 +22,21 @@ class Draws:
         streams: of this worker.
         seed: of the run; equal on all workers, and kept in checkpoints.
         groups: this worker's place. Batch k of pipeline i, of N, is number k N + i of the epoch.
+        dealt: the number of a training batch, if it was dealt.
     """
 
     def __init__(
-        self, trainer: Trainer, streams: RandomStreams, seed: Callable[[], int], groups: ProcessGroups
+        self,
+        trainer: Trainer,
+        streams: RandomStreams,
+        seed: Callable[[], int],
+        groups: ProcessGroups,
+        dealt: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._trainer: Any = trainer
         self._streams = streams
         self._seed = seed
+        self._dealt = dealt
         _, self._pipeline = groups.mesh.locate(groups.rank)
         self._num_pipelines = groups.mesh.num_pipelines
         self.stream: tuple[int, ...] = ()
@@ -52,7 +59,8 @@ class Draws:
         else:
             loop = trainer.predict_loop if stage == RunningStage.PREDICTING else trainer._evaluation_loop
         before = loop.batch_progress.current.ready
-        position = before * self._num_pipelines + self._pipeline
+        dealt = self._dealt() if stage == RunningStage.TRAINING else None
+        position = before * self._num_pipelines + self._pipeline if dealt is None else dealt
         kind = list(RunningStage).index(stage)
         self.stream = (self._seed(), trainer.current_epoch, kind, dataloader_idx, position)
         self._streams.begin(*self.stream, _BEFORE_THE_STEP)

@@ -29,12 +29,14 @@ class EpochCallback(Callback):
         random_states: Callable[[], dict[str, Any]],
         checks: ClockChecks,
         first_failure: Callable[[], AbstractContextManager[None]],
+        underway: Callable[[], bool],
     ) -> None:
         self._groups = groups
         self._pause = pause
         self._random_states = random_states
         self._checks = checks
         self._first_failure = first_failure
+        self._underway = underway
         self._to_load: Mapping[str, Any] | None = None
 
     def put_first(self, trainer: Any) -> None:
@@ -61,6 +63,8 @@ class EpochCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._underway():
+            return
         due = self._checks.due(loop.batches(trainer))
         if due or any(_saves_now(callback, trainer) for callback in trainer.checkpoint_callbacks):
             self._pause()

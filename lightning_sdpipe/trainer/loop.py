@@ -9,6 +9,7 @@ same time. What it does between batches is changed here, in the loop of one Trai
   rank's own clock whether to validate. Here all look at the clock after batches that they have agreed on.
 - A rank whose user sets ``trainer.should_stop`` would stop by itself. Here all stop at the next point where all meet.
 - A rank whose data end sooner would end the epoch by itself. Here it counts on, until all are at the end.
+- Every rank would train as many batches as the others. Here they may be dealt by speed.
 """
 
 from __future__ import annotations
@@ -25,18 +26,24 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe.trainer.clock import ClockChecks
+from lightning_sdpipe.trainer.dealt_turns import DealtFetcher, DealtTurns
 from lightning_sdpipe.trainer.uneven_data import Turns, UnevenFetcher
 
 
-def change(trainer: Trainer, turns: Turns, together: Callable[[], bool], checks: ClockChecks) -> None:
-    """Changes ``trainer``'s loop and callbacks so; ``together`` says whether all workers are at this batch.
+def change(
+    trainer: Trainer, turns: Turns, together: Callable[[], bool], checks: ClockChecks, dealt: DealtTurns | None = None
+) -> None:
+    """Changes ``trainer``'s loop and callbacks so; ``together`` says whether all workers are at this batch, and
+    ``dealt`` takes the turns if batches are dealt.
 
     Must run before the Trainer registers its signal handlers, as ``Strategy.setup`` does; and again before each run.
     """
     _fail_on_sigterm(trainer)
-    _end_together(trainer, turns)
+    _end_together(trainer, turns, dealt)
     _stop_together(trainer, together, checks)
     _look_together(trainer, checks)
+    if dealt is not None:
+        dealt.change()
 
 
 def clocks(trainer: Any) -> list[Callable[[], float]]:
@@ -60,6 +67,9 @@ def batches(trainer: Trainer) -> int:
 
 def zeroes_gradients(trainer: Trainer) -> bool:
     """Does Lightning zero the gradients before it adds those of the batch that is being trained?"""
+    fetcher = trainer.fit_loop._data_fetcher
+    if isinstance(fetcher, DealtFetcher):
+        return fetcher.turns.zeroes_gradients
     return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
@@ -92,13 +102,16 @@ def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
     )
 
 
-def _end_together(trainer: Trainer, turns: Turns) -> None:
+def _end_together(trainer: Trainer, turns: Turns, dealt: DealtTurns | None) -> None:
     loop: Any = trainer.fit_loop
 
     def advance() -> None:
         loaders = loop._combined_loader.flattened
         fetcher = loop._data_fetcher
-        if not isinstance(fetcher, UnevenFetcher) and not all(loader.even for loader in loaders):
+        if dealt is not None:
+            if not isinstance(fetcher, DealtFetcher):
+                loop._data_fetcher = DealtFetcher(fetcher, dealt)
+        elif not isinstance(fetcher, UnevenFetcher) and not all(loader.even for loader in loaders):
             loop._data_fetcher = UnevenFetcher(fetcher, turns)
         type(loop).advance(loop)
 
@@ -156,6 +169,7 @@ def _look_together(trainer: Any, checks: ClockChecks) -> None:
         callback.on_train_batch_end = changed(callback)  # type: ignore[method-assign]
 
     epoch_loop: Any = trainer.fit_loop.epoch_loop
+    vars(epoch_loop).pop("_should_check_val_fx", None)  # of an earlier run
 
     def should_validate(fetcher: Any) -> bool:
         last = trainer._last_val_time

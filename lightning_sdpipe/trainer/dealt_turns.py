@@ -1,0 +1,269 @@
+"""Turns of Lightning's loop over batches that are dealt by speed.
+
+Between two pauses lies a segment of the epoch, whose batches all pipelines train together, each as many as it can. A
+turn is one batch of this pipeline. When there is nothing for it, it leaves the others alone, and waits for more or for
+the end of the segment, within the turn of its last batch. So hooks at the end of that turn find everybody together, at
+the numbers of an equal split. A pipeline that was dealt nothing is absent for one turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader
+
+from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
+from lightning_sdpipe.data.shards import refuse_to_deal, why_sharded
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.partition.sample import sample_batch
+from lightning_sdpipe.policies.leases import Segment
+from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.trainer.clock import ClockChecks
+from lightning_sdpipe.trainer.equal_split import EqualSplit
+from lightning_sdpipe.trainer.pauses import next_pause, save_at_pauses
+
+
+class DealtTraining(Protocol):
+    """What a worker does where batches are dealt."""
+
+    underway: bool
+    """Are batches being dealt, so that each pipeline is at a number of its own until the next pause?"""
+
+    @property
+    def first_failure(self) -> Callable[[], AbstractContextManager[None]]:
+        """Around what waits for others, who may have failed."""
+
+    @property
+    def unfinished(self) -> int:
+        """Mini-batches that are still in this pipeline."""
+
+    def begin_dealt(self) -> None:
+        """A segment begins. All workers are together, and take part from now on."""
+
+    def begin_absence(self) -> None:
+        """The turn that begins has no batch."""
+
+    def rest(self) -> None:
+        """There is no batch for now: finishes what is in the pipeline, and holds up nobody."""
+
+    def go_on(self) -> None:
+        """There is one again."""
+
+    def end_dealt(self) -> None:
+        """The segment is over for everybody, and all come together."""
+
+
+class DealtTurns:
+    """This worker's.
+
+    Args:
+        trainer: about to fit.
+        training: what the turns do.
+        client: deals batches.
+        groups: this worker's place.
+        checks: says when all look at the clock.
+        run: a number of this fit, equal on all workers and no other fit's.
+        seed: of the run.
+        origin: which split of the data a checkpoint counts by, if one was loaded.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        training: DealtTraining,
+        client: SchedulerClient,
+        groups: ProcessGroups,
+        checks: ClockChecks,
+        run: int,
+        seed: Callable[[], int],
+        origin: Callable[[], list[int] | None],
+    ) -> None:
+        self._trainer, self._training, self._client = trainer, training, client
+        self._checks, self._run, self._seed, self._origin = checks, run, seed, origin
+        self._num_pipelines = groups.mesh.num_pipelines
+        _, self._pipeline = groups.mesh.locate(groups.rank)
+        self._counters = EqualSplit(trainer, lambda: self._closes)
+        self.split: list[int] | None = None
+        """Of the data that batches are counted by: pipelines, and batches of each."""
+        self._dealt: DealtBatches | None = None
+        self._segment: Segment | None = None
+        self._next: DealtBatch | None = None
+        self._now: DealtBatch | None = None
+        self._looked = False  # is `_next` what follows the batch of this turn?
+        self._trained = 0  # in this segment
+        self._accumulated = 0  # batches of this pipeline whose gradients wait for an update
+        self._closes = False
+
+    def deal(self, loader: DataLoader[Any]) -> None:
+        """The batches of ``loader`` from now on.
+
+        Raises:
+            ConfigurationError: it cannot be dealt.
+        """
+        if (reason := why_sharded(loader, self._pipeline, self._num_pipelines)) is not None:
+            raise refuse_to_deal(reason)
+        self._loader = loader
+        self._dealt = DealtBatches(loader, self._num_pipelines, self._client.lease)
+        self.split = [self._num_pipelines, len(self._dealt.shards)]
+
+    @property
+    def position(self) -> int | None:
+        """Of this turn's batch in the epoch; None if it has none."""
+        return None if self._now is None else self._now.position
+
+    @property
+    def zeroes_gradients(self) -> bool:
+        """Does the batch of this turn begin an accumulation of gradients?"""
+        return self._accumulated == 0
+
+    # ------------------------------------------------------------------- turns
+
+    def change(self) -> None:
+        """Makes the trainer's loop take these turns."""
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        optimization = loop.automatic_optimization
+        check_validation = loop._should_check_val_fx
+
+        def underway() -> bool:
+            return self._training.underway
+
+        def run(optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
+            whole = batch_idx - batch_idx % self._trainer.accumulate_grad_batches
+            output = type(optimization).run(optimization, optimizer, whole + self._accumulated, kwargs)
+            self._end_turn()
+            return output
+
+        def should_accumulate() -> bool:
+            return not self._closes if self._segment is not None else type(loop)._should_accumulate(loop)
+
+        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+            if interval == "step" and self._segment is not None:
+                self._counters.update_schedulers(update_plateau_schedulers)
+            else:
+                type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
+
+        optimization.run = run
+        loop._should_accumulate = should_accumulate
+        loop.update_lr_schedulers = update_lr_schedulers
+        loop._should_check_val_fx = lambda fetcher: not underway() and check_validation(fetcher)
+        save_at_pauses(self._trainer, underway)
+
+    def close(self) -> None:
+        """The fit is over; workers of the loader may end."""
+        self._dealt = self._next = self._now = None
+
+    def fetch(self) -> Any:
+        """What the next turn trains, or shows to hooks if it trains nothing."""
+        if not self._training.underway:
+            self._begin_segment()
+        training, self._now, self._looked = self._training, self._next, False
+        if self._now is None:
+            training.begin_absence()
+            self._closes = self._final
+            return sample_batch(self._loader)
+        accumulate = self._trainer.accumulate_grad_batches
+        self._closes = self._accumulated + 1 == accumulate
+        if accumulate > 1 and self._final:  # the last batch of an epoch closes, as it does without dealing
+            self._look()
+            self._closes = self._closes or self._next is None
+        return self._now.data
+
+    def _begin_segment(self) -> None:
+        trainer, dealt = self._trainer, self._dealt
+        assert dealt is not None
+        start = self._counters.number
+        before = self._origin()
+        if start and self._segment is None and before not in (None, self.split):
+            raise ConfigurationError(
+                f"The checkpoint is of the middle of an epoch that was split into {before} pipelines and batches of "
+                f"each; this run splits it into {self.split}, so it is not known which samples remain. Resume with the "
+                "same number of pipelines, batch size and data, or from the end of an epoch."
+            )
+        self._segment = Segment(self._run, trainer.current_epoch, start, next_pause(trainer, self._checks))
+        self._counters.begin()
+        self._trained = 0
+        if start == 0:
+            self._accumulated = 0  # what an epoch that was cut short has left is zeroed, as without dealing
+        training = self._training
+        training.begin_dealt()
+        with training.first_failure():
+            self._client.greet()
+            dealt.begin(self._segment, self._seed())
+        self._looked = False
+        self._look()
+        if self._next is None:
+            self._wait()
+
+    @property
+    def _final(self) -> bool:
+        """Does the segment end the epoch?"""
+        assert self._segment is not None
+        return self._segment.stop == self._trainer.num_training_batches
+
+    def _look(self) -> None:
+        """At what follows; nobody else is waited for."""
+        assert self._dealt is not None
+        if not self._looked:
+            with self._training.first_failure():
+                self._next = self._dealt.take()
+            self._looked = True
+
+    def _wait(self) -> None:
+        """There is nothing: everything is finished, then others are waited for, until there is, or will not be."""
+        training, dealt = self._training, self._dealt
+        assert dealt is not None
+        training.rest()
+        self._client.trained(self._trained)
+        with training.first_failure():
+            while self._next is None and dealt.wait():
+                self._next = dealt.take()
+        if self._next is not None:
+            training.go_on()
+
+    def _end_turn(self) -> None:
+        training, split, segment = self._training, self._counters, self._segment
+        assert segment is not None
+        before = split.number - 1  # Lightning has counted this turn
+        if self._now is not None:
+            self._trained += 1
+            self._client.trained(self._trained - training.unfinished)
+            self._look()
+            if self._next is None:
+                self._wait()
+        self._accumulated = 0 if self._closes else self._accumulated + (self._now is not None)
+        if self._next is None:
+            split.advance(before, segment.stop)
+            training.end_dealt()
+        else:
+            progress = math.floor(self._next.progress / self._num_pipelines + 1e-9)
+            split.advance(before, min(max(progress, before), segment.stop - 1))
+
+
+class DealtFetcher(_DataFetcher):
+    """Takes over from Lightning's ``fetcher``, which has fetched nothing."""
+
+    def __init__(self, fetcher: _DataFetcher, turns: DealtTurns) -> None:
+        self.__dict__.update(fetcher.__dict__)
+        if len(self.combined_loader.flattened) > 1:
+            raise refuse_to_deal("there are several train dataloaders, whose batches belong together")
+        self.turns = turns
+        self.done = False  # the turns know which is the last
+
+    def __iter__(self) -> DealtFetcher:
+        self.fetched = 0
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        self._start_profiler()
+        try:
+            batch = self.turns.fetch()
+        finally:
+            self._stop_profiler()
+        return tree_unflatten([batch], self.combined_loader._spec), self.fetched, 0

@@ -1,0 +1,352 @@
+"""Whole runs over batches that are dealt by speed, on real processes: what is trained, and what hooks see of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.heterogeneity.slowdowns import Static
+from lightning_sdpipe.policies.leases import Lease, Segment
+from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.sync import (
+    ADPSGD,
+    AllReduce,
+    HetPipe,
+    LocalSGD,
+    NoSync,
+    ParameterServer,
+    PartialReduce,
+    SemiDecentralized,
+)
+from lightning_sdpipe.sync.rendezvous import Rendezvous
+
+SECONDS = 0.02
+BATCH = 2
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that say which they are, and what was drawn for them."""
+
+    def __init__(self, size: int, draws: bool = True) -> None:
+        self.size, self.draws = size, draws
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        drawn = torch.rand(()).item() if self.draws else 0.5
+        return torch.tensor([index / self.size, drawn]), torch.tensor(index)
+
+
+class Slow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(SECONDS)
+        return x
+
+
+class Model(L.LightningModule):
+    """Takes about as long for each batch, notes those that it trains, and follows OneCycleLR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(2, 4), Slow(), nn.Linear(4, 1))
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, indices = batch
+        self.seen.append((self.current_epoch, indices.tolist(), x[:, 1].tolist(), torch.rand(()).item()))
+        return nn.functional.mse_loss(self.net(x), x[:, :1])
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[0][:, :1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.05)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Diary(Callback):
+    """Writes down, on every rank, what was trained and what happened when."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.events: list[Any] = []
+        self.rates: list[float] = []
+        self.steps: list[int] = []
+        self.saved: list[int] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.steps.append(trainer.global_step)
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.events.append(["validation", trainer.global_step, trainer.fit_loop.epoch_loop.batch_idx])
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.events.append(["epoch", trainer.global_step])
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.events.append(["checkpoint", trainer.global_step])
+        self.saved.append(len(module.seen))  # type: ignore[arg-type]
+
+    def on_fit_end(self, trainer: L.Trainer, module: Any) -> None:
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        record = {
+            "seen": module.seen,
+            "events": self.events,
+            "rates": self.rates,
+            "saved": self.saved,
+            "updates": trainer.strategy.training.updates,  # type: ignore[attr-defined]
+            "rejoined": getattr(trainer.strategy.training.rendezvous, "rejoined", 0),  # type: ignore[attr-defined]
+            "steps": [*self.steps, trainer.global_step],
+            "schedule": [(each.last_epoch, each.get_last_lr()) for each in schedules],
+            "weights": {name: value.tolist() for name, value in module.state_dict().items() if not value.is_meta},
+        }
+        (self.directory / f"{trainer.global_rank}.json").write_text(json.dumps(record))
+
+
+def fit(
+    directory: Path,
+    sync: Any,
+    factors: tuple[float, ...],
+    batches: int,
+    *,
+    data: Any = "dealt",
+    stages: int = 1,
+    schedule: Any = "1f1b",
+    workers: int = 0,
+    draws: bool = True,
+    callbacks: tuple[Callback, ...] = (),
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """What each rank wrote down; ``factors`` are those of the ranks, ``batches`` those of each pipeline."""
+    directory.mkdir(exist_ok=True)
+    strategy = SDPipeStrategy(
+        stages,
+        sync,
+        schedule,
+        data=data,
+        delays=Static(factors),
+        start_method="fork",
+        timeout=timedelta(seconds=30),
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=len(factors),
+        strategy=strategy,
+        default_root_dir=directory,
+        callbacks=[*callbacks, Diary(directory)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **{"max_epochs": 2, "enable_checkpointing": bool(callbacks), **options},
+    )
+    size = batches * BATCH * len(factors) // stages
+    loader = DataLoader(Numbered(size, draws), BATCH, shuffle=True, num_workers=workers)
+    trainer.fit(Model(), loader, DataLoader(Numbered(8), BATCH), ckpt_path=ckpt_path)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(len(factors))]
+
+
+def once_each(records: list[dict[str, Any]], epochs: list[int], samples: int) -> list[int]:
+    """Checks that every sample was trained once in each epoch; returns how many batches each pipeline trained."""
+    for epoch in epochs:
+        batches = [indices for record in records for e, indices, _, _ in record["seen"] if e == epoch]
+        assert sorted(chain.from_iterable(batches)) == list(range(samples))
+    return [len(record["seen"]) for record in records]
+
+
+def agreed(records: list[dict[str, Any]]) -> list[Any]:
+    """The events, equal for all; and the counters never fell."""
+    for record in records:
+        assert record["events"] == records[0]["events"]
+        assert record["steps"] == sorted(record["steps"])
+        assert record["steps"][-1] == records[0]["steps"][-1]
+        assert record["schedule"] == records[0]["schedule"]
+        for name, value in record["weights"].items():
+            assert value == records[0]["weights"].get(name, value)
+    events: list[Any] = records[0]["events"]
+    return events
+
+
+def one_cycle(steps: int, total: int) -> float:
+    """The rate after so many steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total)
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+    return float(schedule.get_last_lr()[0])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "sync",
+    [SemiDecentralized(window=0.002), NoSync(), PartialReduce(group_size=2), ADPSGD(asynchronous=True)],
+    ids=lambda sync: type(sync).__name__,
+)
+def test_four_epochs_on_devices_of_several_generations(tmp_path: Path, sync: Any) -> None:
+    """The schedule ends exactly, and validation and checkpoints come at the same progress everywhere."""
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1)
+    factors = (1.0, 1.0, 2.0, 4.0)
+    records = fit(tmp_path, sync, factors, 12, callbacks=(saver,), max_epochs=4, val_check_interval=6)
+    counts = once_each(records, [0, 1, 2, 3], 12 * BATCH * 4)
+    assert min(counts[:2]) > counts[3]
+    events = agreed(records)
+    assert [event[1] for event in events if event[0] == "validation"] == [6, 12, 18, 24, 30, 36, 42, 48]
+    assert [event[1] for event in events if event[0] == "epoch"] == [12, 24, 36, 48]
+    assert [event[1] for event in events if event[0] == "checkpoint"] == [8, 16, 24, 32, 40, 48]
+    ((last, (rate,)),) = records[0]["schedule"]
+    assert last == 48
+    assert rate == one_cycle(48, 48)
+
+
+@pytest.mark.distributed
+def test_equal_devices_train_what_a_sharded_run_trains(tmp_path: Path) -> None:
+    """The same batches, draws, learning rates and weights, with accumulation that the epoch cuts short."""
+    sync, options = SemiDecentralized(window="inf"), {"accumulate_grad_batches": 2, "val_check_interval": 4}
+    sharded, dealt = (
+        fit(tmp_path / data, sync, (1.0, 1.0), 7, data=data, draws=False, **options) for data in ("sharded", "dealt")
+    )
+    for before, now in zip(sharded, dealt, strict=True):
+        for what in ("seen", "events", "rates", "steps", "schedule", "weights"):
+            assert now[what] == before[what], what
+
+
+@pytest.mark.distributed
+def test_resuming_in_mid_epoch_neither_repeats_nor_skips(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
+    first = fit(tmp_path / "first", NoSync(), (1.0, 3.0), 8, callbacks=(saver,), max_epochs=1)
+    for record in first:
+        record["seen"] = record["seen"][: record["saved"][0]]
+    path = tmp_path / "step=5.ckpt"
+    rest = fit(tmp_path / "rest", NoSync(), (3.0, 1.0), 8, ckpt_path=path, max_epochs=1)
+    assert sum(once_each([*first, *rest], [0], 8 * BATCH * 2)) == 16
+    assert sum(len(record["seen"]) for record in first) == 10
+    assert agreed(rest) == [["validation", 8, 7], ["epoch", 8]]
+    with pytest.raises(Exception, match="it is not known which samples remain"):
+        fit(tmp_path / "other", NoSync(), (1.0,), 8, ckpt_path=path, max_epochs=1)
+
+
+@pytest.mark.distributed
+def test_a_pipeline_that_is_dealt_nothing_is_met_all_the_same(tmp_path: Path) -> None:
+    """With workers of the loader, accumulation, and a validation after each batch of an equal split."""
+    options = {"val_check_interval": 1, "accumulate_grad_batches": 3, "max_epochs": 2}
+    records = fit(tmp_path, SemiDecentralized(window=0.002), (1.0, 8.0), 5, workers=1, **options)
+    counts = once_each(records, [0, 1], 5 * BATCH * 2)
+    assert counts[0] > counts[1]
+    validations = [event for event in agreed(records) if event[0] == "validation"]
+    assert [step for _, step, _ in validations] == [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("sync", "stages", "schedule"),
+    [
+        (SemiDecentralized(window=0.002), 2, "1f1b"),
+        (ADPSGD(asynchronous=True), 1, "1f1b"),
+        (PartialReduce(group_size=2), 1, "1f1b"),
+        (PartialReduce(group_size=2), 2, "1f1b"),
+        (SemiDecentralized(window=0.002), 2, "pipedream"),
+        (NoSync(), 2, "pipedream"),
+    ],
+)
+def test_who_is_told_to_wait_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Any, stages: int, schedule: str
+) -> None:
+    """Everybody hears once per segment that there is nothing now, while others may train."""
+    lease, rejoin = SchedulerClient.lease, Rendezvous.rejoin
+
+    def with_an_empty_one(client: SchedulerClient, segment: Segment, ordinal: int) -> Lease:
+        if ordinal == 1:
+            mine, stop = client.worker.pipeline, segment.stop
+            return Lease(segment, mine, ordinal, mine, stop, stop, 0.0, 0.0)
+        return lease(client, segment, ordinal - (ordinal > 1))
+
+    def counted(rendezvous: Any) -> None:
+        rendezvous.rejoined = getattr(rendezvous, "rejoined", 0) + 1
+        rejoin(rendezvous)
+
+    monkeypatch.setattr(SchedulerClient, "lease", with_an_empty_one)
+    monkeypatch.setattr(Rendezvous, "rejoin", counted)
+    factors = (1.0, 1.5) if stages == 1 else (1.0, 1.0, 1.5, 1.5)
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 5}
+    records = fit(tmp_path, sync, factors, 10, stages=stages, schedule=schedule, **options)
+    for stage in range(stages):
+        once_each(records[stage::stages], [0, 1], 10 * BATCH * 2)
+    assert [event[1] for event in agreed(records) if event[0] == "epoch"] == [5, 10]
+    assert all(record["rejoined"] for record in records)
+    for pipeline in range(2):
+        assert len({record["updates"] for record in records[pipeline * stages :][:stages]}) == 1
+
+
+@pytest.mark.distributed
+def test_without_a_flush_all_stages_of_a_pipeline_count_alike(tmp_path: Path) -> None:
+    records = fit(tmp_path, NoSync(), (1.0, 1.0, 3.0, 3.0), 10, stages=2, schedule="pipedream", val_check_interval=5)
+    for stage in (records[::2], records[1::2]):
+        counts = once_each(stage, [0, 1], 10 * BATCH * 2)
+        assert counts[0] > counts[1]
+    for pipeline in (records[:2], records[2:]):
+        assert pipeline[0]["steps"] == pipeline[1]["steps"]
+        assert pipeline[0]["rates"] == pipeline[1]["rates"]
+    events = agreed(records)
+    assert [event[1] for event in events if event[0] == "validation"] == [5, 10, 15, 20]
+    assert records[0]["schedule"][0][0] == 20
+
+
+@pytest.mark.parametrize(
+    "sync", [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), HetPipe(), ParameterServer(staleness=None)]
+)
+def test_methods_whose_pipelines_cannot_leave_are_refused(sync: Any) -> None:
+    with pytest.raises(ConfigurationError, match="data='dealt' does not go with sync="):
+        SDPipeStrategy(sync=sync, data="dealt")
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (Numbered(4)[0] for _ in range(4))
+
+
+class Saves(Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "now.ckpt")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("loaders", "callbacks", "message"),
+    [
+        (DataLoader(Endless(), BATCH), [], "an IterableDataset is read in order"),
+        ([DataLoader(Numbered(8)), DataLoader(Numbered(8))], [], "there are several train dataloaders"),
+        (DataLoader(Numbered(8)), [Saves()], "saves a checkpoint, or ends the epoch between two pauses"),
+    ],
+    ids=["iterable", "several", "between"],
+)
+def test_what_cannot_be_dealt_is_refused(tmp_path: Path, loaders: Any, callbacks: list[Callback], message: str) -> None:
+    strategy = SDPipeStrategy(sync=NoSync(), data="dealt", start_method="fork")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, default_root_dir=tmp_path, callbacks=callbacks, **quiet
+    )
+    with pytest.raises(Exception, match=message):
+        trainer.fit(Model(), loaders)

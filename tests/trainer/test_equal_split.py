@@ -1,0 +1,62 @@
+"""Counters follow the progress of all, whatever a pipeline trains in a turn."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.loops.progress import _BatchProgress, _OptimizationProgress
+
+from lightning_sdpipe.trainer.equal_split import EqualSplit
+
+
+class Loop:
+    """What is counted, and the numbers at which schedulers step."""
+
+    def __init__(self) -> None:
+        self.batch_progress = _BatchProgress()
+        self.automatic_optimization = SimpleNamespace(optim_progress=_OptimizationProgress())
+        self._batches_that_stepped = 0
+        self.stepped: list[int] = []
+
+    def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
+        self.stepped.append(self.batch_progress.current.ready)
+
+
+@given(
+    turns=st.lists(st.integers(0, 5), min_size=1, max_size=30),
+    accumulate=st.integers(1, 3),
+    every=st.integers(1, 4),
+)
+def test_schedulers_and_loggers_miss_nothing(turns: list[int], accumulate: int, every: int) -> None:
+    end, loop = sum(turns) + 1, Loop()
+    trainer: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+        num_training_batches=end,
+        accumulate_grad_batches=accumulate,
+        log_every_n_steps=every,
+    )
+    split = EqualSplit(trainer, lambda: True)
+    split.begin()
+    numbers = [0]
+    for step in [*turns, 1]:
+        numbers.append(numbers[-1] + step)
+        loop.batch_progress.increment_ready()  # as Lightning does when it begins a turn
+        loop.batch_progress.increment_started()
+        split.advance(numbers[-2], numbers[-1])
+        loop.batch_progress.increment_processed()
+        split.update_schedulers(plateau=False)
+        loop.batch_progress.increment_completed()
+        loop._batches_that_stepped += 1  # a turn that closes
+        before, now = (number // accumulate // every for number in numbers[-2:])
+        if now > before and numbers[-1] < end:
+            assert loop._batches_that_stepped == now * every  # so it is logged
+        progress = loop.batch_progress
+        for tracker in (progress.current, progress.total):
+            assert {tracker.ready, tracker.started, tracker.processed, tracker.completed} == {numbers[-1]}
+        assert progress.is_last_batch == (numbers[-1] == end)
+    steps = -(-end // accumulate)
+    assert loop.automatic_optimization.optim_progress.optimizer_steps == loop._batches_that_stepped == steps
+    assert loop.stepped == [n for n in range(1, end + 1) if n % accumulate == 0 or n == end]
