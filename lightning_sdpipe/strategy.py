@@ -57,6 +57,7 @@ from lightning_sdpipe.trainer.refusals import (
     refuse_new_parameters,
     refuse_several_optimizers,
     refuse_unsupported,
+    refuse_waiting_for_later_batches,
 )
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
 from lightning_sdpipe.training import Training
@@ -148,6 +149,7 @@ class SDPipeStrategy(SDPipeOptions):
         self._failed = False
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer)
+        refuse_waiting_for_later_batches(trainer, self.schedule, self._method.policy)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
         self._prepare_training(trainer)

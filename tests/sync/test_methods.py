@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -20,6 +21,7 @@ from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.sync import PHDPSGD, ParameterServer, PartialReduce, SemiDecentralized
 from lightning_sdpipe.sync.synchronizer import Replica
+from lightning_sdpipe.trainer.refusals import refuse_waiting_for_later_batches
 from tests.test_strategy import Regression, data, fit
 from tests.workers import run_workers
 
@@ -228,3 +230,13 @@ def build_with_a_quorum_of_three(rank: int) -> str:
 def test_every_worker_refuses_a_quorum_that_can_never_come_together() -> None:
     message = "quorum=3 is not allowed with 2 pipelines; give 1 to 2"
     assert run_workers(2, build_with_a_quorum_of_three) == [message, message]
+
+
+@pytest.mark.parametrize(("schedule", "batches"), [("pipedream", 1), ("1f1b", 2)])
+def test_groups_of_those_that_have_stepped_do_not_go_with_windows_without_a_flush(schedule: str, batches: int) -> None:
+    trainer: Any = SimpleNamespace(accumulate_grad_batches=batches, callbacks=[])
+    refuse_waiting_for_later_batches(trainer, schedule, PartialReduce())
+    trainer.accumulate_grad_batches = 2
+    refuse_waiting_for_later_batches(trainer, "pipedream", SemiDecentralized())
+    with pytest.raises(ConfigurationError, match="they would wait for each other"):
+        refuse_waiting_for_later_batches(trainer, "pipedream", PartialReduce())
