@@ -31,7 +31,7 @@ class Seen:
     """What the scheduler answered to a question that was asked at ``asked``.
 
     ``lives`` has the pipelines that train, each with what tells this life of it from others; ``leader`` leads them.
-    ``updates`` are how far they are, ``ever`` those that ever trained, ``silent`` those that it has given up.
+    ``updates`` are how far they are, ``ever`` those that ever trained, ``gone`` the lives that it has given up.
     ``failure`` is what ended the run, if anything.
     """
 
@@ -40,7 +40,7 @@ class Seen:
     leader: int | None = None
     updates: Mapping[int, int] = field(default_factory=dict)
     ever: frozenset[int] = frozenset()
-    silent: frozenset[int] = frozenset()
+    gone: frozenset[str] = frozenset()
     failure: str | None = None
 
 

@@ -16,7 +16,10 @@ _STYLE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # newer interpreters colour what 
 _NUMBER = re.compile(r"\d+")
 _LONGEST = 300
 
-_OF_OTHERS = ("WorkerFailedError", "RunAborted", "SIGTERMException", "KeyboardInterrupt")
+_OF_OTHERS = (
+    *("WorkerFailedError", "RunAborted", "MustEndError", "RunOverError"),
+    *("SIGTERMException", "KeyboardInterrupt"),
+)
 
 
 @dataclass(frozen=True)

@@ -234,8 +234,8 @@ class Rules:
                 self._came(pipeline, life, event, now)
             elif event.asked >= self._over_since and self._comes_too_late(pipeline, event):
                 self._turn_away(pipeline, now)
-            elif pipeline.trains and pipeline.number in event.silent:
-                self._fell_silent(pipeline, now)
+            elif pipeline.life in event.gone:
+                self._is_given_up(pipeline, now)
 
     def _came(self, pipeline: PipelineState, life: str, event: Seen, now: float) -> None:
         pipeline.life, pipeline.trained, self._anybody_came = life, True, True
@@ -252,8 +252,11 @@ class Rules:
     def _comes_too_late(pipeline: PipelineState, event: Seen) -> bool:
         return not pipeline.trained and (pipeline.lost_at is not None or pipeline.number not in event.ever)
 
-    def _fell_silent(self, pipeline: PipelineState, now: float) -> None:
+    def _is_given_up(self, pipeline: PipelineState, now: float) -> None:
         """The scheduler goes on without it. Its processes are told so when they wake, and have to end."""
+        if not pipeline.doubted:  # a process may have ended in this moment, which is the better reason
+            pipeline.doubted = True
+            return
         pipeline.stops_training()
         pipeline.silent_since = pipeline.lost_at = now
         pipeline.told = True

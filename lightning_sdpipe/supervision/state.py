@@ -67,6 +67,8 @@ class PipelineState:
     """Whether it was said why it was lost."""
     pressed: bool = False
     """Whether its processes have been killed by the supervisor, so that these ends explain nothing."""
+    doubted: bool = False
+    """Whether the scheduler has given up its life, and it lives."""
     silent_since: float | None = None
 
     @property
@@ -77,4 +79,4 @@ class PipelineState:
     def stops_training(self) -> None:
         """This life of it is over."""
         self.last_life, self.life = self.life or self.last_life, None
-        self.silent_since = None
+        self.silent_since, self.doubted = None, False

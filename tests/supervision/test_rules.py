@@ -244,7 +244,8 @@ def test_a_process_that_fails_after_the_training() -> None:
 
 def test_a_silent_pipeline_ends_by_itself_or_is_killed() -> None:
     made = training()
-    silent = seen(0, 1, 2, at=40.0, silent=frozenset({3}))
+    silent = seen(0, 1, 2, at=40.0, gone=frozenset({"a3"}))
+    assert made.on(silent, 39.7) == [], "perhaps it ends just now"
     assert made.on(silent, 40.0) == [Say("pipeline 3 lost (silent); 3 of 4 go on")]
     assert made.on(silent, 41.0) == []
     assert made.deadline() == 50.0
@@ -345,8 +346,8 @@ class Machine:
 
     def look(self, failure: str | None = None) -> None:
         leader = min(self.trains, default=None)
-        silent = frozenset(self.ever - self.trains.keys())
-        self.on(Seen(self.now, dict(self.trains), leader, {}, frozenset(self.ever), silent, failure))
+        gone = frozenset(str(life) for life in range(self.life)) - {*self.trains.values()}
+        self.on(Seen(self.now, dict(self.trains), leader, {}, frozenset(self.ever), gone, failure))
 
     def tick(self) -> None:
         due = self.rules.deadline()
