@@ -23,6 +23,7 @@ HOUSE = (
         "training",
         "assembly",
         "membership",
+        "elastic",
         "launching",
         "trainer",
         "checkpoints",

@@ -49,6 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train (%(default)s)"
     )
+    parser.add_argument(
+        "--gather", type=float, help="seconds after which it begins without those that have not come (60)"
+    )
+    parser.add_argument(
+        "--hold-limit", type=float, help="seconds of waiting for --min-pipelines that end the run (1800)"
+    )
+    parser.add_argument("--worker-timeout", type=float, help="seconds of silence until a process counts as lost (30)")
     parser.add_argument("--policy", help="of the scheduler; that of the script's sync= by default")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
     parser.add_argument(
@@ -70,6 +77,10 @@ def _run(options: argparse.Namespace) -> int:
     environment = _environment(settings)
     of_scheduler = ["--num-stages", str(settings.num_stages), "--num-pipelines", str(settings.num_pipelines)]
     of_scheduler += ["--journal", str(logs / "scheduler.journal"), "--log", str(logs / "scheduler.jsonl")]
+    of_scheduler += ["--min-pipelines", str(settings.min_pipelines), "--start-pipelines", str(settings.num_pipelines)]
+    for name in ("gather", "hold_limit", "worker_timeout"):
+        if (value := getattr(options, name)) is not None:
+            of_scheduler += [f"--{name.replace('_', '-')}", str(value)]
     policy_file = None
     if options.policy is None:
         policy_file = logs / "policy.json"
