@@ -176,6 +176,16 @@ class Membership:
         there = ", ".join(f"pipeline {i} {state}" for i, state in self.states().items()) or "nobody is there"
         return f"training starts when {needed} pipelines are there; {there}"
 
+    def waits_for(self, worker: Worker, incarnation: int) -> str:
+        """What that process, which is no member yet, waits for, for people."""
+        if self.recovering:
+            return "the scheduler was started again, and waits for the members of the run"
+        if not self.is_here(worker, incarnation):
+            return f"another job claims pipeline {worker.pipeline}; it is looked whether that one still lives"
+        if self.epoch.members:
+            return f"pipeline {worker.pipeline} {self.states()[worker.pipeline]}"
+        return self.missing()
+
     def deadline(self) -> float:
         """When a :class:`Passed` is due."""
         due = math.inf if self._recovery_until is None else self._recovery_until
@@ -282,6 +292,8 @@ class Membership:
 
     def _admit(self, now: float) -> list[MemberDecision]:
         """Those that are complete start, or are found a donor."""
+        if self.recovering:
+            return []
         complete = self._complete()
         if self.epoch.members:
             waiting = [i for i in complete if self.donations.of(i) is None]

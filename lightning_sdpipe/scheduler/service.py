@@ -108,7 +108,7 @@ class SchedulerService:
         self.elastic: Elastic | None = None
         if elastic is not None:
             membership = Membership(num_stages, num_pipelines, elastic, now)
-            self.elastic = Elastic(membership, ElasticRun(self), worker_timeout, now)
+            self.elastic = Elastic(membership, ElasticRun(self), num_pipelines, worker_timeout)
 
     # ------------------------------------------------------------------ inputs
 
