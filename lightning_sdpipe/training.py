@@ -70,6 +70,7 @@ class Training:
         whereabouts: is told when a step runs.
         watch: looks for numbers that are not finite; None if nobody does.
         first_failure: around what waits for others, who may have failed.
+        make_rendezvous: says where it is beside the others.
     """
 
     trainer: Trainer
@@ -82,6 +83,7 @@ class Training:
     whereabouts: Whereabouts
     watch: Watch | None
     first_failure: Callable[[], AbstractContextManager[None]]
+    make_rendezvous: Callable[[Synchronizer], Rendezvous] = Rendezvous
     mini_batches: int = 0
     """That this worker has begun since training started."""
     updates: int = 0
@@ -98,7 +100,7 @@ class Training:
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
-        self.rendezvous = Rendezvous(self.sync)
+        self.rendezvous = self.make_rendezvous(self.sync)
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.readiness = Readiness(last, self.announce)
 

@@ -19,6 +19,8 @@ HOUSE = (
     *("cli", "sweep", "configuration", "check"),
     *(
         "strategy",
+        "elastic",
+        "run",
         "options",
         "training",
         "assembly",

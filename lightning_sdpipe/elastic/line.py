@@ -102,7 +102,7 @@ class ElasticLine(Protocol):
         """This worker does not use the group of that epoch any more: somebody in it is gone."""
 
     def broken(self, sequence: int) -> Group | None:
-        """The exchange of that group failed. A new one among those that are left and have not finished it; or nobody."""
+        """The exchange of that group failed. A new one among those that are left and have not finished it, or none."""
 
     def meet(self, key: str, says: bytes = b"") -> Met:
         """Waits until all workers of this stage have come to ``key``: those of all members, and of newcomers whose
