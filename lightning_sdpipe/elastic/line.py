@@ -10,6 +10,11 @@ it.
 A newcomer must not miss a meeting. Its donor's state is of the middle of a segment, so the donor has not come to the
 meeting at the segment's end yet. From the moment in which stage 0 of the donor said :meth:`ElasticLine.donating`, all
 meetings of all stages wait for the newcomer, too, until it is gone, or is given another donor.
+
+Below ``min_pipelines`` nobody may be kept waiting *within* a turn, for a group or for a lease: who waits there cannot
+donate, and there may be no other donor. So readies are answered as always, with groups of those that are there, and
+asks for leases with an empty one; the worker waits between turns, where it donates, until it hears that there are
+enough.
 """
 
 from __future__ import annotations
