@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import with_whole_files
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, mark_parts, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.elastic.run import ElasticRun
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
@@ -80,7 +81,8 @@ class SDPipeStrategy(SDPipeOptions):
 
     @cached_property
     def _run(self) -> Run:
-        return Run(self, lambda: give_up(self._launcher))
+        end = partial(lambda: give_up(self._launcher))
+        return Run(self, end) if self._job is None else ElasticRun(self, self._job, end)
 
     @cached_property
     def _initialisation(self) -> Initialisation:
@@ -311,6 +313,10 @@ class SDPipeStrategy(SDPipeOptions):
             collect(loop._predictions, loop._combined_loader.flattened, self.groups)
 
     @property
+    def is_global_zero(self) -> bool:
+        return bool(self.global_rank == 0 and self._run.leads)
+
+    @property
     def has_results(self) -> bool:
         """Whether this worker's stage is the last one, where steps come to their end and what they return exists."""
         return self._worker.stage == self.num_stages - 1
@@ -384,7 +390,8 @@ class SDPipeStrategy(SDPipeOptions):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._assembled is None:  # other processes have run, and this one has the whole module
             return self.module.state_dict()
-        if self._run.membership is not None:  # else the run is over, and nothing under way
+        alone = self._checkpoints.only_held or self._run.membership is None  # else the run is over, nothing under way
+        if not alone:
             self._whereabouts.check("save_checkpoint")
             self.training.pause()
         return self._checkpoints.module_state()

@@ -86,6 +86,8 @@ class Training:
     make_rendezvous: Callable[[Synchronizer], Rendezvous] = Rendezvous
     mini_batches: int = 0
     """That this worker has begun since training started."""
+    first_update: int = 0
+    """Its number, for one that goes on where another was."""
     updates: int = 0
     """Its next one, counted alike in all pipelines: absences count."""
     updating: bool = False
@@ -122,7 +124,7 @@ class Training:
 
     def begin(self) -> None:
         """Training starts."""
-        self.mini_batches = self.updates = 0
+        self.mini_batches, self.updates = 0, self.first_update
         self._accumulated = False
 
     def begin_batch(self, batch: Any) -> None:

@@ -1,7 +1,7 @@
 """The process groups of a stage's replicas: one for each epoch of membership, made beside the training.
 
-Making one takes milliseconds, and a wait for somebody who is gone; so a thread does it, and the groups of earlier epochs
-stay in use meanwhile. gloo has no way to end a wait for a message of a process that lives and will not send it, except
+Making one takes milliseconds, and longer if somebody is gone; so a thread does it, and the groups of earlier epochs stay
+in use meanwhile. gloo has no way to end a wait for a message of a process that lives and will not send it, except
 that a receive in another thread runs into its timeout, which closes all connections of this process in that group. That
 is done to the group in which this worker exchanges with somebody who is lost, and to no other.
 """
@@ -33,8 +33,8 @@ KEPT = 3
 """Epochs whose groups are kept at least."""
 _POISON = 2**30  # a tag that nobody sends with
 
-MakeStore = Callable[[Callable[[], bool]], dist.Store]
-"""A store that all processes reach; its waits end when what it is given says so."""
+MakeStore = Callable[[str, Callable[[], bool]], dist.Store]
+"""A store of that name that all processes reach; its waits end when what it is given says so."""
 
 
 class EpochGroups:
@@ -110,6 +110,13 @@ class EpochGroups:
             assert group is not None
             self._poison(group.epoch)
 
+    def broke(self, sequence: int) -> None:
+        """Another member did not get the result of that group. Any thread may call it."""
+        with self._lock:
+            used = self._in_use
+        if used is not None and used.sequence == sequence:
+            self._poison(used.epoch)
+
     def wait_for_newest(self) -> None:
         """A new epoch is known, and its group a moment away: an exchange there will succeed."""
         with self._lock:
@@ -145,11 +152,9 @@ class EpochGroups:
         number, places = epoch.number, {i: place for place, i in enumerate(epoch.pipelines)}
         if pipeline not in places:
             return
-        store = self._make_store(lambda: number != self._newest)
+        store = self._make_store(f"epoch-{number}-{stage}", lambda: number != self._newest)
         try:
-            group = dist.ProcessGroupGloo(
-                dist.PrefixStore(f"epoch/{number}/{stage}", store), places[pipeline], len(places), CONNECTING
-            )
+            group = dist.ProcessGroupGloo(store, places[pipeline], len(places), CONNECTING)
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
             log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
             return

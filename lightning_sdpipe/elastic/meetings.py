@@ -8,7 +8,8 @@ and a newcomer has not come to where the others are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -56,6 +57,16 @@ class Meetings:
         """A segment of training begins, after which all meet."""
         self._begun = True
         self._number = 0
+
+    @contextmanager
+    def at(self, point: str) -> Iterator[None]:
+        """Around meetings at ``point``, before the first segment of training."""
+        usual = self._point
+        self._point, self._begun, self._number = lambda: point, True, 0
+        try:
+            yield
+        finally:
+            self._point, self._begun, self._number = usual, False, 0
 
     def meet(self, says: bytes = b"") -> Met:
         """Waits for the others. Who came too late for them is alone, and so is everybody before the first segment.

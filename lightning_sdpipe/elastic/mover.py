@@ -11,6 +11,7 @@ from lightning_sdpipe.elastic.epochs import EpochGroups
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.scheduler.elastic_client import Skip
 
 
 class Regrouping(Protocol):
@@ -19,8 +20,8 @@ class Regrouping(Protocol):
     def completed(self, sequence: int) -> None:
         """This worker has the result of the group of that number."""
 
-    def regroup(self, group: Group) -> Group | None:
-        """This worker has not. Those of its members that have not either, and are there; None if it is alone."""
+    def broken(self, group: Group) -> Group | Skip:
+        """This worker has not. Those of its members that have not either, and are there."""
 
 
 class SurvivingMean:
@@ -85,6 +86,6 @@ class _Surviving:
     def _regroup(self) -> None:
         self.abort()
         self._epochs.wait_for_newest()
-        group = self._line.regroup(self._group)
-        if group is not None:
-            self._begin(group)
+        again = self._line.broken(self._group)
+        if isinstance(again, Group):
+            self._begin(again)

@@ -1,4 +1,4 @@
-"""How a newcomer gets its state: Lightning's checkpoint of the donor's stage, from its memory into that of the newcomer.
+"""How a newcomer gets its state: Lightning's checkpoint of the donor's stage, from its memory into the newcomer's.
 
 Both sides make a process group of two for it. The donor copies its tensors where its training stands, between two
 turns, and sends them while it trains on. What is read is unpacked by ``torch.load(weights_only=True)``, which runs no
@@ -33,8 +33,8 @@ _HYPERPARAMETERS = ("hparams_name", "hyper_parameters", "hparams_type")
 
 
 def snapshot(trainer: Trainer) -> dict[str, Any]:
-    """A copy of ``trainer``'s checkpoint, without what is no state: hyper-parameters may be objects of any kind, and the
-    newcomer's script has its own."""
+    """A copy of ``trainer``'s checkpoint, without what is no state: hyper-parameters may be objects of any kind, and
+    the newcomer's script has its own."""
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     kept = {name: value for name, value in checkpoint.items() if not name.endswith(_HYPERPARAMETERS)}
     copied: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), kept)
