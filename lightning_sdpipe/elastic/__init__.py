@@ -1,1 +1,2 @@
-"""An elastic job: each pipeline is a small job of its own, pipelines come and go, and meet at a standing scheduler."""
+"""The worker's half of an elastic run: each pipeline is a small job of its own, which comes, meets the others at
+a standing scheduler, and goes."""

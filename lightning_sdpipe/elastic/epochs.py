@@ -1,7 +1,7 @@
 """The process groups of a stage's replicas: one for each epoch of membership, made beside the training.
 
-Making one takes milliseconds, and longer if somebody is gone; so a thread does it, and the groups of earlier epochs stay
-in use meanwhile. gloo has no way to end a wait for a message of a process that lives and will not send it, except
+Making one takes milliseconds, and longer if somebody is gone; so a thread does it, and the groups of earlier epochs
+stay in use meanwhile. gloo has no way to end a wait for a message of a process that lives and will not send it, except
 that a receive in another thread runs into its timeout, which closes all connections of this process in that group. That
 is done to the group in which this worker exchanges with somebody who is lost, and to no other.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from lightning_sdpipe.elastic.meetings import Meetings
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.sync.rendezvous import Meeting, Place, Rendezvous
+from lightning_sdpipe.sync.rendezvous import Meeting, Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 
 

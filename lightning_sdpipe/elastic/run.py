@@ -7,8 +7,7 @@ import json
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_sdpipe import p2p
@@ -101,7 +99,8 @@ class ElasticRun(Run):
         if served[0] != job.world_size:
             raise ConfigurationError(
                 f"The scheduler at {options._standing_scheduler.address} serves pipelines of {served[0]} stages, and "
-                f"pipeline {job.pipeline} was started with {job.world_size} processes, one for each stage. Start as many."
+                f"pipeline {job.pipeline} was started with {job.world_size} processes, one for each stage. Start as "
+                "many."
             )
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, served[1])
         if self._groups is None:
@@ -246,7 +245,7 @@ class ElasticRun(Run):
     def _asked(self) -> Word | None:
         if self._leaving or self._another_stage_leaves():
             return Word(Kind.LEAVE)
-        donate = self._line.line.donation()
+        donate = self._line.line.donation
         return None if donate is None else Word(Kind.DONATE, donate.transfer)
 
     def _act(self, word: Word) -> None:

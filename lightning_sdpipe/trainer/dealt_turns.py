@@ -180,7 +180,7 @@ class DealtTurns:
         return self._now.data
 
     def _begin_segment(self) -> None:
-        trainer, dealt = self._trainer, self._dealt
+        dealt = self._dealt
         assert dealt is not None
         start = self._counters.number
         before = self._origin()
