@@ -67,7 +67,7 @@ class ElasticRun(Run):
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N is not known yet
         self._leads = False
         self._leaving = False
-        self._evaluates = True
+        self._others_led = False
         leading.take_place(job.rank, False)
 
     # ------------------------------------------------------------------ places
@@ -85,6 +85,7 @@ class ElasticRun(Run):
     def open(self) -> None:
         options, job = self._options, self._job
         assert options._standing_scheduler is not None
+        leading.take_place(job.rank, self._leads)  # the process group was opened since, which says otherwise
         self._worker = Worker(*self._mesh.locate(dist.get_rank()))
         self._membership = self._line = ElasticMembership(
             options._standing_scheduler,
@@ -119,6 +120,8 @@ class ElasticRun(Run):
             if leads != self._leads:
                 self._leads = leads
                 leading.take_place(self._job.rank, leads)
+                if leads and self._others_led:
+                    leading.go_on(self._trainer)
         return self._leads
 
     @property
@@ -200,6 +203,7 @@ class ElasticRun(Run):
         elif len(answer.epoch.members) > 1:
             self._begin_together(answer, trainer)
         _ = self.leads
+        self._others_led = not self._leads
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[method-assign]
 
     def _join(self, mine: dict[str, str]) -> tuple[Start, dict[str, Any] | None]:
@@ -263,8 +267,7 @@ class ElasticRun(Run):
         self._words.done()  # nobody comes to the next meeting before all have said so
 
     def _between(self) -> None:
-        if not self._leads and self.leads:
-            leading.go_on(self._trainer)
+        _ = self.leads
         for optimizer in self._trainer.optimizers:
             if isinstance(optimizer, VarianceCorrection):
                 optimizer.num_workers = self._training.sync.models_averaged
