@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,15 +20,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdpipe.assembly import Assembled, assemble
-from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import with_whole_files
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, mark_parts, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.elastic.run import ElasticRun
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.launching.environment import naming_the_port, where_to_listen
+from lightning_sdpipe.launching.environment import naming_the_port
 from lightning_sdpipe.launching.launcher import end_after_failure, give_up, launcher_for
 from lightning_sdpipe.membership import Membership
 from lightning_sdpipe.mesh import Mesh
@@ -37,12 +36,10 @@ from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
-from lightning_sdpipe.pipeline.data import PipelineLoader, shared, shared_seed
-from lightning_sdpipe.placement.placed import check_shape, mesh_of
-from lightning_sdpipe.placement.roll_call import roll_call
-from lightning_sdpipe.policies import registry
+from lightning_sdpipe.pipeline.data import PipelineLoader, shared_seed
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.sync.synchronizer import Replica, SyncStatistics
+from lightning_sdpipe.run import Run
+from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.trainer import finetuning, loop
 from lightning_sdpipe.trainer.adaptation import adapt
 from lightning_sdpipe.trainer.clock import ClockChecks
@@ -73,9 +70,6 @@ class SDPipeStrategy(SDPipeOptions):
     The arguments are those of :class:`~lightning_sdpipe.options.SDPipeOptions`.
     """
 
-    _placed: Mesh | None = None
-    _groups: ProcessGroups | None = None
-    _membership: Membership | None = None
     _assembled: Assembled | None = None
     _training: Training | None = None
     _plan: tuple[nn.Module, plan.Plan] | None = None
@@ -84,6 +78,11 @@ class SDPipeStrategy(SDPipeOptions):
     _undo: Sequence[Callable[[], None]] = ()
     _unmark: Callable[[], None] | None = None
     _failed = _gathers = False
+
+    @cached_property
+    def _run(self) -> Run:
+        end = partial(lambda: give_up(self._launcher))
+        return Run(self, end) if self._job is None else ElasticRun(self, self._job, end)
 
     @cached_property
     def _initialisation(self) -> Initialisation:
@@ -98,15 +97,10 @@ class SDPipeStrategy(SDPipeOptions):
     @property
     def mesh(self) -> Mesh:
         """Who is which worker. Where devices are placed, that is known once the ranks have met."""
-        if self._placed is not None:
-            return self._placed
-        if self.placement is not None:
-            check_shape(self.placement, self.num_stages, self.num_nodes * self.num_processes)
-        return Mesh.build(self.num_nodes * self.num_processes, self.num_stages)
+        return self._run.mesh
 
     def _configure_launcher(self) -> None:
-        mesh = self.mesh  # refuses a number of workers that does not fit
-        registry.build(self._method.policy, mesh.num_stages, mesh.num_pipelines)  # and values that do not fit the mesh
+        self._run.check()
         timeout = self._run_timeout.total_seconds()
         self._launcher = launcher_for(self, self._start_method, self._check_module, timeout)
 
@@ -120,20 +114,8 @@ class SDPipeStrategy(SDPipeOptions):
         assert environment is not None
         with naming_the_port(environment):
             super().setup_environment()
-        if self._groups is None:
-            if self.placement is not None:
-                self._placed = mesh_of(self.placement, roll_call(self.local_rank, self.root_device))
-            self._groups = ProcessGroups.open(self.mesh, self._run_timeout)
+        self._run.open()
         self._data_seed = shared_seed()
-        self._membership = Membership(
-            self.mesh,
-            self._method.policy,
-            self._standing_scheduler,
-            lambda: where_to_listen(environment, self.num_nodes),
-            self._run_timeout.total_seconds(),
-            lambda: give_up(self._launcher),
-            self._scheduler_log,
-        )
 
     def _get_process_group_backend(self) -> str:
         """By default both kinds of tensors can travel: headers and metrics are on the CPU."""
@@ -150,12 +132,14 @@ class SDPipeStrategy(SDPipeOptions):
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer)
         refuse_waiting_for_later_batches(trainer, self.schedule, self._method.policy)
+        self._run.check_trainer(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
         self._prepare_training(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._run.set_out(trainer)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -200,13 +184,11 @@ class SDPipeStrategy(SDPipeOptions):
         where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
         streams = parts.cut_model.streams
         draws = Draws(trainer, streams, lambda: self._data_seed, self.groups, self._position)
-        timeout, buckets = self._run_timeout, changing.buckets
+        buckets, watches_gradients = changing.buckets, watch and not scaled
         self._training = Training(
             trainer,
             parts,
-            self._method.build(
-                Replica(client, self.groups, buckets, parts.buffers, changing.trained, timeout, watch and not scaled)
-            ),
+            self._method.build(self._run.replica(buckets, parts.buffers, changing.trained, watches_gradients)),
             client,
             self.groups,
             self.num_micro_batches,
@@ -214,6 +196,7 @@ class SDPipeStrategy(SDPipeOptions):
             self._whereabouts,
             Watch(where, buckets, self.root_device, losses=not scaled) if watch else None,
             self._first_failure,
+            self._run.rendezvous,
         )
         self._undo = [
             draws.undo,
@@ -231,23 +214,15 @@ class SDPipeStrategy(SDPipeOptions):
         checks = ClockChecks(loop.clocks(trainer), self.broadcast)
         self._turns = None
         if self.data == "dealt" and trainer.state.fn == TrainerFn.FITTING:
-            run = shared(secrets.randbits(62))
-            self._turns = DealtTurns(
-                trainer,
-                self._training,
-                client,
-                self.groups,
-                checks,
-                run,
-                lambda: self._data_seed,
-                lambda: self._loaded_split,
-            )
+            seed, origin = lambda: self._data_seed, lambda: self._loaded_split
+            self._turns = self._run.dealt_turns(trainer, self._training, checks, seed, origin)
             self._undo = [*self._undo, self._turns.close]
         loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
         pause = self._training.pause
-        EpochCallback(
-            self.groups, pause, self._random_states, checks, self._first_failure, lambda: self.training.underway
-        ).put_first(trainer)
+        share, underway = self._run.share, lambda: self.training.underway
+        EpochCallback(self.groups, pause, share, self._random_states, checks, self._first_failure, underway).put_first(
+            trainer
+        )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():
@@ -268,7 +243,7 @@ class SDPipeStrategy(SDPipeOptions):
         """Every stage of a pipeline sees the same batches. For prediction, whole batches are dealt out later."""
         if self.module.trainer.predicting:
             return {"num_replicas": 1, "rank": 0}
-        return {"num_replicas": self.mesh.num_pipelines, "rank": self._worker.pipeline}
+        return self._run.sampler if self.module.trainer.training else self._run.evaluation_sampler
 
     @property
     def reads_inputs(self) -> bool:
@@ -338,6 +313,10 @@ class SDPipeStrategy(SDPipeOptions):
             collect(loop._predictions, loop._combined_loader.flattened, self.groups)
 
     @property
+    def is_global_zero(self) -> bool:
+        return bool(self.global_rank == 0 and self._run.leads)
+
+    @property
     def has_results(self) -> bool:
         """Whether this worker's stage is the last one, where steps come to their end and what they return exists."""
         return self._worker.stage == self.num_stages - 1
@@ -355,10 +334,8 @@ class SDPipeStrategy(SDPipeOptions):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._whereabouts.check("reduce_boolean_decision")
-        votes = torch.tensor(int(decision), device=self.root_device)
         with self._together("a decision"):
-            dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else bool(votes)
+            return self._run.vote(decision, all)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor from each pipeline, of the replicas of this stage.
@@ -389,10 +366,10 @@ class SDPipeStrategy(SDPipeOptions):
         others have been started there is nobody to wait for."""
         if self._training is not None:
             self._training.come_together()
-        if self._groups is None:
+        if not self._run.opened:
             yield
         else:
-            with self._first_failure(), waiting_for(group or self._groups.everybody, purpose):
+            with self._first_failure(), waiting_for(group or self.groups.everybody, purpose):
                 yield
 
     # -------------------------------------------------------------- checkpoints
@@ -413,7 +390,8 @@ class SDPipeStrategy(SDPipeOptions):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._assembled is None:  # other processes have run, and this one has the whole module
             return self.module.state_dict()
-        if self._membership is not None:  # else the run is over, and nothing under way
+        alone = self._checkpoints.only_held or self._run.membership is None  # else the run is over, nothing under way
+        if not alone:
             self._whereabouts.check("save_checkpoint")
             self.training.pause()
         return self._checkpoints.module_state()
@@ -452,7 +430,7 @@ class SDPipeStrategy(SDPipeOptions):
 
     def _random_states(self) -> dict[str, Any]:
         split = None if self._turns is None else self._turns.split
-        return {"data_seed": self._data_seed, "split": split, **random_states.gather(self.groups)}
+        return {"data_seed": self._data_seed, "split": split, **self._run.random_states()}
 
     # ---------------------------------------------------------------- the end
 
@@ -472,9 +450,9 @@ class SDPipeStrategy(SDPipeOptions):
         return self._parts.delays
 
     def _first_failure(self) -> AbstractContextManager[None]:
-        if self._membership is None:  # the run is over
+        if self._run.membership is None:  # the run is over
             return nullcontext()
-        return self._membership.first_failure(lambda: self._trainer.received_sigterm)
+        return self._run.membership.first_failure(lambda: self._trainer.received_sigterm)
 
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):  # else the process would end as if all were well
@@ -482,8 +460,8 @@ class SDPipeStrategy(SDPipeOptions):
         self._failed = True
         if self._training is not None:
             self._training.rendezvous.abandon()
-        if self._membership is not None:
-            self._membership.fail(exception)
+        if self._run.membership is not None:
+            self._run.membership.fail(exception)
         end_after_failure(self._launcher)
 
     def teardown(self) -> None:
@@ -497,9 +475,7 @@ class SDPipeStrategy(SDPipeOptions):
             self._assembled.freezing.buckets.clear()  # memory that only they hold
             if self._gathers and not self._failed:
                 self._make_whole(self._assembled)
-        if self._membership is not None:
-            self._membership.close()
-            self._membership = None
+        self._run.close()
         module, self._lightning_module = self._lightning_module, None
         super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
         self._lightning_module = module
@@ -527,13 +503,12 @@ class SDPipeStrategy(SDPipeOptions):
 
     @property
     def groups(self) -> ProcessGroups:
-        assert self._groups is not None, "setup_environment opens the groups"
-        return self._groups
+        return self._run.groups
 
     @property
     def membership(self) -> Membership:
-        assert self._membership is not None, "setup_environment connects to the scheduler"
-        return self._membership
+        assert self._run.membership is not None, "setup_environment connects to the scheduler"
+        return self._run.membership
 
     @property
     def training(self) -> Training:

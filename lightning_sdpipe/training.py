@@ -70,6 +70,7 @@ class Training:
         whereabouts: is told when a step runs.
         watch: looks for numbers that are not finite; None if nobody does.
         first_failure: around what waits for others, who may have failed.
+        make_rendezvous: says where it is beside the others.
     """
 
     trainer: Trainer
@@ -82,8 +83,11 @@ class Training:
     whereabouts: Whereabouts
     watch: Watch | None
     first_failure: Callable[[], AbstractContextManager[None]]
+    make_rendezvous: Callable[[Synchronizer], Rendezvous] = Rendezvous
     mini_batches: int = 0
     """That this worker has begun since training started."""
+    first_update: int = 0
+    """Its number, for one that goes on where another was."""
     updates: int = 0
     """Its next one, counted alike in all pipelines: absences count."""
     updating: bool = False
@@ -98,7 +102,7 @@ class Training:
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
-        self.rendezvous = Rendezvous(self.sync)
+        self.rendezvous = self.make_rendezvous(self.sync)
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.readiness = Readiness(last, self.announce)
 
@@ -120,7 +124,7 @@ class Training:
 
     def begin(self) -> None:
         """Training starts."""
-        self.mini_batches = self.updates = 0
+        self.mini_batches, self.updates = 0, self.first_update
         self._accumulated = False
 
     def begin_batch(self, batch: Any) -> None:

@@ -19,11 +19,12 @@ HOUSE = (
     *("cli", "supervision", "sweep", "configuration", "check"),
     *(
         "strategy",
+        "elastic",
+        "run",
         "options",
         "training",
         "assembly",
         "membership",
-        "elastic",
         "launching",
         "trainer",
         "checkpoints",

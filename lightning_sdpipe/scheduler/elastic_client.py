@@ -13,6 +13,7 @@ In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pi
     client.epoch                                           # the newest: .number, .pipelines (sorted: ranks), .leader
     client.holds([3, 4])                                   # epochs of whose members this worker has a process group
     client.donation_due(update)                            # after every update, cheap: a Donate to snapshot for now
+    client.donation, client.snapshot_taken(transfer, n)    # or, where stages agree among themselves when to take it
     client.meet(key, value)                                # waits for all replicas of the stage: Met
     client.completed(sequence)                             # the result of that group is in the model; cheap
     client.broken(group, together=False)                   # it is not: waits for a Group to try again in, or Skip
@@ -224,6 +225,22 @@ class ElasticClient:
         with self._changed:
             self._holds = tuple(sorted(epochs))
         self._line.beat_now()
+
+    @property
+    def donation(self) -> Donate | None:
+        """The transfer that this worker is to take a snapshot for, whatever update was proposed: for a pipeline whose
+        stages agree among themselves when they take it, and then say :meth:`snapshot_taken`."""
+        with self._changed:
+            return self._donate
+
+    def snapshot_taken(self, transfer: str, update: int) -> None:
+        """This worker has its snapshot for ``transfer``, taken when it, and all other stages, had made ``update``
+        updates. Returns when the scheduler knows."""
+        with self._changed:
+            if self._donate is not None and self._donate.transfer == transfer:
+                self._donate = None
+        self._send(self._make(e.TellSnapshot, transfer, update, "taken"))
+        self.fetch(["snapshot/heard"])  # messages of a worker are heard in order
 
     def donation_due(self, update: int) -> Donate | None:
         """This worker has made ``update`` updates; which transfer it is to take a snapshot for, now, before the next.

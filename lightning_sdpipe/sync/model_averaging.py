@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from lightning_sdpipe.exchange.buckets import tensors_of
-from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
@@ -16,18 +15,18 @@ class ModelAveraging(Synchronizer):
     Args:
         replica: this worker.
         every: the scheduler is asked in the updates that this number divides; the others are local.
-        mover: moves the parameters; :class:`~lightning_sdpipe.exchange.group_mean.GroupMean` by default.
+        mover: moves the parameters; the replica's by default.
     """
 
     def __init__(self, replica: Replica, every: int = 1, mover: Mover | None = None) -> None:
         super().__init__(replica)
         self._every = every
-        self._mover = mover or GroupMean(replica.groups.replicas())
+        self._mover = mover or replica.mover()
 
     @property
     def models_averaged(self) -> int:
         """See the base class."""
-        return len(self.replica.ranks)
+        return self.replica.count
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that this worker is ready; see the base class."""
