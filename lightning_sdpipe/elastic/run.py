@@ -41,6 +41,7 @@ from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.run import Run
+from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.elastic_client import Start, Told
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -87,6 +88,8 @@ class ElasticRun(Run):
         assert options._standing_scheduler is not None
         leading.take_place(job.rank, self._leads)  # the process group was opened since, which says otherwise
         self._worker = Worker(*self._mesh.locate(dist.get_rank()))
+        if job.policy_file is not None:
+            policy_file.offer(job.policy_file, options._method.policy)
         self._membership = self._line = ElasticMembership(
             options._standing_scheduler,
             self._worker,
