@@ -67,6 +67,7 @@ class ElasticRun(Run):
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N is not known yet
         self._leads = False
         self._leaving = False
+        self._meetings: Meetings | None = None
         self._others_led = False
         leading.take_place(job.rank, False)
 
@@ -115,8 +116,9 @@ class ElasticRun(Run):
     @property
     def leads(self) -> bool:
         if self._membership is not None:
-            epoch = self._line.line.epoch
-            leads = bool(epoch.members) and epoch.leader == self._job.pipeline
+            members = [member.pipeline for member in self._line.line.epoch.members]
+            here = [i for i in members if self._meetings is None or i in self._meetings.present(members)]
+            leads = here[:1] == [self._job.pipeline]
             if leads != self._leads:
                 self._leads = leads
                 leading.take_place(self._job.rank, leads)
