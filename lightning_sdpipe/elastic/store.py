@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe.scheduler.elastic_client import CancelledError, ElasticClient
 
 
-class SchedulerStore(dist.Store):
+class SchedulerStore(Store):
     """Keys under ``room`` in the key-value store of the scheduler that ``client`` speaks to.
 
     Who makes a process group must keep a Python reference to it for as long as the group is being made. Every wait
@@ -41,7 +41,7 @@ class SchedulerStore(dist.Store):
         self._check()
         return self._client.add(self._name(key), amount, self._seconds)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._wait(keys, self._seconds if timeout is None else timeout.total_seconds())
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.members import Abandoned, Donate, MemberDecision, Receive
 
 MOST_AHEAD = 64
@@ -72,7 +73,8 @@ class Donations:
         donation = self._named(transfer)
         if donation is None or donation.donor != donor:
             return [Abandoned(donor, transfer)]
-        donation.said[stage] = state, update
+        if donation.said.get(stage, ("", 0))[0] != "taken":  # what is late says less
+            donation.said[stage] = state, update
         if len(donation.said) < self._num_stages:
             return []
         if any(state == "past" for state, _ in donation.said.values()):
@@ -118,6 +120,11 @@ class Donations:
         for pipeline in lost:
             del self._under_way[pipeline]
         return lost
+
+    def unheard(self, worker: Worker) -> list[Donate]:
+        """Proposals to the donor's ``worker`` to which it has said nothing: they may have been lost."""
+        mine = [donation for donation in self._under_way.values() if donation.donor == worker.pipeline]
+        return [self._proposal(donation) for donation in mine if worker.stage not in donation.said]
 
     def under_way(self) -> Mapping[int, Donation]:
         """By newcomer."""

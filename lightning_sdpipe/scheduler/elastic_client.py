@@ -149,6 +149,8 @@ class ElasticClient:
         self._update = -1
         self._completed: OrderedDict[int, None] = OrderedDict()
         self._asked_for: set[int] = set()
+        self._told_last: dict[Key, e.Request] = {}
+        """What has been told, of which nobody has said that it was heard."""
         self._end: Exception | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -251,11 +253,9 @@ class ElasticClient:
             if donate is None or update < donate.at_update:
                 return None
             self._donate = None
-        if update > donate.at_update:
-            self._send(self._make(e.TellSnapshot, donate.transfer, update, "past"))
-            return None
-        self._send(self._make(e.TellSnapshot, donate.transfer, update, "taken"))
-        return donate
+        past = update > donate.at_update
+        self._tell(("snapshot", donate.pipeline), e.TellSnapshot, donate.transfer, update, "past" if past else "taken")
+        return None if past else donate
 
     # -------------------------------------------------------------- meeting, trying again
 
@@ -279,7 +279,7 @@ class ElasticClient:
             asked = sequence in self._asked_for
             self._asked_for.discard(sequence)
         if asked:
-            self._send(self._make(e.TellCompleted, sequence))
+            self._tell(("completed", sequence), e.TellCompleted, sequence)
 
     def broken(self, group: Group, *, together: bool = False, timeout: float | None = None) -> Group | Skip:
         """The result of ``group`` did not come; say first what process groups are left (:meth:`holds`).
@@ -351,6 +351,13 @@ class ElasticClient:
     def _send(self, request: e.Request) -> None:
         self._line.send(request)
 
+    def _tell(self, key: Key, kind: Callable[..., e.Request], *fields: object) -> None:
+        """Says it until it was heard."""
+        request = self._make(kind, *fields)
+        with self._changed:
+            self._told_last[key] = request
+        self._send(request)
+
     def _start_or_receive(
         self, request: e.Request, timeout: float | None, what: str, after: str = ""
     ) -> Start | Receive:
@@ -402,7 +409,8 @@ class ElasticClient:
 
     def _unanswered(self) -> list[e.Request]:
         with self._changed:
-            return [ask.request for ask in self._asks.values() if ask.reply is None and ask.error is None]
+            asks = [ask.request for ask in self._asks.values() if ask.reply is None and ask.error is None]
+            return [*asks, *self._told_last.values()]
 
     def _answer(self, key: Key, reply: e.Reply) -> None:
         ask = self._asks.get(key)
@@ -426,6 +434,7 @@ class ElasticClient:
         match reply:
             case e.Noted(number=number) | e.Values(number=number) | e.Sum(number=number):
                 with self._changed:
+                    self._told_last = {key: told for key, told in self._told_last.items() if told.number != number}
                     self._answer(("number", number), reply)
             case e.Waits(number=number, reason=reason):
                 with self._changed:
@@ -503,7 +512,7 @@ class ElasticClient:
         if replaced is not None and replaced.transfer != donate.transfer:
             self._told.dropped(replaced.transfer)
         state = "past" if past else "pending"
-        self._send(self._make(e.TellSnapshot, donate.transfer, update, state))
+        self._tell(("snapshot", donate.pipeline), e.TellSnapshot, donate.transfer, update, state)
 
     def _hear_broke(self, sequence: int) -> None:
         with self._changed:
@@ -511,7 +520,7 @@ class ElasticClient:
             if not known:
                 self._asked_for.add(sequence)
         if known:
-            self._send(self._make(e.TellCompleted, sequence))
+            self._tell(("completed", sequence), e.TellCompleted, sequence)
         else:
             self._told.broke(sequence)
 
@@ -520,6 +529,7 @@ class ElasticClient:
         with self._changed:
             fingerprint, member, enrolled = self._fingerprint, self._member, self._enrolled
             epoch, holds, met = self._epoch, self._holds, tuple(self._met)
+            self._told_last.clear()  # which was for the scheduler before
         if member:
             self._send(self._make(e.Resume, fingerprint, epoch, holds, met))
         elif enrolled:

@@ -7,11 +7,12 @@ Models: those without the result try again among themselves; who has it goes on 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import elastic_messages as e
 
 REMEMBERED = 256
 """Broken groups whose outcome can be asked for again."""
@@ -44,15 +45,14 @@ class Regrouping:
 
     def __init__(self) -> None:
         self.open: dict[int, Broken] = {}
-        self._outcomes: OrderedDict[int, dict[Worker, object]] = OrderedDict()
+        self._outcomes: OrderedDict[int, dict[Worker, e.Regroup | e.Skip]] = OrderedDict()
 
-    def hear(self, worker: Worker, group: Group, together: bool) -> bool:
-        """``worker`` did not get the result; is it the first to say so?"""
-        first = group.sequence not in self.open
+    def hear(self, worker: Worker, group: Group, together: bool) -> Broken:
+        """``worker`` did not get the result."""
         broken = self.open.setdefault(group.sequence, Broken(group, together))
         broken.done.discard(worker)
         broken.said.add(worker)
-        return first
+        return broken
 
     def completed(self, worker: Worker, sequence: int) -> None:
         """``worker`` has the result of that group."""
@@ -60,11 +60,11 @@ class Regrouping:
         if broken is not None and worker not in broken.said:
             broken.done.add(worker)
 
-    def outcome(self, worker: Worker, sequence: int) -> object | None:
+    def outcome(self, worker: Worker, sequence: int) -> e.Regroup | e.Skip | None:
         """What ``worker`` was answered."""
         return self._outcomes.get(sequence, {}).get(worker)
 
-    def remember(self, sequence: int, answer: object, workers: tuple[Worker, ...]) -> None:
+    def remember(self, sequence: int, answer: e.Regroup | e.Skip, workers: Sequence[Worker]) -> None:
         """That is what they were answered."""
         self._outcomes.setdefault(sequence, {}).update(dict.fromkeys(workers, answer))
         while len(self._outcomes) > REMEMBERED:
