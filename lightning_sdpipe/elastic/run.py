@@ -171,6 +171,7 @@ class ElasticRun(Run):
         run = shared(secrets.randbits(62))
         turns = ElasticTurns(trainer, training, self._line.client, self.groups, checks, run, seed, origin)
         turns.words, turns.asked, turns.act, turns.between = self._words, self._asked, self._act, self._between
+        turns.held_up = lambda: self._line.line.held_up
         self._line.client.meanwhile = turns.serve
         self._turns, self._training, self._trainer = turns, training, trainer
         return turns
