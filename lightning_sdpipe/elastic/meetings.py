@@ -8,7 +8,7 @@ and a newcomer has not come to where the others are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -52,11 +52,17 @@ class Meetings:
         self._point = point
         self._begun = False
         self._number = 0
+        self._last: Met | None = None
+
+    def present(self, members: Collection[int]) -> Collection[int]:
+        """Those of ``members`` that are where this worker is: who has not come to the last meeting has gone."""
+        return members if self._last is None else self._last.pipelines
 
     def set_out(self) -> None:
         """A segment of training begins, after which all meet."""
         self._begun = True
         self._number = 0
+        self._last = None
 
     @contextmanager
     def at(self, point: str) -> Iterator[None]:
@@ -66,7 +72,7 @@ class Meetings:
         try:
             yield
         finally:
-            self._point, self._begun, self._number = usual, False, 0
+            self._point, self._begun, self._number, self._last = usual, False, 0, None
 
     def meet(self, says: bytes = b"") -> Met:
         """Waits for the others. Who came too late for them is alone, and so is everybody before the first segment.
@@ -84,6 +90,7 @@ class Meetings:
                 f"pipeline {self._worker.pipeline} came to a meeting ({key}) when the others had gone on; it has to "
                 "join again"
             )
+        self._last = met
         return met
 
     def average(self, tensors: Sequence[Tensor], source: Callable[[Met], int] | None = None) -> Met:

@@ -68,6 +68,7 @@ class ElasticRun(Run):
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N is not known yet
         self._leads = False
         self._leaving = False
+        self._meetings: Meetings | None = None
         self._others_led = False
         leading.take_place(job.rank, False)
 
@@ -118,13 +119,15 @@ class ElasticRun(Run):
     @property
     def leads(self) -> bool:
         if self._membership is not None:
-            epoch = self._line.line.epoch
-            leads = bool(epoch.members) and epoch.leader == self._job.pipeline
+            members = [member.pipeline for member in self._line.line.epoch.members]
+            here = [i for i in members if self._meetings is None or i in self._meetings.present(members)]
+            leads = here[:1] == [self._job.pipeline]
             if leads != self._leads:
                 self._leads = leads
                 leading.take_place(self._job.rank, leads)
                 if leads and self._others_led:
                     leading.go_on(self._trainer)
+                    leading.show_progress(self._trainer, underway=True)
         return self._leads
 
     @property
@@ -172,6 +175,7 @@ class ElasticRun(Run):
         run = shared(secrets.randbits(62))
         turns = ElasticTurns(trainer, training, self._line.client, self.groups, checks, run, seed, origin)
         turns.words, turns.asked, turns.act, turns.between = self._words, self._asked, self._act, self._between
+        turns.held_up = lambda: self._line.line.held_up
         self._line.client.meanwhile = turns.serve
         self._turns, self._training, self._trainer = turns, training, trainer
         return turns
@@ -205,7 +209,8 @@ class ElasticRun(Run):
             self._go_on_from(state, trainer)
         elif len(answer.epoch.members) > 1:
             self._begin_together(answer, trainer)
-        _ = self.leads
+        if self.leads:
+            leading.show_progress(trainer, underway=False)
         self._others_led = not self._leads
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[method-assign]
 

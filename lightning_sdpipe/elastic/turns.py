@@ -8,12 +8,15 @@ nothing is trained.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from lightning_sdpipe.elastic.words import Kind, Word, Words
 from lightning_sdpipe.policies.leases import Segment
 from lightning_sdpipe.trainer.dealt_turns import DealtTurns
+
+_GLANCE = 0.02  # seconds between two looks whether there are enough pipelines
 
 
 class ElasticTurns(DealtTurns):
@@ -24,6 +27,8 @@ class ElasticTurns(DealtTurns):
     """On stage 0: what the pipeline is to do besides training, if anything."""
     act: Callable[[Word], None]
     """Does it."""
+    held_up: Callable[[], str]
+    """On stage 0: why no turn may begin now, if there is a reason."""
     between: Callable[[], None]
     """Whatever else happens between two turns, on each stage when it comes there."""
     _waits_between_turns = False
@@ -65,6 +70,9 @@ class ElasticTurns(DealtTurns):
         if self.words.speaks:
             self._waits_between_turns = True
             self.serve()
+            while self.held_up():
+                time.sleep(_GLANCE)
+                self.serve()
             if waits:
                 self._wait()
             self._waits_between_turns = False

@@ -38,7 +38,8 @@ from lightning_sdpipe.policies.donations import Donations
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.meetings import Meetings
 from lightning_sdpipe.policies.members import Epoch, Member, MemberDecision, MemberEvent
-from lightning_sdpipe.policies.policy import check_integer, refusal
+from lightning_sdpipe.policies.returning import Returning
+from lightning_sdpipe.policies.terms import Terms, differences
 
 MOST_PIPELINES = 1024
 """A number from there on is a mistake."""
@@ -46,26 +47,6 @@ TOMBSTONES = 4096
 """That are remembered."""
 REPEATED = 2
 """Pipelines that fail with one exception before it is taken for a bug of the script."""
-
-
-class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an elastic run needs; times in seconds."""
-
-    min_pipelines: int = 1
-    start_pipelines: int | None = None
-    """None: as many as ``min_pipelines``."""
-    gather: float = 60.0
-    hold_limit: float = 1800.0
-    recovery_grace: float = 10.0
-    settle: float = 1.5
-
-    def __post_init__(self) -> None:
-        check_integer("min_pipelines", self.min_pipelines, 1, "pipelines")
-        check_integer("start_pipelines", self.start_pipelines, self.min_pipelines, "pipelines", optional=True)
-        for name in ("gather", "hold_limit", "recovery_grace", "settle"):
-            value = getattr(self, name)
-            if not value >= 0:
-                raise refusal(name, value, "seconds from 0")
 
 
 class _Pipeline:
@@ -102,11 +83,7 @@ class Membership:
         self._expected: dict[str, str] | None = None
         self._held_since = math.inf
         self._failures: dict[str, set[int]] = {}
-        self._recovery_until: float | None = None
-        self._known: dict[int, int] = {}
-        """While recovering: the incarnations that the newest epoch names."""
-        self._early: list[MemberEvent] = []
-        """Heard while recovering, decided after it."""
+        self._returning: Returning | None = None
         self.donations = Donations(num_stages)
         self.meetings = Meetings(num_stages)
 
@@ -115,7 +92,7 @@ class Membership:
     @property
     def recovering(self) -> bool:
         """Does it still wait for the members of a run that another scheduler has served?"""
-        return self._recovery_until is not None
+        return self._returning is not None
 
     @property
     def members(self) -> list[int]:
@@ -129,6 +106,8 @@ class Membership:
 
     def is_here(self, worker: Worker, incarnation: int) -> bool:
         """Has that process enrolled, in a start of its pipeline that is not gone?"""
+        if self._returning is not None:
+            return self._returning.is_back(Member(worker.pipeline, incarnation), worker.stage)
         here = self._pipelines.get(worker.pipeline)
         return here is not None and here.incarnation == incarnation and worker.stage in here.stages
 
@@ -172,7 +151,7 @@ class Membership:
         """What the start, or everybody, waits for, for people."""
         if self.holds:
             return self.holds
-        needed = self.terms.start_pipelines or self.terms.min_pipelines
+        needed = self.terms.to_start
         there = ", ".join(f"pipeline {i} {state}" for i, state in self.states().items()) or "nobody is there"
         return f"training starts when {needed} pipelines are there; {there}"
 
@@ -188,15 +167,17 @@ class Membership:
 
     def deadline(self) -> float:
         """When a :class:`Passed` is due."""
-        due = math.inf if self._recovery_until is None else self._recovery_until
-        if self.over is None and self.holds:
-            due = min(due, self._held_since + self.terms.hold_limit)
+        if self._returning is not None:
+            return self._returning.until
+        if self.over is not None:
+            return math.inf
+        due = self._held_since + self.terms.hold_limit if self.holds else math.inf
         complete = self._complete()
-        if complete and not self.epoch.members and not self.recovering:
+        if complete and not self.epoch.members:
             first = min(here.arrived or 0.0 for here in complete.values())
             enough = len(complete) >= self.terms.min_pipelines
             due = min(due, max(self._settled, first + (self.terms.gather if enough else self.terms.hold_limit)))
-            if len(complete) >= (self.terms.start_pipelines or self.terms.min_pipelines):
+            if len(complete) >= self.terms.to_start:
                 due = min(due, self._settled)
         return due
 
@@ -208,13 +189,14 @@ class Membership:
             return self._resumed(event, now)
         if isinstance(event, w.Passed):
             return self._time_passed(now)
-        if self.recovering and not isinstance(event, w.Died | w.Failed | w.Departed):
-            self._early.append(event)
-            return []
+        if self._returning is not None:
+            return self._heard_while_recovering(event, self._returning)
         match event:
             case w.Enrolled():
                 return self._enrolled(event, now)
             case w.Unreachable(stage, pipelines):
+                if not self.epoch.members:
+                    return []
                 there = ", ".join(map(str, pipelines))
                 return self._new_epoch(f"pipelines {there} have no process group of stage {stage} in common")
             case w.Heard(worker, incarnation):
@@ -282,7 +264,7 @@ class Membership:
         if self.over is not None:
             return f"the run is over: {self.over.reason}; start a new scheduler for the next one"
         others = any(i != worker.pipeline or here.stages - {worker.stage} for i, here in self._pipelines.items())
-        if not others and self.epoch.number == 0:
+        if not others and self.epoch.number == 0 and self._returning is None:
             self._expected = None  # who was refused, or died before the start, binds nobody
         return differences(found, self._expected) if self._expected is not None else ""
 
@@ -292,8 +274,6 @@ class Membership:
 
     def _admit(self, now: float) -> list[MemberDecision]:
         """Those that are complete start, or are found a donor."""
-        if self.recovering:
-            return []
         complete = self._complete()
         if self.epoch.members:
             waiting = [i for i in complete if self.donations.of(i) is None]
@@ -302,7 +282,7 @@ class Membership:
         if not complete or now < self._settled or self.over is not None:
             return []
         enough = len(complete) >= self.terms.min_pipelines
-        all_there = enough and len(complete) >= (self.terms.start_pipelines or self.terms.min_pipelines)
+        all_there = enough and len(complete) >= self.terms.to_start
         gathered = enough and now >= min(here.arrived or 0.0 for here in complete.values()) + self.terms.gather
         if not (all_there or gathered):
             return []
@@ -411,86 +391,85 @@ class Membership:
     # ------------------------------------------------------------- a new scheduler
 
     def _resumed(self, event: w.Resumed, now: float) -> list[MemberDecision]:
-        worker, incarnation = event.worker, event.incarnation
-        reason = self.tombstone(worker.pipeline, incarnation)
+        worker, member = event.worker, Member(event.worker.pipeline, event.incarnation)
+        reason = self._tombs.get(member)
         if reason is not None:
-            return [w.Ended(worker, incarnation, reason)]
-        if self.is_here(worker, incarnation) and not self.recovering:
+            return [w.Ended(worker, event.incarnation, reason)]
+        if self._returning is None and self.is_here(worker, event.incarnation):
             return []
         if refused := self._refusal(event):
-            return [w.Denied(worker, incarnation, refused)]
-        decisions: list[MemberDecision] = []
-        if self._recovery_until is None:
+            return [w.Denied(worker, event.incarnation, refused)]
+        if self._returning is None:
             if self.epoch.number > 0:
-                late = f"the scheduler was started again, and went on without it ({self.epoch.reason})"
-                self._bury(Member(worker.pipeline, incarnation), late)
-                return [w.Ended(worker, incarnation, late)]
-            self._recovery_until = now + self.terms.recovery_grace
+                return self._resumed_late(worker, member, now)
+            self._returning = Returning(event, now + self.terms.recovery_grace, self._num_stages)
             self._expected = dict(event.fingerprint)
-            for pipeline, waiting in list(self._pipelines.items()):  # newcomers, that must not start now
-                self._early += [
-                    w.Enrolled(Worker(j, pipeline), waiting.incarnation, event.fingerprint) for j in waiting.stages
+            for pipeline, here in self._pipelines.items():  # newcomers, who must not start now
+                self._returning.early += [
+                    w.Enrolled(Worker(j, pipeline), here.incarnation, event.fingerprint) for j in sorted(here.stages)
                 ]
-                del self._pipelines[pipeline]
+            self._pipelines = {}
         for met in event.met:
             self.meetings.remember(met)
-        if event.epoch.number > self.epoch.number:
-            self.epoch = event.epoch
-            self._known = {member.pipeline: member.incarnation for member in event.epoch.members}
-        here = self._pipelines.get(worker.pipeline)
-        if here is None or (here.incarnation != incarnation and self._known.get(worker.pipeline) == incarnation):
-            here = self._pipelines[worker.pipeline] = _Pipeline(incarnation)
-        if here.incarnation == incarnation:
-            here.stages.add(worker.stage)
-        if all(len(self._stages_back(member)) == self._num_stages for member in self.epoch.members):
-            decisions += self._end_recovery(now)
-        return decisions
+        self._returning.hear(event)
+        return self._end_recovery(self._returning, now) if self._returning.complete() else []
 
-    def _stages_back(self, member: Member) -> set[int]:
+    def _resumed_late(self, worker: Worker, member: Member, now: float) -> list[MemberDecision]:
+        late = f"the scheduler was started again, and the others went on without it ({self.epoch.reason})"
         here = self._pipelines.get(member.pipeline)
-        return here.stages if here is not None and here.incarnation == member.incarnation else set()
+        partly = here is not None and here.incarnation == member.incarnation
+        decisions = self._goes(member.pipeline, late, now) if partly else []
+        self._bury(member, late)
+        return [*decisions, w.Ended(worker, member.incarnation, late)]
 
-    def _end_recovery(self, now: float) -> list[MemberDecision]:
-        self._recovery_until = None
+    def _heard_while_recovering(self, event: MemberEvent, returning: Returning) -> list[MemberDecision]:
+        if isinstance(event, w.Died | w.Failed | w.Departed):
+            member = Member(event.worker.pipeline, event.incarnation)
+            if returning.goes(member):
+                reason = f"stage {event.worker.stage} ended while the scheduler was started again"
+                self._bury(member, reason)
+                return [w.Gone(member.pipeline, member.incarnation, reason, was_member=False)]
+            return []
+        returning.early.append(event)
+        return []
+
+    def _end_recovery(self, returning: Returning, now: float) -> list[MemberDecision]:
+        self._returning = None
         self._settled = now
         decisions: list[MemberDecision] = []
-        back, lost = [], []
-        for member in self.epoch.members:
-            there = self._stages_back(member)
-            if len(there) == self._num_stages:
-                self._pipelines[member.pipeline].member = True
-                back.append(member)
+        for member in returning.epoch.members:
+            absent = returning.missing(member)
+            if absent:
+                reason = f"its stages {absent} did not come back to the scheduler that was started again"
+                self._bury(member, reason)
+                decisions.append(w.Gone(member.pipeline, member.incarnation, reason, was_member=True))
                 continue
-            absent = sorted(set(range(self._num_stages)) - there)
-            reason = f"stages {absent} did not come back to the scheduler that was started again"
+            here = self._pipelines[member.pipeline] = _Pipeline(member.incarnation)
+            here.stages, here.arrived, here.member = set(range(self._num_stages)), now, True
+        for member in returning.replaced():
+            reason = "the others went on without it"
             self._bury(member, reason)
-            lost.append(member.pipeline)
-            decisions.append(w.Gone(member.pipeline, member.incarnation, reason, was_member=True))
-        for pipeline, here in list(self._pipelines.items()):
-            if not here.member:  # a start of it that the others saw go, or part of one
-                reason = "the others went on without it"
-                self._bury(Member(pipeline, here.incarnation), reason)
-                del self._pipelines[pipeline]
-                decisions.append(w.Gone(pipeline, here.incarnation, reason, was_member=False))
-        self.epoch = msgspec.structs.replace(self.epoch, members=tuple(back))
+            decisions.append(w.Gone(member.pipeline, member.incarnation, reason, was_member=False))
+        back = tuple(member for member in returning.epoch.members if member.pipeline in self._pipelines)
+        lost = tuple(member.pipeline for member in returning.epoch.members if member not in back)
+        self.epoch = msgspec.structs.replace(returning.epoch, members=back)
         self.donations.number_from(1000 * self.epoch.number)
-        decisions += self._new_epoch("the scheduler was started again", lost=tuple(lost))
+        decisions += self._new_epoch("the scheduler was started again", lost=lost)
         decisions += self._check_enough(now)
-        early, self._early = self._early, []
-        for event in early:
+        for event in returning.early:
             decisions += self.on(event, now)
         return decisions + self._admit(now) + self._meet()
 
     # ---------------------------------------------------------------- common
 
     def _time_passed(self, now: float) -> list[MemberDecision]:
-        if self._recovery_until is not None and now >= self._recovery_until:
-            return self._end_recovery(now)
+        if self._returning is not None:
+            return self._end_recovery(self._returning, now) if now >= self._returning.until else []
         complete = self._complete()
         if self.over is None and self.holds and now >= self._held_since + self.terms.hold_limit:
             self.over = w.RunOver(f"{self.holds} for {self.terms.hold_limit:g} s", failed=True)
             return [self.over]
-        if self.epoch.members or self.recovering:
+        if self.epoch.members:
             return []
         decisions = self._admit(now)
         if not decisions and complete and self.over is None:
@@ -559,14 +538,3 @@ class Membership:
             assert newcomer in self._pipelines, donation
             assert not self._pipelines[newcomer].member, donation
             assert donation.donor in members, donation
-
-
-def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    """In what a job differs from those of the run, for people; empty if in nothing."""
-    names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-    if not names:
-        return ""
-    said = "; ".join(
-        f"{name}: found {found.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}" for name in names
-    )
-    return f"this job differs from those that train ({said}); start it as they were started, or with a new scheduler"

@@ -143,6 +143,7 @@ class ElasticClient:
         self._enrolled = self._member = False
         self._epoch = Epoch(0, (), "nobody has come yet")
         self._holds: tuple[int, ...] = ()
+        self._holds_up = ""
         self._met: deque[Met] = deque(maxlen=MEETINGS)
         self._receive: Receive | None = None
         self._donate: Donate | None = None
@@ -219,6 +220,18 @@ class ElasticClient:
         """The newest epoch of membership that was heard of."""
         with self._changed:
             return self._epoch
+
+    @property
+    def held_up(self) -> str:
+        """Why no turn may begin now; empty if one may.
+
+        Raises:
+            WorkerFailedError: the process must end, or the run is over.
+        """
+        with self._changed:
+            if self._end is not None:
+                raise self._end
+            return self._holds_up
 
     def holds(self, epochs: Iterable[int]) -> None:
         """This worker has process groups of these epochs, and of no others (any more)."""
@@ -459,6 +472,10 @@ class ElasticClient:
                     if self._donate is not None and self._donate.transfer == transfer:
                         self._donate = None
                 self._told.dropped(transfer)
+            case e.Hold(reason=reason):
+                with self._changed:
+                    self._holds_up = reason
+                    self._changed.notify_all()
             case e.HasMet(met=met):
                 with self._changed:
                     self._answer(("meet", met.key), reply)

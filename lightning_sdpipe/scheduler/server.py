@@ -13,8 +13,8 @@ import zmq
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.policies.membership import Terms
 from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.authentication import KeyCheck
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback

@@ -20,9 +20,10 @@ from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Broken, Joined, Left, Lost, Progress, Ready, Tick, Worker
 from lightning_sdpipe.policies.leases import Asked, LeaseEvent, Segment, Told, Trained
-from lightning_sdpipe.policies.membership import Membership, Terms
+from lightning_sdpipe.policies.membership import Membership
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
+from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.decider import Decider, PolicyFailed

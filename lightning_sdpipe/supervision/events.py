@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_sdpipe.supervision.raised import Raised
@@ -31,14 +31,14 @@ class Seen:
     """What the scheduler answered to a question that was asked at ``asked``.
 
     ``lives`` has the pipelines that train, each with what tells this life of it from others; ``leader`` leads them.
-    ``updates`` are how far they are, ``ever`` those that ever trained, ``gone`` the lives that it has given up.
+    ``update`` is how far the furthest is, ``ever`` are those that ever trained, ``gone`` lives that it has given up.
     ``failure`` is what ended the run, if anything.
     """
 
     asked: float
     lives: Mapping[int, str]
     leader: int | None = None
-    updates: Mapping[int, int] = field(default_factory=dict)
+    update: int | None = None
     ever: frozenset[int] = frozenset()
     gone: frozenset[str] = frozenset()
     failure: str | None = None

@@ -11,17 +11,16 @@ def seen(status: Status, asked: float) -> Seen:
     members = status.membership
     if members is None:
         return Seen(asked, {}, failure=status.failure)
-    updates = {}
-    for pipeline, _ in members.members:
-        steps = [stage.iterations[pipeline] for stage in status.stages if pipeline < len(stage.iterations)]
-        known = [step for step in steps if step is not None]
-        if known:
-            updates[pipeline] = min(known)
+    steps = [
+        min(known)
+        for pipeline, _ in members.members
+        if None not in (known := [stage.iterations[pipeline] for stage in status.stages])
+    ]
     return Seen(
         asked,
         {pipeline: _life(incarnation) for pipeline, incarnation in members.members},
         members.members[0][0] if members.members else None,
-        updates,
+        max(steps, default=None),
         frozenset(members.ever),
         frozenset(_life(incarnation) for _, incarnation in members.gone),
         status.failure or members.over,

@@ -240,8 +240,7 @@ class Rules:
     def _came(self, pipeline: PipelineState, life: str, event: Seen, now: float) -> None:
         pipeline.life, pipeline.trained, self._anybody_came = life, True, True
         if pipeline.lost_at is not None:
-            update = event.updates.get(pipeline.number)
-            where = "" if update is None else f", at update {update}"
+            where = "" if event.update is None else f", at update {event.update}"
             self._out.append(Say(f"pipeline {pipeline.number} is back after {now - pipeline.lost_at:.1f} s{where}"))
             pipeline.lost_at = None
         if not self._all_came and all(other.life is not None for other in self._pipelines):

@@ -70,7 +70,7 @@ def test_a_killed_stage_and_its_pipelines_return() -> None:
     assert made.on(Ended(2, 1, 1, FOLLOWS), 10.5) == [Launch(2, 1)], "at once"
     stale = seen(0, 1, 2, 3, at=10.4)
     assert made.on(stale, 10.6) == [], "the life before"
-    back = Seen(16.0, {0: "a0", 1: "a1", 2: "b2", 3: "a3"}, 0, {2: 412})
+    back = Seen(16.0, {0: "a0", 1: "a1", 2: "b2", 3: "a3"}, 0, 412)
     assert made.on(back, 16.1) == [Say("pipeline 2 is back after 6.1 s, at update 412")]
     assert made.on(back, 16.5) == []
 
@@ -255,7 +255,7 @@ def test_a_silent_pipeline_ends_by_itself_or_is_killed() -> None:
     ]
     assert made.on(Ended(3, 0, KILLED), 50.1) == [], "it was told"
     assert made.on(Ended(3, 1, KILLED), 50.1) == [Launch(3, 1)]
-    back = Seen(56.0, {3: "b3"}, 0, {3: 90})
+    back = Seen(56.0, {3: "b3"}, 0, 90)
     assert lines(made.on(back, 56.0)) == ["pipeline 3 is back after 16.0 s, at update 90"]
 
 
@@ -347,7 +347,7 @@ class Machine:
     def look(self, failure: str | None = None) -> None:
         leader = min(self.trains, default=None)
         gone = frozenset(str(life) for life in range(self.life)) - {*self.trains.values()}
-        self.on(Seen(self.now, dict(self.trains), leader, {}, frozenset(self.ever), gone, failure))
+        self.on(Seen(self.now, dict(self.trains), leader, 5, frozenset(self.ever), gone, failure))
 
     def tick(self) -> None:
         due = self.rules.deadline()

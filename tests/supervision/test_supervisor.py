@@ -41,7 +41,7 @@ def main(directory: str, pipelines: str, stages: str, restarts: str) -> int:
         }
         ever = frozenset(range(int(pipelines))) if not (where / "nobody-trains").exists() else frozenset()
         trained = lives if ever else {}
-        return Seen(asked, trained, min(lives, default=None), dict.fromkeys(lives, 412), ever)
+        return Seen(asked, trained, min(lives, default=None), 412, ever)
 
     scheduler = StandingScheduler(
         ["--num-stages", stages, "--num-pipelines", pipelines],
