@@ -16,7 +16,6 @@ from lightning_sdpipe.elastic.words import Kind, Word, Words
 from lightning_sdpipe.policies.leases import Segment
 from lightning_sdpipe.trainer.dealt_turns import DealtTurns
 
-
 _GLANCE = 0.02  # seconds between two looks whether there are enough pipelines
 
 
