@@ -155,7 +155,8 @@ class SDPipeOptions(DDPStrategy):
             refuse_in_step(self.sync, self._method)
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
         if job is not None:
-            elastic_job.require_scheduler(job, self._standing_scheduler and self._standing_scheduler.address)
+            standing = self._standing_scheduler
+            elastic_job.require_scheduler(job, None if standing is None else standing.address)
         self._scheduler_log = scheduler_log(log_dir, self._standing_scheduler)
 
     @property

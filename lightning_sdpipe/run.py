@@ -18,7 +18,7 @@ from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.launching.environment import where_to_listen
-from lightning_sdpipe.membership import Membership
+from lightning_sdpipe.membership import Member, Membership
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.pipeline.data import shared
@@ -45,7 +45,7 @@ class Run:
         self._give_up = give_up
         self._placed: Mesh | None = None
         self._groups: ProcessGroups | None = None
-        self._membership: Membership | None = None
+        self._membership: Member | None = None
 
     # ------------------------------------------------------------------ places
 
@@ -101,7 +101,7 @@ class Run:
         return self._groups is not None
 
     @property
-    def membership(self) -> Membership | None:
+    def membership(self) -> Member | None:
         """This worker's line to the scheduler; None if no run is under way."""
         return self._membership
 

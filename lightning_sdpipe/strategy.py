@@ -30,7 +30,7 @@ from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.launching.environment import naming_the_port
 from lightning_sdpipe.launching.launcher import end_after_failure, give_up, launcher_for
-from lightning_sdpipe.membership import Membership
+from lightning_sdpipe.membership import Member
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.p2p import waiting_for
@@ -506,7 +506,7 @@ class SDPipeStrategy(SDPipeOptions):
         return self._run.groups
 
     @property
-    def membership(self) -> Membership:
+    def membership(self) -> Member:
         assert self._run.membership is not None, "setup_environment connects to the scheduler"
         return self._run.membership
 

@@ -14,9 +14,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.group_mean import GroupMean
@@ -33,7 +35,7 @@ KEPT = 3
 """Epochs whose groups are kept at least."""
 _POISON = 2**30  # a tag that nobody sends with
 
-MakeStore = Callable[[str, Callable[[], bool]], dist.Store]
+MakeStore = Callable[[str, Callable[[], bool]], Store]
 """A store of that name that all processes reach; its waits end when what it is given says so."""
 
 
@@ -61,7 +63,7 @@ class EpochGroups:
         self._lock = threading.Condition()
         self._epochs: dict[int, Epoch] = {}
         self._movers: dict[int, GroupMean] = {}
-        self._groups: dict[int, dist.ProcessGroup] = {}
+        self._groups: dict[int, Any] = {}  # of gloo, by themselves: parts of no world
         self._newest = 0
         self._in_use: Group | None = None
         self._work: queue.SimpleQueue[Epoch | None] = queue.SimpleQueue()
@@ -154,13 +156,13 @@ class EpochGroups:
             return
         store = self._make_store(f"epoch-{number}-{stage}", lambda: number != self._newest)
         try:
-            group = dist.ProcessGroupGloo(store, places[pipeline], len(places), CONNECTING)
+            group: Any = dist.ProcessGroupGloo(store, places[pipeline], len(places), CONNECTING)
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
             log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
             return
         group._set_default_timeout(self._timeout)
         replicas = Replicas(group, places, stage, pipeline)
-        old: list[dist.ProcessGroup] = []
+        old: list[Any] = []
         with self._lock:
             self._groups[number], self._movers[number] = group, GroupMean(replicas)
             in_use = self._in_use.epoch if self._in_use is not None else number

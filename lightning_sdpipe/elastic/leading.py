@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from lightning.fabric.loggers.csv_logs import CSVLogger as FabricCSVLogger
-from lightning.fabric.utilities.rank_zero import rank_zero_only as of_lightning
+from lightning.fabric.utilities import rank_zero as lightning_rank_zero
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -18,7 +18,9 @@ _NOT_ZERO = 10**6
 
 def take_place(rank: int, leads: bool) -> None:
     """Says to all that asks for rank zero whether this process, of that rank in its pipeline, is the one."""
-    of_lightning.rank = of_everybody.rank = rank if leads else rank + _NOT_ZERO
+    said: Any = lightning_rank_zero.rank_zero_only
+    everywhere: Any = of_everybody
+    said.rank = everywhere.rank = rank if leads else rank + _NOT_ZERO
 
 
 def names(trainer: Trainer) -> dict[str, list[Any]]:

@@ -156,5 +156,6 @@ def _take_over(integers: Sequence[Tensor], told: Sequence[bytes], place: int | N
         return
     all_told = torch.stack([torch.frombuffer(bytearray(said), dtype=torch.int64) for said in told])
     values = all_told.amax(0) if place is None else all_told[place]
-    for tensor, part in zip(integers, values.split([tensor.numel() for tensor in integers]), strict=True):
+    parts = torch.split_with_sizes(values, [tensor.numel() for tensor in integers])
+    for tensor, part in zip(integers, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))

@@ -7,7 +7,7 @@ import json
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints.worker import Checkpoints
@@ -68,7 +69,7 @@ class ElasticRun(Run):
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N is not known yet
         self._leads = False
         self._leaving = False
-        self._meetings: Meetings | None = None
+        self._here: Callable[[Collection[int]], Collection[int]] = lambda members: members
         self._others_led = False
         leading.take_place(job.rank, False)
 
@@ -120,8 +121,7 @@ class ElasticRun(Run):
     def leads(self) -> bool:
         if self._membership is not None:
             members = [member.pipeline for member in self._line.line.epoch.members]
-            here = [i for i in members if self._meetings is None or i in self._meetings.present(members)]
-            leads = here[:1] == [self._job.pipeline]
+            leads = [i for i in members if i in self._here(members)][:1] == [self._job.pipeline]
             if leads != self._leads:
                 self._leads = leads
                 leading.take_place(self._job.rank, leads)
@@ -147,6 +147,7 @@ class ElasticRun(Run):
     ) -> Replica:
         line = self._line.line
         self._meetings = Meetings(self._worker, line, self._epochs, self._point)
+        self._here = self._meetings.present
         self._tensors = buckets, buffers
         return ElasticReplica(
             self._line.client,
@@ -280,13 +281,13 @@ class ElasticRun(Run):
             if isinstance(optimizer, VarianceCorrection):
                 optimizer.num_workers = self._training.sync.models_averaged
 
-    def _transfer_store(self, name: str) -> dist.Store:
+    def _transfer_store(self, name: str) -> Store:
         return self._make_store(f"{name}-{self._worker.stage}")
 
     def _point(self) -> str:
         return f"{self._turns.state['run']}/{loop.batches(self._trainer)}"
 
-    def _note_sigterm(self, signum: signal.Signals, _: FrameType) -> None:
+    def _note_sigterm(self, signum: int | signal.Signals, _: FrameType) -> None:
         if not self._leaving:
             self._leaving = True
             if self._mesh.num_stages > 1 and not self._words.speaks:

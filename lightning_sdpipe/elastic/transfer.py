@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.utils._pytree import tree_map_only
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
@@ -41,7 +42,7 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
     return copied
 
 
-def give(state: Mapping[str, Any], store: dist.Store, timeout: timedelta) -> None:
+def give(state: Mapping[str, Any], store: Store, timeout: timedelta) -> None:
     """Sends ``state`` in a thread; a newcomer that goes away meanwhile is nobody's failure."""
 
     def send() -> None:
@@ -51,7 +52,7 @@ def give(state: Mapping[str, Any], store: dist.Store, timeout: timedelta) -> Non
             data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
             group = _connect(store, 0, timeout)
             group.send([torch.tensor([data.numel()])], 1, 0).wait()
-            for part in data.split(_CHUNK):
+            for part in torch.split(data, _CHUNK):
                 group.send([part], 1, 0).wait()
         except RuntimeError as error:
             log.warning("a newcomer did not get the state that it was to be given: %s", str(error).splitlines()[0])
@@ -59,7 +60,7 @@ def give(state: Mapping[str, Any], store: dist.Store, timeout: timedelta) -> Non
     threading.Thread(target=send, name="donation", daemon=True).start()
 
 
-def take(store: dist.Store, timeout: timedelta, donor: str) -> dict[str, Any]:
+def take(store: Store, timeout: timedelta, donor: str) -> dict[str, Any]:
     """Receives what :func:`give` sends.
 
     Raises:
@@ -71,7 +72,7 @@ def take(store: dist.Store, timeout: timedelta, donor: str) -> dict[str, Any]:
         size = torch.zeros(1, dtype=torch.int64)
         group.recv([size], 0, 0).wait()
         data = torch.empty(int(size), dtype=torch.uint8)
-        for part in data.split(_CHUNK):
+        for part in torch.split(data, _CHUNK):
             group.recv([part], 0, 0).wait()
     except RuntimeError as error:
         raise WorkerFailedError(f"{donor} did not give its state: {str(error).splitlines()[0]}") from error
@@ -86,7 +87,7 @@ def take(store: dist.Store, timeout: timedelta, donor: str) -> dict[str, Any]:
     return state
 
 
-def _connect(store: dist.Store, rank: int, timeout: timedelta) -> Any:
+def _connect(store: Store, rank: int, timeout: timedelta) -> Any:
     group = dist.ProcessGroupGloo(store, rank, 2, CONNECTING)
     group._set_default_timeout(timeout)
     return group
