@@ -11,7 +11,8 @@ silent, fails, or departs. The rules:
    first if these are at least ``min_pipelines``. Everybody who comes later is given the state of a member
    (``donations.py``), and is a member when all its stages have it. If the donor goes, another one gives it; if there is
    no member left, a new start is made.
-4. *Enough.* With fewer than ``min_pipelines`` members nobody trains. After ``hold_limit`` seconds of that the run ends.
+4. *Enough.* With fewer than ``min_pipelines`` nobody trains. Newcomers count, all of whose stages are there: they need
+   a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
 5. *One job per number.* Who enrols for a pipeline that is there waits until that one is heard of (then it is refused)
    or gone (then it takes its place).
 6. *Meetings* (``meetings.py``) wait for the members, and for newcomers whose state has been taken: they are about to be
@@ -179,6 +180,10 @@ class Membership:
 
     def on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
         """``event`` happened at ``now``; what follows. No event is refused by an exception."""
+        decisions = self._on(event, now)
+        return decisions if self.recovering else decisions + self._check_enough(now)
+
+    def _on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
         if isinstance(event, w.Resumed):
             return self._resumed(event, now)
         if isinstance(event, w.Passed):
@@ -285,7 +290,7 @@ class Membership:
         again = "again, since nobody was left" if self.epoch.number else "together"
         decisions = self._new_epoch(f"pipelines {', '.join(map(str, sorted(complete)))} start {again}", complete)
         decisions += [w.Started(i, self.epoch, fresh=True) for i in sorted(complete)]
-        return decisions + self._check_enough(now)
+        return decisions
 
     def _received(self, worker: Worker, transfer: str, now: float) -> list[MemberDecision]:
         pipeline = worker.pipeline
@@ -298,7 +303,7 @@ class Membership:
         here = self._pipelines[pipeline]
         here.member = True
         decisions = self._new_epoch(f"pipeline {pipeline} has come", {pipeline: here})
-        return [*decisions, w.Started(pipeline, self.epoch, fresh=False), *self._check_enough(now), *self._meet()]
+        return [*decisions, w.Started(pipeline, self.epoch, fresh=False), *self._meet()]
 
     def _repeat(self, pipeline: int) -> list[MemberDecision]:
         """What ``pipeline`` was told, for one of its workers asks again."""
@@ -324,7 +329,6 @@ class Membership:
         if here.member:
             verb = "left" if left else "lost"
             decisions += self._new_epoch(f"pipeline {pipeline} {verb} ({reason})", lost=(pipeline,))
-            decisions += self._check_enough(now)
         for event in self._rivals.pop(pipeline, {}).values():
             decisions += self._enrolled(event, now)
         return decisions + self._check_over() + self._admit(now) + self._meet()
@@ -449,9 +453,8 @@ class Membership:
         self.epoch = msgspec.structs.replace(returning.epoch, members=back)
         self.donations.number_from(1000 * self.epoch.number)
         decisions += self._new_epoch("the scheduler was started again", lost=lost)
-        decisions += self._check_enough(now)
         for event in returning.early:
-            decisions += self.on(event, now)
+            decisions += self._on(event, now)
         return decisions + self._admit(now) + self._meet()
 
     # ---------------------------------------------------------------- common
@@ -484,7 +487,7 @@ class Membership:
 
     def _check_enough(self, now: float) -> list[MemberDecision]:
         count, least = len(self.epoch.members), self.terms.min_pipelines
-        if count >= least or not count:  # with nobody left there is nobody to hold
+        if count + len(self._complete()) >= least or not count:  # with nobody left there is nobody to hold
             if not self.holds:
                 return []
             self.holds, self._held_since = "", math.inf

@@ -145,6 +145,8 @@ class ElasticClient:
         self._met: deque[Met] = deque(maxlen=MEETINGS)
         self._receive: Receive | None = None
         self._donate: Donate | None = None
+        self._donations = 0
+        """The number of the newest that was heard of."""
         self._update = -1
         self._completed: OrderedDict[int, None] = OrderedDict()
         self._asked_for: set[int] = set()
@@ -237,7 +239,7 @@ class ElasticClient:
                 return None
             self._donate = None
         past = update > donate.at_update
-        self._tell(("snapshot", donate.pipeline), e.TellSnapshot, donate.transfer, update, "past" if past else "taken")
+        self._tell(("snapshot", donate.transfer), e.TellSnapshot, donate.transfer, update, "past" if past else "taken")
         return None if past else donate
 
     # -------------------------------------------------------------- meeting, trying again
@@ -489,13 +491,16 @@ class ElasticClient:
 
     def _hear_donate(self, donate: Donate) -> None:
         with self._changed:
+            if donate.number < self._donations:
+                return
+            self._donations = donate.number
             replaced = self._donate
             past, update = self._update >= donate.at_update, self._update
             self._donate = None if past else donate
         if replaced is not None and replaced.transfer != donate.transfer:
             self._told.dropped(replaced.transfer)
         state = "past" if past else "pending"
-        self._tell(("snapshot", donate.pipeline), e.TellSnapshot, donate.transfer, update, state)
+        self._tell(("snapshot", donate.transfer), e.TellSnapshot, donate.transfer, update, state)
 
     def _hear_broke(self, sequence: int) -> None:
         with self._changed:
@@ -513,6 +518,7 @@ class ElasticClient:
             fingerprint, member, enrolled = self._fingerprint, self._member, self._enrolled
             epoch, holds, met = self._epoch, self._holds, tuple(self._met)
             self._told_last.clear()  # which was for the scheduler before
+            self._donations = 0
         if member:
             self._send(self._make(e.Resume, fingerprint, epoch, holds, met))
         elif enrolled:
