@@ -285,6 +285,7 @@ class Membership:
         gathered = enough and now >= min(here.arrived or 0.0 for here in complete.values()) + self.terms.gather
         if not (all_there or gathered):
             return []
+        self.meetings.begin_anew()
         for i in complete:
             self._pipelines[i].member = self._pipelines[i].fresh = True
         again = "again, since nobody was left" if self.epoch.number else "together"

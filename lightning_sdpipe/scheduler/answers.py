@@ -133,6 +133,8 @@ class Answers:
 
     def met(self, met: Met, now: float) -> None:
         """That was decided."""
+        if any(kept.met == met for kept in self._met):
+            return
         workers = [Worker(met.stage, i) for i in met.pipelines]
         who = {worker: self._here[worker] for worker in workers if worker in self._here}
         self._met.append(_KeptMet(met, now + REMAKE_AFTER, who))

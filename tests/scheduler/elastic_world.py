@@ -40,8 +40,8 @@ class Process:
     epoch: Epoch | None = None
     holds: set[int] = field(default_factory=set)
     receive: Receive | None = None
-    donate: Donate | None = None
-    donations: int = 0
+    donate: dict[int, Donate] = field(default_factory=dict)
+    donations: dict[int, int] = field(default_factory=dict)
     update: int = 0
     iteration: int = 0
     heard: int | None = None
@@ -263,17 +263,18 @@ class World:
                     self.after(self.rng.uniform(0.1, 0.8), lambda: self.copied(process, receive))
             case e.NewEpoch(epoch=epoch):
                 self.hear_epoch(process, epoch)
-            case e.Give(donate=donate) if donate.number >= process.donations:
-                process.donations = donate.number
+            case e.Give(donate=donate) if donate.number >= process.donations.get(donate.pipeline, 0):
+                process.donations[donate.pipeline] = donate.number
                 past = process.update >= donate.at_update
-                process.donate = None if past else donate
+                process.donate.pop(donate.pipeline, None)
+                if not past:
+                    process.donate[donate.pipeline] = donate
                 state = "past" if past else "pending"
                 self.ask(
                     process, f"tell snapshot {donate.transfer}", e.TellSnapshot, donate.transfer, process.update, state
                 )
             case e.Drop(transfer=transfer):
-                if process.donate is not None and process.donate.transfer == transfer:
-                    process.donate = None
+                process.donate = {i: donate for i, donate in process.donate.items() if donate.transfer != transfer}
             case e.Broke(sequence=sequence):
                 if sequence in process.completed:
                     self.ask(process, f"tell completed {sequence}", e.TellCompleted, sequence)
@@ -318,7 +319,7 @@ class World:
             return
         for key in [key for key in process.asks if key.startswith("tell")]:
             del process.asks[key]
-        process.donations = 0
+        process.donations.clear()
         assert process.epoch is not None
         fields = process.worker, process.incarnation, process.number
         self.say(process, e.Resume(*fields, SAME, process.epoch, tuple(process.holds), tuple(process.met)))
@@ -392,13 +393,12 @@ class World:
             return
         process.completed.add(group.sequence)
         process.update += 1
-        donate = process.donate
-        if donate is not None and process.update >= donate.at_update:
-            process.donate = None
-            state = "taken" if process.update == donate.at_update else "past"
-            self.ask(
-                process, f"tell snapshot {donate.transfer}", e.TellSnapshot, donate.transfer, process.update, state
-            )
+        for donate in list(process.donate.values()):
+            if process.update >= donate.at_update:
+                del process.donate[donate.pipeline]
+                state = "taken" if process.update == donate.at_update else "past"
+                key = f"tell snapshot {donate.transfer}"
+                self.ask(process, key, e.TellSnapshot, donate.transfer, process.update, state)
         if process.update % PAUSE_EVERY == 0:
             self.pause(process)
         else:
