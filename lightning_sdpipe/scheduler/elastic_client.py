@@ -146,7 +146,10 @@ class ElasticClient:
         self._holds_up = ""
         self._met: deque[Met] = deque(maxlen=MEETINGS)
         self._receive: Receive | None = None
-        self._donate: Donate | None = None
+        self._donate: dict[int, Donate] = {}
+        """Snapshots to take, by the newcomer that they are for."""
+        self._donations: dict[int, int] = {}
+        """The number of the newest of each newcomer that was heard of."""
         self._update = -1
         self._completed: OrderedDict[int, None] = OrderedDict()
         self._asked_for: set[int] = set()
@@ -260,15 +263,21 @@ class ElasticClient:
 
         Call it after each update. A later one for the same newcomer replaces it (``told.dropped``).
         """
+        past: list[Donate] = []
         with self._changed:
             self._update = update
-            donate = self._donate
-            if donate is None or update < donate.at_update:
-                return None
-            self._donate = None
-        past = update > donate.at_update
-        self._tell(("snapshot", donate.pipeline), e.TellSnapshot, donate.transfer, update, "past" if past else "taken")
-        return None if past else donate
+            due = [donate for donate in self._donate.values() if donate.at_update <= update]
+            now = next((donate for donate in due if donate.at_update == update), None)
+            for donate in due:
+                if donate is now or donate.at_update < update:
+                    del self._donate[donate.pipeline]
+                if donate.at_update < update:
+                    past.append(donate)
+        for donate in past:
+            self._tell(("snapshot", donate.transfer), e.TellSnapshot, donate.transfer, update, "past")
+        if now is not None:
+            self._tell(("snapshot", now.transfer), e.TellSnapshot, now.transfer, update, "taken")
+        return now
 
     # -------------------------------------------------------------- meeting, trying again
 
@@ -469,8 +478,7 @@ class ElasticClient:
                 self._hear_donate(donate)
             case e.Drop(transfer=transfer):
                 with self._changed:
-                    if self._donate is not None and self._donate.transfer == transfer:
-                        self._donate = None
+                    self._donate = {i: donate for i, donate in self._donate.items() if donate.transfer != transfer}
                 self._told.dropped(transfer)
             case e.Hold(reason=reason):
                 with self._changed:
@@ -523,13 +531,17 @@ class ElasticClient:
 
     def _hear_donate(self, donate: Donate) -> None:
         with self._changed:
-            replaced = self._donate
+            if donate.number < self._donations.get(donate.pipeline, 0):
+                return
+            self._donations[donate.pipeline] = donate.number
+            replaced = self._donate.pop(donate.pipeline, None)
             past, update = self._update >= donate.at_update, self._update
-            self._donate = None if past else donate
+            if not past:
+                self._donate[donate.pipeline] = donate
         if replaced is not None and replaced.transfer != donate.transfer:
             self._told.dropped(replaced.transfer)
         state = "past" if past else "pending"
-        self._tell(("snapshot", donate.pipeline), e.TellSnapshot, donate.transfer, update, state)
+        self._tell(("snapshot", donate.transfer), e.TellSnapshot, donate.transfer, update, state)
 
     def _hear_broke(self, sequence: int) -> None:
         with self._changed:
@@ -547,6 +559,7 @@ class ElasticClient:
             fingerprint, member, enrolled = self._fingerprint, self._member, self._enrolled
             epoch, holds, met = self._epoch, self._holds, tuple(self._met)
             self._told_last.clear()  # which was for the scheduler before
+            self._donations.clear()
         if member:
             self._send(self._make(e.Resume, fingerprint, epoch, holds, met))
         elif enrolled:
