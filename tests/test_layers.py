@@ -16,7 +16,7 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 
 # From the top down: what is further left imports what is further right.
 HOUSE = (
-    *("cli", "sweep", "configuration", "check"),
+    *("cli", "supervision", "sweep", "configuration", "check"),
     *(
         "strategy",
         "elastic",

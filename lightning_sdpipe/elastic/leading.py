@@ -48,6 +48,17 @@ def go_on(trainer: Trainer) -> None:
             logger._experiment = _appending(logger.log_dir)
 
 
+def show_progress(trainer: Trainer, underway: bool) -> None:
+    """The progress bar is this process's; Lightning has switched it off where nobody was rank zero. ``underway``: the
+    training has begun, and the bar has not heard of it."""
+    bar = trainer.progress_bar_callback
+    if bar is not None:
+        bar.enable()
+        if underway:
+            bar.on_train_start(trainer, trainer.lightning_module)
+            bar.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
 def _version(logger: Any) -> int | str | None:
     version = logger.version if hasattr(logger, "_version") else None
     return version if isinstance(version, int | str) else None

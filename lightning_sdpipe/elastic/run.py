@@ -42,6 +42,7 @@ from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.run import Run
+from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.elastic_client import Start, Told
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -89,6 +90,8 @@ class ElasticRun(Run):
         assert options._standing_scheduler is not None
         leading.take_place(job.rank, self._leads)  # the process group was opened since, which says otherwise
         self._worker = Worker(*self._mesh.locate(dist.get_rank()))
+        if job.policy_file is not None:
+            policy_file.offer(job.policy_file, options._method.policy)
         self._membership = self._line = ElasticMembership(
             options._standing_scheduler,
             self._worker,
@@ -124,6 +127,7 @@ class ElasticRun(Run):
                 leading.take_place(self._job.rank, leads)
                 if leads and self._others_led:
                     leading.go_on(self._trainer)
+                    leading.show_progress(self._trainer, underway=True)
         return self._leads
 
     @property
@@ -206,7 +210,8 @@ class ElasticRun(Run):
             self._go_on_from(state, trainer)
         elif len(answer.epoch.members) > 1:
             self._begin_together(answer, trainer)
-        _ = self.leads
+        if self.leads:
+            leading.show_progress(trainer, underway=False)
         self._others_led = not self._leads
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[method-assign]
 

@@ -3,7 +3,9 @@
 In an elastic run every pipeline is a job of its own: its world are the M processes of its stages, and pipelines meet
 at a scheduler that runs by itself. ``SDPIPE_PIPELINE`` says which pipeline a job is and that the run is elastic;
 ``SDPIPE_SCHEDULER`` where the scheduler is; ``SDPIPE_KEY_FILE`` the workers' keys for it. Who is which rank is said by
-whatever starts the job's processes, in the variables that ``torchrun`` sets: ``sdpipe run`` sets the same.
+whatever starts the job's processes, in the variables that ``torchrun`` sets: ``sdpipe run`` sets the same. It also sets
+``SDPIPE_POLICY_FILE``, where a worker has to write what the scheduler shall decide by before it asks for the scheduler
+(:mod:`lightning_sdpipe.scheduler.policy_file`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Protocol, TypeVar
 from lightning_sdpipe.errors import ConfigurationError
 
 PIPELINE, SCHEDULER, KEY_FILE = "SDPIPE_PIPELINE", "SDPIPE_SCHEDULER", "SDPIPE_KEY_FILE"
+POLICY_FILE = "SDPIPE_POLICY_FILE"
 
 _BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOW_TO_START = (
@@ -51,6 +54,8 @@ class ElasticJob:
     main_port: int
     scheduler: str | None
     key_file: Path | None
+    policy_file: Path | None = None
+    """To be written before the scheduler is asked for anything; None if that knows its policy."""
 
     @property
     def num_nodes(self) -> int:
@@ -116,9 +121,10 @@ def from_environment(environment: Mapping[str, str]) -> ElasticJob | None:
     given = [name for name in _BY_LAUNCHER if name in environment]
     key_file = Path(environment[KEY_FILE]) if KEY_FILE in environment else None
     scheduler = environment.get(SCHEDULER)
+    policy_file = Path(environment[POLICY_FILE]) if POLICY_FILE in environment else None
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         _refuse_other_launchers(environment, pipeline)
-        return ElasticJob(pipeline, 0, 1, 0, 1, 0, "127.0.0.1", 0, scheduler, key_file)
+        return ElasticJob(pipeline, 0, 1, 0, 1, 0, "127.0.0.1", 0, scheduler, key_file, policy_file)
     missing = [name for name in _BY_LAUNCHER if name not in given]
     if missing:
         raise ConfigurationError(
@@ -152,6 +158,7 @@ def from_environment(environment: Mapping[str, str]) -> ElasticJob | None:
         port,
         scheduler,
         key_file,
+        policy_file,
     )
 
 
