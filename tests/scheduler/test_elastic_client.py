@@ -401,7 +401,7 @@ def test_the_store_waits_counts_and_can_be_cancelled() -> None:
             client.put("a/z", b"0" * 600_000)
         with pytest.raises(CancelledError):
             client.wait(["a/never"], cancelled=lambda: True)
-        with pytest.raises(SchedulerError, match="waited 0.2 s for another worker to set a/never"):
+        with pytest.raises(SchedulerError, match=r"waited 0\.2 s for another worker to set a/never"):
             client.wait(["a/never"], timeout=0.2)
 
 
