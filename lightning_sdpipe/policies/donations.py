@@ -23,13 +23,18 @@ class Donation:
 
     donor: int
     pipeline: int
-    transfer: str
+    number: int
     at_update: int
     ahead: int = 1
     said: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Of each stage of the donor: what it said to the newest proposal, and its update."""
     received: set[int] = field(default_factory=set)
     """Stages of the newcomer that have it."""
+
+    @property
+    def transfer(self) -> str:
+        """Its name, new for each proposal."""
+        return f"state-{self.pipeline}-{self.number}"
 
     def taken(self, num_stages: int) -> bool:
         """Have all stages of the donor their snapshot?"""
@@ -47,12 +52,17 @@ class Donations:
         self._count = 0
 
     def number_from(self, count: int) -> None:
-        """Names below that are those of an earlier scheduler."""
+        """Numbers up to that are those of an earlier scheduler."""
         self._count = max(self._count, count)
 
     def of(self, pipeline: int) -> Donation | None:
         """What ``pipeline`` receives."""
         return self._under_way.get(pipeline)
+
+    def taken_in(self, pipeline: int, stage: int) -> bool:
+        """Has the donor's worker of ``stage`` its snapshot for the newcomer ``pipeline``?"""
+        donation = self._under_way.get(pipeline)
+        return donation is not None and donation.said.get(stage, ("", 0))[0] == "taken"
 
     def snapshot_taken(self, pipeline: int) -> bool:
         """Is the state of the newcomer ``pipeline`` that of a certain update by now?"""
@@ -65,7 +75,7 @@ class Donations:
         gives = [donation.donor for donation in self._under_way.values()]
         failed, age = self._failed.get(pipeline, set()), {i: age for age, i in enumerate(members)}
         donor = min(members, key=lambda i: (i in failed, age[i] == 0, gives.count(i), -age[i]))
-        self._under_way[pipeline] = donation = Donation(donor, pipeline, self._name(pipeline), 0)
+        self._under_way[pipeline] = donation = Donation(donor, pipeline, self._next(), 0)
         return [self._proposal(donation)]
 
     def hear(self, stage: int, donor: int, transfer: str, update: int, state: str) -> list[MemberDecision]:
@@ -81,7 +91,7 @@ class Donations:
             furthest = max(update for _, update in donation.said.values())
             donation.at_update = max(furthest, donation.at_update) + donation.ahead
             donation.ahead = min(2 * donation.ahead, MOST_AHEAD)
-            donation.transfer, donation.said = self._name(donation.pipeline), {}
+            donation.number, donation.said = self._next(), {}
             return [self._proposal(donation)]
         return [self.told(donation)] if donation.taken(self._num_stages) else []
 
@@ -133,10 +143,10 @@ class Donations:
     def _named(self, transfer: str) -> Donation | None:
         return next((d for d in self._under_way.values() if d.transfer == transfer), None)
 
-    def _name(self, pipeline: int) -> str:
+    def _next(self) -> int:
         self._count += 1
-        return f"state-{pipeline}-{self._count}"
+        return self._count
 
     @staticmethod
     def _proposal(donation: Donation) -> Donate:
-        return Donate(donation.donor, donation.pipeline, donation.transfer, donation.at_update)
+        return Donate(donation.donor, donation.pipeline, donation.transfer, donation.at_update, donation.number)

@@ -159,12 +159,16 @@ class Receive(msgspec.Struct, frozen=True, gc=False, tag="receive"):
 
 
 class Donate(msgspec.Struct, frozen=True, gc=False, tag="donate"):
-    """``donor`` takes a snapshot when it has made ``at_update`` updates, and gives it to ``pipeline``."""
+    """``donor`` takes a snapshot when it has made ``at_update`` updates, and gives it to ``pipeline``.
+
+    ``number`` grows: an older one that arrives later is none any more.
+    """
 
     donor: int
     pipeline: int
     transfer: str
     at_update: int
+    number: int
 
 
 class Abandoned(msgspec.Struct, frozen=True, gc=False, tag="abandoned"):

@@ -11,11 +11,12 @@ silent, fails, or departs. The rules:
    first if these are at least ``min_pipelines``. Everybody who comes later is given the state of a member
    (``donations.py``), and is a member when all its stages have it. If the donor goes, another one gives it; if there is
    no member left, a new start is made.
-4. *Enough.* With fewer than ``min_pipelines`` members nobody trains. After ``hold_limit`` seconds of that the run ends.
+4. *Enough.* With fewer than ``min_pipelines`` nobody trains. Newcomers count, all of whose stages are there: they need
+   a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
 5. *One job per number.* Who enrols for a pipeline that is there waits until that one is heard of (then it is refused)
    or gone (then it takes its place).
-6. *Meetings* (``meetings.py``) wait for the members, and for newcomers whose state has been taken: they are about to be
-   where the others are.
+6. *Meetings* (``meetings.py``) wait for the members, and for newcomers whose state has been taken in that stage: they
+   are about to be where the others are.
 7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others.
 8. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
    of the newest epoch that anybody heard of. Who is not in that one has been replaced, and must end. Nobody starts anew
@@ -107,7 +108,7 @@ class Membership:
     def is_here(self, worker: Worker, incarnation: int) -> bool:
         """Has that process enrolled, in a start of its pipeline that is not gone?"""
         if self._returning is not None:
-            return self._returning.is_back(Member(worker.pipeline, incarnation), worker.stage)
+            return self._returning.is_there(Member(worker.pipeline, incarnation), worker.stage)
         here = self._pipelines.get(worker.pipeline)
         return here is not None and here.incarnation == incarnation and worker.stage in here.stages
 
@@ -123,12 +124,12 @@ class Membership:
         """Would it help to hear that this process lives? Another job claims its number."""
         return worker.pipeline in self._rivals and self.is_here(worker, incarnation)
 
-    def awaited(self) -> list[int]:
-        """Whom a meeting waits for."""
+    def awaited(self, stage: int) -> list[int]:
+        """Whom a meeting of ``stage`` waits for."""
         return sorted(
             i
             for i, here in self._pipelines.items()
-            if (here.member or self.donations.snapshot_taken(i)) and not here.finished
+            if (here.member or self.donations.taken_in(i, stage)) and not here.finished
         )
 
     def states(self) -> dict[int, str]:
@@ -185,6 +186,10 @@ class Membership:
 
     def on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
         """``event`` happened at ``now``; what follows. No event is refused by an exception."""
+        decisions = self._on(event, now)
+        return decisions if self.recovering else decisions + self._check_enough(now)
+
+    def _on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
         if isinstance(event, w.Resumed):
             return self._resumed(event, now)
         if isinstance(event, w.Passed):
@@ -286,12 +291,13 @@ class Membership:
         gathered = enough and now >= min(here.arrived or 0.0 for here in complete.values()) + self.terms.gather
         if not (all_there or gathered):
             return []
+        self.meetings.begin_anew()
         for i in complete:
             self._pipelines[i].member = self._pipelines[i].fresh = True
         again = "again, since nobody was left" if self.epoch.number else "together"
         decisions = self._new_epoch(f"pipelines {', '.join(map(str, sorted(complete)))} start {again}", complete)
         decisions += [w.Started(i, self.epoch, fresh=True) for i in sorted(complete)]
-        return decisions + self._check_enough(now)
+        return decisions
 
     def _received(self, worker: Worker, transfer: str, now: float) -> list[MemberDecision]:
         pipeline = worker.pipeline
@@ -304,7 +310,7 @@ class Membership:
         here = self._pipelines[pipeline]
         here.member = True
         decisions = self._new_epoch(f"pipeline {pipeline} has come", {pipeline: here})
-        return [*decisions, w.Started(pipeline, self.epoch, fresh=False), *self._check_enough(now), *self._meet()]
+        return [*decisions, w.Started(pipeline, self.epoch, fresh=False), *self._meet()]
 
     def _repeat(self, pipeline: int) -> list[MemberDecision]:
         """What ``pipeline`` was told, for one of its workers asks again."""
@@ -330,7 +336,6 @@ class Membership:
         if here.member:
             verb = "left" if left else "lost"
             decisions += self._new_epoch(f"pipeline {pipeline} {verb} ({reason})", lost=(pipeline,))
-            decisions += self._check_enough(now)
         for event in self._rivals.pop(pipeline, {}).values():
             decisions += self._enrolled(event, now)
         return decisions + self._check_over() + self._admit(now) + self._meet()
@@ -455,9 +460,8 @@ class Membership:
         self.epoch = msgspec.structs.replace(returning.epoch, members=back)
         self.donations.number_from(1000 * self.epoch.number)
         decisions += self._new_epoch("the scheduler was started again", lost=lost)
-        decisions += self._check_enough(now)
         for event in returning.early:
-            decisions += self.on(event, now)
+            decisions += self._on(event, now)
         return decisions + self._admit(now) + self._meet()
 
     # ---------------------------------------------------------------- common
@@ -491,7 +495,7 @@ class Membership:
 
     def _check_enough(self, now: float) -> list[MemberDecision]:
         count, least = len(self.epoch.members), self.terms.min_pipelines
-        if count >= least or not count:  # with nobody left there is nobody to hold
+        if count + len(self._complete()) >= least or not count:  # with nobody left there is nobody to hold
             if not self.holds:
                 return []
             self.holds, self._held_since = "", math.inf
@@ -504,7 +508,7 @@ class Membership:
 
     def _meet(self) -> list[MemberDecision]:
         """Meetings to which everybody has come; those who wait at different places are told."""
-        awaited = self.awaited()
+        awaited = [self.awaited(stage) for stage in range(self._num_stages)]
         decisions: list[MemberDecision] = [*self.meetings.decide(awaited)]
         for stage, where in self.meetings.contradictions(awaited).items():
             said = ", ".join(f"pipeline {i} at {key}" for i, key in where.items())

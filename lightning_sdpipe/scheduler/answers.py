@@ -40,12 +40,23 @@ class Run(Protocol):
     def next_sequence(self) -> int:
         """Of the next group."""
 
+    def takes_part(self, worker: Worker) -> bool:
+        """Has its session joined?"""
+
 
 @dataclass
 class _Kept:
     group: Group
     until: float
     answer: Callable[[Group], None]
+
+
+@dataclass
+class _KeptMet:
+    met: Met
+    until: float
+    who: dict[Worker, int]
+    """The processes that met."""
 
 
 class Answers:
@@ -69,7 +80,7 @@ class Answers:
         self._since: dict[int, int] = {}
         """Of each member: the first group that it can be in."""
         self._kept: dict[int, _Kept] = {}
-        self._met: list[tuple[Met, float]] = []
+        self._met: list[_KeptMet] = []
 
     def members_are(self, pipelines: Iterable[int]) -> None:
         """An epoch has begun."""
@@ -85,7 +96,7 @@ class Answers:
 
     def deadline(self) -> float:
         """When somebody has waited for a process group for long."""
-        return min([kept.until for kept in self._kept.values()] + [until for _, until in self._met], default=math.inf)
+        return min([kept.until for kept in self._kept.values()] + [kept.until for kept in self._met], default=math.inf)
 
     def remake(self, now: float) -> None:
         """Announces the epoch anew to those who have waited for long."""
@@ -93,27 +104,25 @@ class Answers:
             if kept.until <= now:
                 kept.until = now + REMAKE_AFTER
                 self._unreachable(kept.group.stage, [worker.pipeline for worker in kept.group.members], now)
-        for place, (met, until) in enumerate(self._met):
-            if until <= now:
-                self._met[place] = met, now + REMAKE_AFTER
-                self._unreachable(met.stage, met.pipelines, now)
+        for late in self._met:
+            if late.until <= now:
+                late.until = now + REMAKE_AFTER
+                self._unreachable(late.met.stage, late.met.pipelines, now)
 
     def proceed(self, now: float) -> None:
         """Answers whoever can be."""
         for kept in list(self._kept.values()):
             del self._kept[kept.group.sequence]
-            there = [worker for worker in kept.group.members if not self.is_gone(worker, kept.group.sequence)]
+            sequence = kept.group.sequence
+            there = [w for w in kept.group.members if not self.is_gone(w, sequence) and self._run.takes_part(w)]
             if len(there) == len(kept.group.members):
                 self._say_or_keep(kept, now)
             elif there:
                 weights = [x for x, w in zip(kept.group.weights, kept.group.members, strict=True) if w in there]
                 again = self._run.regroup(kept.group, there, weights, now)
                 self._say_or_keep(_Kept(again, now + REMAKE_AFTER, kept.answer), now)
-        met, self._met = self._met, []
-        for each, until in met:
-            if not self._say_met(each):
-                self._met.append((each, until))
-        for broken in list(self._regrouping.settled(self.is_gone)):
+        self._met = [meeting for meeting in self._met if not self._say_met(meeting)]
+        for broken in list(self._regrouping.settled(self.is_gone, self._run.takes_part)):
             self._settle(broken, now)
 
     # ------------------------------------------------------------------ groups
@@ -128,8 +137,11 @@ class Answers:
 
     def met(self, met: Met, now: float) -> None:
         """That was decided."""
-        if not self._say_met(met):
-            self._met.append((met, now + REMAKE_AFTER))
+        if any(kept.met == met for kept in self._met):
+            return
+        workers = [Worker(met.stage, i) for i in met.pipelines]
+        who = {worker: self._here[worker] for worker in workers if worker in self._here}
+        self._met.append(_KeptMet(met, now + REMAKE_AFTER, who))
 
     def is_gone(self, worker: Worker, sequence: int) -> bool:
         """Is the process gone that was ``worker`` when the group ``sequence`` went out?"""
@@ -142,11 +154,11 @@ class Answers:
         else:
             kept.answer(dressed)
 
-    def _say_met(self, met: Met) -> bool:
-        there = [worker for i in met.pipelines if (worker := Worker(met.stage, i)) in self._here]
+    def _say_met(self, kept: _KeptMet) -> bool:
+        there = [worker for worker, incarnation in kept.who.items() if self._here.get(worker) == incarnation]
         epoch = self._epoch() if len(there) < 2 else self.transport.common(there)
         if epoch is not None:
-            answer = e.HasMet(msgspec.structs.replace(met, epoch=epoch))
+            answer = e.HasMet(msgspec.structs.replace(kept.met, epoch=epoch))
             for worker in there:
                 self._run.say(e.peer_of(worker, self._here[worker]), answer)
         return epoch is not None
@@ -160,6 +172,8 @@ class Answers:
         answered = self._regrouping.outcome(worker, group.sequence)
         if answered is not None:
             return answered
+        if group.sequence in self._regrouping.decided:
+            return e.Waits(request.number, "it waits for a process group of those that try again")
         if worker not in group.members or len(group.members) < 2:
             return e.Denial(f"worker {worker} is no member of {group}, or the only one, so it cannot have broken")
         broken = self._regrouping.hear(worker, group, request.together)

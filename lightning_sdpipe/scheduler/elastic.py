@@ -239,7 +239,7 @@ class Elastic:
             case e.Meet(key=key, value=value):
                 self._decide(w.Meets(worker, incarnation, key, value), now)
                 if core.meetings.key(worker.stage, worker.pipeline) == key:
-                    missing = core.meetings.missing(worker.stage, key, core.awaited())
+                    missing = core.meetings.missing(worker.stage, key, core.awaited(worker.stage))
                     names = ", ".join(str(Worker(worker.stage, i)) for i in missing) or "a common process group"
                     say(peer, e.Waits(request.number, f"it waits for {names} at {key}"))
             case e.AskRegroup():
@@ -307,9 +307,9 @@ class Elastic:
                 self._answers.met(decision, now)
             case w.Gone(pipeline, incarnation, reason, was_member, left):
                 logger.warning("pipeline %d is gone: %s", pipeline, reason)
-                for peer in list(self._presence.peers([pipeline])):
-                    run.say(peer, e.MustEnd(reason))
                 gone = self._presence.goes(pipeline, incarnation)
+                for worker in gone:
+                    run.say(e.peer_of(worker, incarnation), e.MustEnd(reason))
                 self._answers.goes(gone)
                 self._early.forget(gone)
                 self._rival_since.pop(pipeline, None)

@@ -61,6 +61,8 @@ GLANCE = 0.02
 """Seconds between looks whether a wait is still needed."""
 REMEMBERED = 1024
 """Groups of which it is known that their result is in the model."""
+TAKEN = 64
+"""Last snapshots that are remembered."""
 MEETINGS = 8
 """Last meetings that are reported to a scheduler which was started again."""
 
@@ -146,7 +148,11 @@ class ElasticClient:
         self._holds_up = ""
         self._met: deque[Met] = deque(maxlen=MEETINGS)
         self._receive: Receive | None = None
-        self._donate: Donate | None = None
+        self._donate: dict[int, Donate] = {}
+        """Snapshots to take, by the newcomer that they are for."""
+        self._taken: deque[tuple[str, int]] = deque(maxlen=TAKEN)
+        self._donations: dict[int, int] = {}
+        """The number of the newest of each newcomer that was heard of."""
         self._update = -1
         self._completed: OrderedDict[int, None] = OrderedDict()
         self._asked_for: set[int] = set()
@@ -244,15 +250,15 @@ class ElasticClient:
         """The transfer that this worker is to take a snapshot for, whatever update was proposed: for a pipeline whose
         stages agree among themselves when they take it, and then say :meth:`snapshot_taken`."""
         with self._changed:
-            return self._donate
+            return next(iter(self._donate.values()), None)
 
     def snapshot_taken(self, transfer: str, update: int) -> None:
         """This worker has its snapshot for ``transfer``, taken when it, and all other stages, had made ``update``
         updates. Returns when the scheduler knows."""
         with self._changed:
-            if self._donate is not None and self._donate.transfer == transfer:
-                self._donate = None
-        self._send(self._make(e.TellSnapshot, transfer, update, "taken"))
+            self._donate = {i: donate for i, donate in self._donate.items() if donate.transfer != transfer}
+            self._taken.append((transfer, update))  # it may be asked for only after another stage has heard of it
+        self._tell(("snapshot", transfer), e.TellSnapshot, transfer, update, "taken")
         self.fetch(["snapshot/heard"])  # messages of a worker are heard in order
 
     def donation_due(self, update: int) -> Donate | None:
@@ -260,15 +266,21 @@ class ElasticClient:
 
         Call it after each update. A later one for the same newcomer replaces it (``told.dropped``).
         """
+        past: list[Donate] = []
         with self._changed:
             self._update = update
-            donate = self._donate
-            if donate is None or update < donate.at_update:
-                return None
-            self._donate = None
-        past = update > donate.at_update
-        self._tell(("snapshot", donate.pipeline), e.TellSnapshot, donate.transfer, update, "past" if past else "taken")
-        return None if past else donate
+            due = [donate for donate in self._donate.values() if donate.at_update <= update]
+            now = next((donate for donate in due if donate.at_update == update), None)
+            for donate in due:
+                if donate is now or donate.at_update < update:
+                    del self._donate[donate.pipeline]
+                if donate.at_update < update:
+                    past.append(donate)
+        for donate in past:
+            self._tell(("snapshot", donate.transfer), e.TellSnapshot, donate.transfer, update, "past")
+        if now is not None:
+            self._tell(("snapshot", now.transfer), e.TellSnapshot, now.transfer, update, "taken")
+        return now
 
     # -------------------------------------------------------------- meeting, trying again
 
@@ -469,8 +481,7 @@ class ElasticClient:
                 self._hear_donate(donate)
             case e.Drop(transfer=transfer):
                 with self._changed:
-                    if self._donate is not None and self._donate.transfer == transfer:
-                        self._donate = None
+                    self._donate = {i: donate for i, donate in self._donate.items() if donate.transfer != transfer}
                 self._told.dropped(transfer)
             case e.Hold(reason=reason):
                 with self._changed:
@@ -523,13 +534,20 @@ class ElasticClient:
 
     def _hear_donate(self, donate: Donate) -> None:
         with self._changed:
-            replaced = self._donate
+            if donate.number < self._donations.get(donate.pipeline, 0):
+                return
+            self._donations[donate.pipeline] = donate.number
+            replaced = self._donate.pop(donate.pipeline, None)
             past, update = self._update >= donate.at_update, self._update
-            self._donate = None if past else donate
+            taken = dict(self._taken).get(donate.transfer)
+            if taken is not None:  # another stage had heard of it before
+                past, update = False, taken
+            elif not past:
+                self._donate[donate.pipeline] = donate
         if replaced is not None and replaced.transfer != donate.transfer:
             self._told.dropped(replaced.transfer)
-        state = "past" if past else "pending"
-        self._tell(("snapshot", donate.pipeline), e.TellSnapshot, donate.transfer, update, state)
+        state = "taken" if taken is not None else "past" if past else "pending"
+        self._tell(("snapshot", donate.transfer), e.TellSnapshot, donate.transfer, update, state)
 
     def _hear_broke(self, sequence: int) -> None:
         with self._changed:
@@ -547,6 +565,7 @@ class ElasticClient:
             fingerprint, member, enrolled = self._fingerprint, self._member, self._enrolled
             epoch, holds, met = self._epoch, self._holds, tuple(self._met)
             self._told_last.clear()  # which was for the scheduler before
+            self._donations.clear()
         if member:
             self._send(self._make(e.Resume, fingerprint, epoch, holds, met))
         elif enrolled:

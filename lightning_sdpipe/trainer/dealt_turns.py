@@ -88,7 +88,8 @@ class DealtTurns:
         self._trainer, self._training, self._client = trainer, training, client
         self._checks, self._run, self._seed, self._origin = checks, run, seed, origin
         self._num_pipelines = groups.mesh.num_pipelines
-        _, self._pipeline = groups.mesh.locate(groups.rank)
+        _, pipeline = groups.mesh.locate(groups.rank)
+        self._home = pipeline % self._num_pipelines  # there may be more pipelines than shards
         self._counters = EqualSplit(trainer, lambda: self._closes)
         self.split: list[int] | None = None
         """Of the data that batches are counted by: pipelines, and batches of each."""
@@ -108,7 +109,7 @@ class DealtTurns:
         Raises:
             ConfigurationError: it cannot be dealt.
         """
-        if (reason := why_sharded(loader, self._pipeline, self._num_pipelines)) is not None:
+        if (reason := why_sharded(loader, self._home, self._num_pipelines)) is not None:
             raise refuse_to_deal(reason)
         self._loader = loader
         self._dealt = DealtBatches(loader, self._num_pipelines, self._client.lease)
