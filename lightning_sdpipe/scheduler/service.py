@@ -107,8 +107,9 @@ class SchedulerService:
         self._next_roll_call = now + worker_timeout / 4
         self.elastic: Elastic | None = None
         if elastic is not None:
-            membership = Membership(num_stages, num_pipelines, elastic, now)
+            membership = Membership(num_stages, elastic, now)
             self.elastic = Elastic(membership, ElasticRun(self), num_pipelines, worker_timeout)
+            self.elastic.on_decided = self.log.record_members
 
     # ------------------------------------------------------------------ inputs
 
