@@ -22,6 +22,7 @@ from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.early import Early
 from lightning_sdpipe.scheduler.presence import Presence
 from lightning_sdpipe.scheduler.rendezvous import Full, Rendezvous
+from lightning_sdpipe.scheduler.status import Members
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,14 @@ class Elastic:
     def in_use(self) -> bool:
         """Is this an elastic run, as far as is known?"""
         return bool(self._presence.incarnations) or self.membership.epoch.number > 0
+
+    def status(self) -> Members | None:
+        """Who is in the run; None if nobody has enrolled."""
+        core = self.membership
+        if not self.in_use:
+            return None
+        epoch, reason = core.epoch.number, core.epoch.reason
+        return Members(epoch, reason, next(iter(core.members), None), core.states(), core.holds)
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""

@@ -227,6 +227,7 @@ class SchedulerService:
                 {session.worker: round(now - session.heard, 3) for session in self._sessions},
                 self._sync_graphs(),
             ),
+            members=None if self.elastic is None else self.elastic.status(),
         )
 
     def validate(self) -> None:

@@ -114,6 +114,19 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """Seconds of it that passed in waiting for other replicas."""
 
 
+class Members(msgspec.Struct, frozen=True):
+    """Who is in an elastic run."""
+
+    epoch: int
+    reason: str
+    """Why the epoch has begun."""
+    leader: int | None
+    states: dict[int, str]
+    """Of each pipeline that is there, in a word or two."""
+    held: str
+    """Why nobody trains, if so."""
+
+
 class Status(msgspec.Struct, frozen=True):
     """The whole run."""
 
@@ -132,6 +145,8 @@ class Status(msgspec.Struct, frozen=True):
     """Readies that wait until all workers have come back to a scheduler that was restarted."""
     looks_back: tuple[int, Unit]
     stages: list[StageStatus]
+    members: Members | None = None
+    """None in a run whose pipelines do not come and go."""
 
     def workers(self) -> list[WorkerStatus]:
         """Everybody that ever joined, by stage and pipeline."""

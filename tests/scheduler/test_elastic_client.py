@@ -24,6 +24,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.elastic_client import (
     CancelledError,
@@ -37,6 +38,8 @@ from lightning_sdpipe.scheduler.elastic_client import (
 )
 from lightning_sdpipe.scheduler.event_log import differences, read_log
 from lightning_sdpipe.scheduler.server import Server
+from lightning_sdpipe.scheduler.status import Members
+from lightning_sdpipe.scheduler.status_page import render, to_plain
 from tests.scheduler.live_scheduler import serving
 
 SAME = {"model": "linear", "version": "1"}
@@ -142,6 +145,10 @@ def test_a_newcomer_is_given_a_state_and_everybody_hears_of_the_new_epoch(tmp_pa
             wait_for(lambda c=client: c.epoch.number == 2)  # type: ignore[misc]
             assert client.epoch.pipelines == (0, 1, 5), "numbered beyond those that were planned"
             assert client.epoch.leader == 0
+        status = ask_status(fleet.server.address)
+        assert status.members == Members(2, "pipeline 5 has come", 0, {0: "leader", 1: "member", 5: "member"}, held="")
+        assert "members         epoch 2: pipeline 5 has come\n                0 leader, 1 member" in render(status)
+        assert to_plain(status)["members"]
     (record,) = read_log(log)
     assert list(differences(record.policy(), record.dealer(), record.entries, record.membership())) == []
     assert any(isinstance(entry.event, Enrolled) for entry in record.entries)
