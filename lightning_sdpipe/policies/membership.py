@@ -427,7 +427,7 @@ class Membership:
                 self._bury(member, reason)
                 return [w.Gone(member.pipeline, member.incarnation, reason, was_member=False)]
             return []
-        returning.early.append(event)
+        returning.keep(event)
         return []
 
     def _end_recovery(self, returning: Returning, now: float) -> list[MemberDecision]:
