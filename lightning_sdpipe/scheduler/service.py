@@ -253,6 +253,8 @@ class SchedulerService:
             case m.Heartbeat(joined=False):
                 self._hear_dealt(request, peer, now)
                 self._say(peer, m.Pulse(self.failure))
+            case m.Leave():
+                self._say(peer, m.Acknowledged(request.number))  # it takes no part in anything here
             case m.Hello() | m.Failed() | m.AskFailure() | m.AskMissing() | m.AskLease() | m.TellLeases():
                 self._from_anybody(request, peer, now)
             case _:
