@@ -427,7 +427,7 @@ class SchedulerService:
             self._let_time_pass(now)
             if request.heard is not None:
                 self._carry_out(self._decider.number_from(request.heard + 1, now), now)
-            decisions = self._decider.tell(Joined(session.worker), now)
+            decisions = self._decider.tell(Joined(session.worker, request.answered if request.resumed else None), now)
             session.move(JOINS)
             if not request.resumed:
                 session.iteration = session.answer = None
