@@ -113,6 +113,8 @@ class SchedulerClient:
         self._joined = False
         self._iteration: int | None = None
         self._heard = HeardAnswers(worker)
+        self._answered: int | None = None
+        """The iteration whose group was heard of last, since it joined."""
         self._early: m.Answer | None = None
         """To the unanswered ready, if it came while something else was waited for."""
         self._leases = HeardLeases()
@@ -174,6 +176,7 @@ class SchedulerClient:
         self._iteration = self._early = None
         with self._lock:
             self._joined = False
+            self._answered = None
             self._heard.forget()
         reply = self._ask(self._leave, m.Acknowledged, "the scheduler to let it leave")
         with self._invitations:
@@ -212,6 +215,7 @@ class SchedulerClient:
         self._iteration = self._early = None
         with self._lock:
             self._heard.hear(answer)
+            self._answered = iteration
         return answer.group
 
     def lease(self, segment: Segment, ordinal: int) -> Lease:
@@ -374,8 +378,10 @@ class SchedulerClient:
                 return None
             self._number += 1
             heard, elastic, number = self._heard, self._incarnation is not None, self._number
-            answers = heard.to_report()
-            return m.Join(self.worker, self._session, number, self._mesh, True, heard.highest, answers, elastic)
+            answers, answered = heard.to_report(), self._answered
+            return m.Join(
+                self.worker, self._session, number, self._mesh, True, heard.highest, answers, elastic, answered
+            )
 
     def _book(self) -> m.TellLeases | None:
         book = self._leases.book()

@@ -22,9 +22,12 @@ from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.early import Early
 from lightning_sdpipe.scheduler.presence import Presence
 from lightning_sdpipe.scheduler.rendezvous import Full, Rendezvous
+from lightning_sdpipe.scheduler.status import Members
 
 logger = logging.getLogger(__name__)
 
+GONE_IN_STATUS = 64
+"""Starts of pipelines that must not come back which a status tells, the last ones."""
 RIVAL_GRACE = 0.5
 """Seconds that a job may be heard of after another has claimed its number, as a process that is about to end is."""
 BEATS_PER_LIMIT = 8
@@ -96,6 +99,23 @@ class Elastic:
     def in_use(self) -> bool:
         """Is this an elastic run, as far as is known?"""
         return bool(self._presence.incarnations) or self.membership.epoch.number > 0
+
+    def status(self) -> Members | None:
+        """Who is in the run; None if nobody has enrolled."""
+        core = self.membership
+        if not self.in_use and not core.ever:
+            return None
+        return Members(
+            core.epoch.number,
+            core.epoch.reason,
+            next(iter(core.members), None),
+            core.states(),
+            core.holds,
+            {member.pipeline: member.incarnation for member in core.epoch.members},
+            sorted(core.ever),
+            [(member.pipeline, member.incarnation) for member in core.buried(GONE_IN_STATUS)],
+            core.over.reason if core.over is not None and core.over.failed else None,
+        )
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""
@@ -347,11 +367,13 @@ class Elastic:
         if core.recovering:
             return
         for worker, request in self._early.first():
-            if core.tombstone(worker.pipeline, request.session) is None:
-                if not core.is_member(worker.pipeline, request.session):
-                    continue
-                if isinstance(request, m.Join) and not self._shares_a_group(worker, now):
-                    continue
-            for peer, kept in self._early.take(worker):
-                self._run.again(peer, kept, now)
+            if (reason := core.tombstone(worker.pipeline, request.session)) is not None:
+                for peer, _ in self._early.take(worker):
+                    self._run.say(peer, e.MustEnd(reason))
+                continue
+            if not core.is_member(worker.pipeline, request.session):
+                continue
+            if not isinstance(request, m.Join) or self._shares_a_group(worker, now):
+                for peer, kept in self._early.take(worker):
+                    self._run.again(peer, kept, now)
         self._answers.proceed(now)
