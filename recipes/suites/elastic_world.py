@@ -116,10 +116,17 @@ class World:
         directory: for all files.
         work: of every pipeline.
         scheduler_options: of ``sdpipe scheduler``.
+        target: what every process runs, as :func:`train`.
     """
 
-    def __init__(self, directory: Path, work: Work, scheduler_options: Sequence[str] = ()) -> None:
-        self.directory, self.work = directory, work
+    def __init__(
+        self,
+        directory: Path,
+        work: Any,
+        scheduler_options: Sequence[str] = (),
+        target: Callable[..., None] | None = None,
+    ) -> None:
+        self.directory, self.work, self._target = directory, work, target or train
         options = ["--num-stages", str(work.num_stages), "--num-pipelines", str(work.num_pipelines)]
         options += ["--start-pipelines", str(work.num_pipelines), "--journal", str(directory / "journal")]
         policy_file = directory / "policy.json"
@@ -157,7 +164,7 @@ class World:
             own = environment | {"RANK": str(each), "LOCAL_RANK": str(each)}
             name = f"{self._launches:04d}-{pipeline}-{each}"
             arguments = (self.work, self.directory, name, own, fault if each == rank else None)
-            process = context.Process(target=train, args=arguments, daemon=True)
+            process = context.Process(target=self._target, args=arguments, daemon=True)
             process.start()
             self._processes[pipeline].append(process)
 
