@@ -125,7 +125,7 @@ def run(
     calm_losses: dict[tuple[str, int], float] = {}
     while sum(row["kills"] for row in rows) < kills and (runs is None or len(rows) < runs):
         number = seed + len(rows)
-        draws = random.Random(number)
+        draws = random.Random(f"soak {number}")  # numbers that are near draw alike at first
         name, stages = draws.choice(sorted(methods)), draws.choice(list(num_stages))
         work = Regression(
             stages, num_pipelines, hydra.utils.instantiate(methods[name]), batch_seconds, batches, epochs, seed
