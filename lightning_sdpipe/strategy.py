@@ -51,7 +51,7 @@ from lightning_sdpipe.trainer.dealt_turns import DealtTurns
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.nonfinite import Watch
-from lightning_sdpipe.trainer.optimizers import corrected, refuse_unfit
+from lightning_sdpipe.trainer.optimizers import OptimizerProgress, corrected, refuse_unfit
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import (
@@ -214,7 +214,16 @@ class SDPipeStrategy(SDPipeOptions):
             trainer,
             parts,
             self._method.build(
-                Replica(client, self.groups, buckets, parts.buffers, changing.trained, timeout, watch and not scaled)
+                Replica(
+                    client,
+                    self.groups,
+                    buckets,
+                    parts.buffers,
+                    changing.trained,
+                    timeout,
+                    watch and not scaled,
+                    OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets),
+                )
             ),
             client,
             self.groups,

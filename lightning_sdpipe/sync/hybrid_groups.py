@@ -6,12 +6,11 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
-from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
+from lightning_sdpipe.exchange.collectives import FullMean
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
@@ -20,6 +19,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.replay import mean_of_groups
+from lightning_sdpipe.sync.furthest import take_over_furthest
 from lightning_sdpipe.sync.meetings import Meetings
 from lightning_sdpipe.sync.shared_models import InPlace, Published, SharedModel
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -175,16 +175,8 @@ class HybridGroups(Synchronizer):
 
     def catch_up(self) -> None:
         """The group's members take over the model of the one that has trained longest, and met others last."""
-        if self._mates is None:
-            return
-        pipelines = self._mates.pipelines
-        reached = torch.zeros(len(pipelines), dtype=torch.int64, device=self.replica.device)
-        reached[pipelines.index(self.replica.pipeline)] = self._trained * 2**40 + self._met
-        dist.all_reduce(reached, group=self._mates.group)
-        furthest = pipelines[int(reached.argmax())]
-        members = tuple(Worker(self.replica.stage, pipeline) for pipeline in pipelines)
-        source = Group(members, tuple(float(p == furthest) for p in pipelines), 0, "pause")
-        finish(TakeOver(self._mates).start(tensors_of(self.replica.parameters), source))
+        if self._mates is not None:
+            take_over_furthest(self.replica, self._mates, self._trained * 2**40 + self._met)
 
     def make_parameters_equal(self) -> None:
         """All get the mean of the groups' models."""
