@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity import Delays
-from lightning_sdpipe.sync import PHDPSGD
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.sync import PHDPSGD, SemiDecentralized
+from lightning_sdpipe.sync.hybrid_groups import HybridGroups
+from lightning_sdpipe.sync.methods import method_of, on_hosts
+from lightning_sdpipe.sync.synchronizer import Replica
 from tests.sync.hybrid_emulation import Emulation, Job
 from tests.sync.test_methods import EqualReplicas
 from tests.test_strategy import Regression, fit
+from tests.workers import run_workers
 
 LR, MOMENTUM = 0.05, 0.9
 BATCH = 4
+TIMEOUT = timedelta(seconds=20)
 
 
 def batch(pipeline: int, number: int) -> tuple[Tensor, Tensor]:
@@ -113,30 +126,122 @@ def compare(directory: Path, stages: int, groups: list[list[int]], **options: An
 SLOW = Delays(0.4, 0.03)
 
 
-@pytest.mark.distributed
-def test_two_groups_of_two(tmp_path: Path) -> None:
-    emulation = compare(tmp_path, 2, [[0, 3], [1, 2]])
-    assert any(len(group.members) == 4 for group in emulation.groups)
+@dataclass(frozen=True)
+class UnlikeSpeeds:
+    """Each two pipelines are slower than the two before them."""
+
+    def delay(self, stage: int, pipeline: int, iteration: int, during: str) -> float:
+        return 0.02 * (pipeline // 2) if during == "forward" else 0.0
+
+    def track(self, rank: int) -> None:
+        return None
+
+
+UNEVEN = {"rows": [5, 3, 4, 7], "uneven": True, "delays": SLOW}
+PAIRS = [[0, 3], [1, 2]]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("stages", "groups", "options"),
     [
-        (1, [[0], [1], [2], [3]], {"delays": SLOW}),
-        (1, [[0, 2], [1]], {"sharded": False, "delays": SLOW, "staleness": 1}),
-        (1, [[0, 1], [2, 3], [4, 5]], {"staleness": 2, "every": 3, "delays": SLOW}),
-        (1, [[0, 1], [2, 3], [4, 5]], {"asynchronous": True, "staleness": 2, "delays": SLOW}),
-        (2, [[0, 1], [2], [3]], {"asynchronous": True, "sharded": False, "delays": SLOW, "staleness": 3}),
-        (2, [[0], [1], [2], [3]], {"staleness": 1, "every": 2, "delays": SLOW, "gradient_clip_val": 0.3}),
-        (2, [[0, 1], [2, 3]], {"rows": [5, 3, 4, 7], "uneven": True, "delays": SLOW}),
-        (2, [[0, 1], [2, 3]], {"rows": [5, 3, 4, 7], "uneven": True, "delays": SLOW, "asynchronous": True}),
-        (4, [[0, 1], [2]], {"sharded": False, "staleness": 2, "delays": SLOW, "schedule": "gpipe"}),
-        (2, [[0, 1], [2, 3]], {"schedule": "zero_bubble", "accumulate_grad_batches": 2}),
-        (2, [[0, 1], [2, 3]], {"schedule": "interleaved_1f1b", "gradient_clip_val": 0.3}),
+        pytest.param(2, PAIRS, {**UNEVEN, "gradient_clip_val": 0.3}, id="data that ends at other times"),
+        pytest.param(2, PAIRS, {**UNEVEN, "asynchronous": True, "staleness": 2}, id="asynchronous meetings"),
+        pytest.param(1, [[0, 2], [1]], {"sharded": False, "delays": SLOW}, id="unlike groups"),
+        pytest.param(2, [[0], [1], [2]], {"every": 2, "delays": SLOW, "schedule": "gpipe"}, id="groups of one"),
+        pytest.param(2, PAIRS, {"schedule": "zero_bubble", "accumulate_grad_batches": 2}, id="accumulation"),
     ],
-    ids=str,
 )
-def test_it(tmp_path: Path, stages: int, groups: list[list[int]], options: dict[str, Any]) -> None:
+def test_pipelines_train_what_one_process_finds_by_the_same_decisions(
+    tmp_path: Path, stages: int, groups: list[list[int]], options: dict[str, Any]
+) -> None:
     emulation = compare(tmp_path, stages, groups, **options)
-    print([(len(g.members), len(g.passive), len(g.standing), g.reason) for g in emulation.groups])
+    parts = [{tuple(own) for own in groups if {w.pipeline for w in g.members} & {*own}} for g in emulation.groups]
+    assert any(len(met) > 1 for met in parts)
+    assert any(g.passive for g in emulation.groups) == ("asynchronous" in options)
+
+
+@pytest.mark.distributed
+def test_who_is_ahead_takes_part_in_meetings_while_it_waits_for_others(tmp_path: Path) -> None:
+    options = {"staleness": 2, "every": 5, "delays": UnlikeSpeeds(), "rows": [10] * 6}
+    emulation = compare(tmp_path, 1, [[0, 1], [2, 3], [4, 5]], **options)
+    assert any(group.standing for group in emulation.groups)
+
+
+class Adam(OwnData):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("rows", "uneven", "options"),
+    [
+        ([6, 6], False, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2, "schedule": "pipedream"}),
+        ([5, 3], True, {"precision": "bf16-mixed", "schedule": "1f1b"}),
+    ],
+)
+def test_one_group_of_all_is_all_reduce(tmp_path: Path, rows: list[int], uneven: bool, options: dict[str, Any]) -> None:
+    """Bit for bit; the pipelines of a host are a group by default."""
+    outcomes = []
+    schedule = options.pop("schedule")
+    for sync in (AllReduce(), PHDPSGD()):
+        strategy = SDPipeStrategy(2, sync=sync, schedule=schedule, start_method="fork")
+        _, model = fit(tmp_path / type(sync).__name__, strategy, 4, BATCH, Adam(rows, uneven), **options)
+        outcomes.append(model.state_dict())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*(o.values() for o in outcomes), strict=True))
+
+
+def refused(rank: int) -> list[str]:
+    """What two workers say to gradients of different models, and to a scheduler with other groups."""
+    mesh = Mesh.build(2, 1)
+    groups = ProcessGroups.open(mesh, TIMEOUT)
+    client: Any = SimpleNamespace(policy=registry.to_json(PHDPSGD(group_size=2)))
+    replica = Replica(client, groups, [], [], [], TIMEOUT)
+    messages = []
+    together = HybridGroups(replica, PHDPSGD(group_size=2))
+    together._last_meeting = 7 + rank
+    together.complete([])
+    with pytest.raises(WorkerFailedError) as different:
+        together.finish()
+    messages.append(str(different.value))
+    for wrong in (PHDPSGD(groups=[[0], [1]]), PHDPSGD(group_size=1, asynchronous=True)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError) as others:
+            HybridGroups(replica, wrong).enter()
+        messages.append(str(others.value))
+    client.policy = registry.to_json(PHDPSGD())
+    with pytest.raises(ConfigurationError) as asynchronous:
+        HybridGroups(replica, PHDPSGD(asynchronous=True)).enter()
+    return [*messages, str(asynchronous.value)]
+
+
+@pytest.mark.distributed
+def test_different_models_are_not_trained_on_and_other_groups_are_refused() -> None:
+    for different, one, other, asynchronous in run_workers(2, refused):
+        assert "the last meeting with other groups was, by pipeline, {0: 7, 1: 8}" in different
+        assert "Start it with --policy phd_psgd --set groups=[[0], [1]]" in one
+        assert one.split("Start")[1] == other.split("Start")[1]
+        assert "asynchronous=False, and this run has asynchronous=True" in asynchronous
+
+
+def test_the_pipelines_of_a_host_are_a_group() -> None:
+    policy = on_hosts(method_of(PHDPSGD(staleness=3)), ["a", "b", "a", "b"]).policy
+    assert policy == PHDPSGD(groups=[[0, 2], [1, 3]], staleness=3)  # type: ignore[arg-type]
+    for told in (PHDPSGD(group_size=1), PHDPSGD(groups=[[0], [1]]), SemiDecentralized()):  # type: ignore[arg-type]
+        assert on_hosts(method_of(told), ["a", "a"]).policy == told
+    with pytest.raises(ConfigurationError, match=r"\[\[0, 1\], \[2\]\] here, and sharded meetings"):
+        on_hosts(method_of(PHDPSGD()), ["a", "a", "b"])
+    assert on_hosts(method_of(PHDPSGD(sharded=False)), ["a", "a", "b"]).policy == PHDPSGD(
+        groups=[[0, 1], [2]],  # type: ignore[arg-type]
+        sharded=False,
+    )
+
+
+def test_groups_that_do_not_fit_are_refused_before_any_process_starts() -> None:
+    def start(sync: PHDPSGD, **options: Any) -> None:
+        L.Trainer(accelerator="cpu", devices=4, strategy=SDPipeStrategy(2, sync=sync, **options), logger=False)
+
+    with pytest.raises(ConfigurationError, match=r"groups=\[\[0, 1\], \[2\]\] name \[2\]"):
+        start(PHDPSGD(groups=[[0, 1], [2]], sharded=False))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="data='dealt' does not go with sync=PHDPSGD"):
+        start(PHDPSGD(group_size=1), data="dealt")
