@@ -32,6 +32,7 @@ from lightning_sdpipe.pipeline.data import PipelineLoader, shared, shared_seed
 from lightning_sdpipe.placement.placed import check_shape, mesh_of
 from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.sync.methods import on_hosts
 from lightning_sdpipe.sync.synchronizer import Replica, SyncStatistics
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.adaptation import adapt
@@ -40,7 +41,7 @@ from lightning_sdpipe.trainer.dealt_turns import DealtTurns
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.nonfinite import Watch
-from lightning_sdpipe.trainer.optimizers import corrected, refuse_unfit
+from lightning_sdpipe.trainer.optimizers import OptimizerProgress, corrected, refuse_unfit
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import (
@@ -83,9 +84,16 @@ class SDPipeStrategy(CheckpointHooks):
 
     def _configure_launcher(self) -> None:
         mesh = self.mesh  # refuses a number of workers that does not fit
+        if self.placement is None:
+            self._method = on_hosts(self._method, self._hosts(mesh))
         registry.build(self._method.policy, mesh.num_stages, mesh.num_pipelines)  # and values that do not fit the mesh
         timeout = self._run_timeout.total_seconds()
         self._launcher = launcher_for(self, self._start_method, self._check_module, timeout)
+
+    def _hosts(self, mesh: Mesh) -> list[str]:
+        """Where the stages of each pipeline run."""
+        nodes = [[rank // self.num_processes for rank in row] for row in mesh.ranks]
+        return [",".join(map(str, row)) for row in nodes]
 
     def _check_module(self) -> None:
         module = self.lightning_module
@@ -100,6 +108,7 @@ class SDPipeStrategy(CheckpointHooks):
         if self._groups is None:
             if self.placement is not None:
                 self._placed = mesh_of(self.placement, roll_call(self.local_rank, self.root_device))
+                self._method = on_hosts(self._method, self._hosts(self.mesh))
             self._groups = ProcessGroups.open(self.mesh, self._run_timeout)
         self._data_seed = shared_seed()
         self._membership = Membership(
@@ -182,7 +191,16 @@ class SDPipeStrategy(CheckpointHooks):
             trainer,
             parts,
             self._method.build(
-                Replica(client, self.groups, buckets, parts.buffers, changing.trained, timeout, watch and not scaled)
+                Replica(
+                    client,
+                    self.groups,
+                    buckets,
+                    parts.buffers,
+                    changing.trained,
+                    timeout,
+                    watch and not scaled,
+                    OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets),
+                )
             ),
             client,
             self.groups,

@@ -91,8 +91,10 @@ class Participants:
         *,
         weights: Sequence[float] | None = None,
         passive: Sequence[int] = (),
+        standing: Sequence[int] = (),
     ) -> Group:
-        """A group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones.
+        """A group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones, some of which wait
+        on (``standing``).
 
         ``weights`` belong to ``pipelines`` and then ``passive``, in these orders; equal ones without.
         """
@@ -113,7 +115,9 @@ class Participants:
             of = dict(zip(together, weights, strict=True))
             together.sort()
             shares = tuple([of[pipeline] for pipeline in together])
-        return Group(tuple([workers[pipeline] for pipeline in together]), shares, sequence, reason, bystanders)
+        members = tuple([workers[pipeline] for pipeline in together])
+        waits_on = tuple([workers[pipeline] for pipeline in standing])
+        return Group(members, shares, sequence, reason, bystanders, standing=waits_on)
 
     def _check_exists(self, worker: Worker) -> None:
         if not (0 <= worker.stage < self.num_stages and 0 <= worker.pipeline < self.num_pipelines):

@@ -262,8 +262,9 @@ class PHDPSGDPolicy(GroupPolicy):
         answered = [p for k in go for p in self._waiting(k)]
         members = [self._waiting(k) for k in (*go, *stay)] + [self._active(last, k) for k in computing]
         passive = [p for group in members[len(go) :] for p in group]
+        standing = [p for k in stay for p in self._waiting(k)]
         weights = mean_of_groups(members)
-        group = participants.group(last, answered, reason, weights=weights, passive=passive)
+        group = participants.group(last, answered, reason, weights=weights, passive=passive, standing=standing)
         self.versions[last].met(group.sequence, [*go, *stay], computing)
         asleep = {k: tuple(self._groups[k]) for k in computing}
         for replay in self._replays:

@@ -359,7 +359,7 @@ class SchedulerService:
             decisions = self._decider.tell(Joined(session.worker), now)
             session.move(JOINS)
             if not request.resumed:
-                session.iteration = session.answer = None
+                session.iteration = session.answer = session.answered = None
                 self._recovery.forget(session.worker)
             self._carry_out(decisions)
             self._recovery.keep(request.answers, session.worker)
@@ -372,7 +372,7 @@ class SchedulerService:
             decisions = self._decider.tell(Left(session.worker), now)
             self._recovery.held.pop(session.worker, None)
         session.move(LEAVES)
-        session.answer = None
+        session.answer = session.answered = None
         self._carry_out(decisions)
 
     def _call_the_roll(self, now: float) -> None:
@@ -426,7 +426,10 @@ class SchedulerService:
                 if group.passive:
                     self._answer_and_invite(sessions, group)
                     continue
-                answer = m.Answer(group, tuple([session.iteration for session in sessions]))
+                invited = tuple([session.invitations for session in sessions])
+                answer = m.Answer(
+                    group, tuple([session.iteration for session in sessions]), invited if any(invited) else ()
+                )
                 for session in sessions:
                     self._answer(session, answer)
             except (IllegalInput, KeyError) as error:
@@ -434,12 +437,15 @@ class SchedulerService:
 
     def _answer_and_invite(self, sessions: list[Session], group: Group) -> None:
         """Passive members are invited; the others are answered."""
-        answer = m.Answer(group, tuple(None if s.worker in group.passive else s.iteration for s in sessions))
-        invitation = m.Invitation(group)
+        answer = m.Answer(
+            group,
+            tuple(None if s.worker in group.passive else s.iteration for s in sessions),
+            tuple(s.invitations for s in sessions),
+        )
         for session in sessions:
             if session.worker in group.passive:
                 session.invitations += 1
-                self._say(m.heartbeat_id(session.worker), invitation)
+                self._say(m.heartbeat_id(session.worker), m.Invitation(group, session.answered))
             else:
                 self._answer(session, answer)
 

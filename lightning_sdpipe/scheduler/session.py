@@ -89,7 +89,19 @@ class Received:
 class Session:
     """One client; ``id`` is the number that it drew for itself."""
 
-    __slots__ = ("answer", "beats", "heard", "id", "invitations", "iteration", "peer", "received", "state", "worker")
+    __slots__ = (
+        "answer",
+        "answered",
+        "beats",
+        "heard",
+        "id",
+        "invitations",
+        "iteration",
+        "peer",
+        "received",
+        "state",
+        "worker",
+    )
 
     def __init__(self, worker: Worker, id: int, now: float) -> None:
         self.worker = worker
@@ -100,6 +112,8 @@ class Session:
         """Of the last ready that was accepted."""
         self.answer: m.Answer | None = None
         """To that ready; None until it is decided."""
+        self.answered: int | None = None
+        """The last iteration that was answered since it joined."""
         self.invitations = 0
         """To groups that it was a passive member of."""
         self.received = Received()
@@ -133,7 +147,7 @@ class Session:
     def is_answered(self, answer: m.Answer) -> None:
         """``answer`` is the answer to its ready."""
         self.move(GETS_GROUP)
-        self.answer = answer
+        self.answer, self.answered = answer, self.iteration
 
     def validate(self) -> None:
         """Raise AssertionError if what this session knows contradicts itself."""

@@ -6,10 +6,15 @@ decisions out, any policy of the user's own included.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+from lightning_utilities.core.rank_zero import rank_zero_info
+
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.group_generator import hosts_as_groups
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule
@@ -18,6 +23,7 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
+from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.late_averaging import LateAveraging
 from lightning_sdpipe.sync.model_averaging import ModelAveraging
 from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
@@ -122,6 +128,8 @@ class ByPolicy:
                 return ModelAveraging(replica, every)
             case ADPSGD(asynchronous=True):
                 return AsynchronousPairs(replica)
+            case PHDPSGD():
+                return HybridGroups(replica, self.policy)
             case _:
                 return ModelAveraging(replica) if self.policy.announces == "early" else LateAveraging(replica)
 
@@ -129,12 +137,42 @@ class ByPolicy:
 def refuse_in_step(sync: object, method: SyncMethod) -> None:
     """Raises ConfigurationError if pipelines that ``method`` synchronises cannot train batches by their speed."""
     policy = method.policy if isinstance(method, ByPolicy) else None
+    if isinstance(policy, PHDPSGD):
+        raise ConfigurationError(
+            f"data='dealt' does not go with sync={sync!r}: the pipelines of a group average gradients, so they train "
+            "equally many batches. Use data='sharded', or SemiDecentralized or PartialReduce."
+        )
     if policy is None or isinstance(policy, LocalSGD) or (isinstance(policy, ADPSGD) and not policy.asynchronous):
         raise ConfigurationError(
             f"data='dealt' does not go with sync={sync!r}, whose pipelines cannot leave and come back while others "
             "train. Use data='sharded', or a method whose pipelines run at their own speed: SemiDecentralized, "
             "PartialReduce, NoSync, or ADPSGD(asynchronous=True)."
         )
+
+
+def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
+    """``method`` for pipelines that run on these ``hosts``, by number: PHD-PSGD's groups are those of a host where it
+    was not told any.
+
+    Raises:
+        ConfigurationError: hosts have different numbers of pipelines, and meetings are sharded.
+    """
+    policy = method.policy
+    if not isinstance(policy, PHDPSGD) or policy.groups != "auto" or policy.group_size is not None:
+        return method
+    groups = hosts_as_groups(hosts)
+    if policy.sharded and len({len(group) for group in groups}) > 1:
+        raise ConfigurationError(
+            f"sync=phd_psgd makes a group of the pipelines of each host, which are {[list(group) for group in groups]} "
+            "here, and sharded meetings need groups of one size. Give sharded=False, a group_size, or groups."
+        )
+    if len(groups) == 1:
+        rank_zero_info(
+            f"sync=phd_psgd: all {len(hosts)} pipelines run on the same host and form one group, so gradients are "
+            "averaged over all of them and nobody meets others, as with AllReduce. For meetings give a group_size, or "
+            "groups."
+        )
+    return ByPolicy(msgspec.structs.replace(policy, groups=groups))
 
 
 def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
@@ -148,12 +186,6 @@ def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
         sync = registry.make(sync, {})
     if isinstance(sync, PolicyConfig):
         registry.check(sync)
-        if isinstance(sync, PHDPSGD):
-            raise ConfigurationError(
-                "sync=phd_psgd cannot train yet: the workers' half, in which a group averages gradients and meets "
-                "others, is missing. Try it with sdpipe simulate --policy phd_psgd, and train with "
-                "SemiDecentralized(), ADPSGD() or AllReduce()."
-            )
         return ByPolicy(sync)
     if not isinstance(sync, SyncMethod):
         raise ConfigurationError(

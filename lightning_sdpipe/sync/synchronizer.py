@@ -47,6 +47,16 @@ class SyncStatistics:
         self.seconds_averaging += seconds_averaging
 
 
+class Progress(Protocol):
+    """What a worker's training has come to besides its parameters: the state of its optimizer, and its loss scale."""
+
+    def save(self) -> bytes:
+        """For :meth:`load` of another replica of the stage."""
+
+    def load(self, saved: bytes) -> None:
+        """Takes over another one's."""
+
+
 @dataclass(frozen=True)
 class Replica:
     """A worker as one of the replicas of its stage: what a :class:`Synchronizer` works with."""
@@ -58,6 +68,7 @@ class Replica:
     trained: Sequence[nn.Parameter]  # in the order by which the pipeline numbers their gradients
     timeout: timedelta  # of every wait
     watch: bool = True  # end the run when gradients of one replica are not finite, rather than average them
+    progress: Progress | None = None  # None where there is nothing but parameters
 
     @property
     def stage(self) -> int:
