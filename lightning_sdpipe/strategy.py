@@ -49,6 +49,7 @@ from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.dealt_turns import DealtTurns
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
+from lightning_sdpipe.trainer.loss_scale import current_scale
 from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.optimizers import corrected, refuse_unfit
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
@@ -205,7 +206,17 @@ class SDPipeStrategy(SDPipeOptions):
             trainer,
             parts,
             self._method.build(
-                Replica(client, self.groups, buckets, parts.buffers, changing.trained, timeout, watch and not scaled)
+                Replica(
+                    client,
+                    self.groups,
+                    buckets,
+                    parts.buffers,
+                    changing.trained,
+                    timeout,
+                    watch and not scaled,
+                    self.exchange,
+                    lambda: current_scale(self.precision_plugin),
+                )
             ),
             client,
             self.groups,

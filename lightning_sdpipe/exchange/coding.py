@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange.parts import Place
+from lightning_sdpipe.exchange.parts import Place, Team
 
 REFUSAL = 255
 """A message of these bytes alone asks to exchange a part in full precision. They are a NaN in the values or in the
@@ -27,6 +27,9 @@ class Coding(Protocol):
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         """Of a message with ``n`` values."""
+
+    def meets(self, team: Team) -> None:
+        """These are about to exchange."""
 
     def prepared(self, piece: Tensor, number: int) -> Tensor:
         """The values that are to be averaged; they are not changed."""

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import pieces_of
-from lightning_sdpipe.exchange.parts import Place
+from lightning_sdpipe.exchange.parts import Place, Team
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 
@@ -36,6 +37,7 @@ class CommonReference:
         self._residuals: dict[int, ErrorFeedback] = {}
         self._draws = random.Random(seed)
         self._scale = 1.0
+        self._met: set[int] | None = None
         self.update = 0
         """How many updates came before the one that the next messages are of; see :meth:`Payload.at`."""
         self.trains = True
@@ -51,6 +53,22 @@ class CommonReference:
         self._residuals.clear()
 
     aborted = drop
+
+    def meets(self, team: Team) -> None:
+        """See the protocol. What was left out belongs to parts, which others own if members have gone.
+
+        Raises:
+            WorkerFailedError: a member has not been there the last time, so it knows something else.
+        """
+        members = set(team.members)
+        if self._met is not None and members != self._met:
+            if strangers := sorted(members - self._met):
+                raise WorkerFailedError(
+                    f"pipelines {strangers} missed the last average of pipelines {sorted(self._met)}, whose "
+                    "differences are from that"
+                )
+            self.drop()
+        self._met = members
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         return self._payload_of(dtype).nbytes(n)
@@ -124,6 +142,7 @@ class CommonModel(CommonReference):
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """All workers have the same ``tensors`` now, of which pieces will be exchanged."""
         self.drop()
+        self._met = None
         self._base = [piece.clone() for piece in pieces_of(tensors)]
 
     def prepared(self, piece: Tensor, number: int) -> Tensor:

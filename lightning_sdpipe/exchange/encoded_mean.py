@@ -35,7 +35,7 @@ class EncodedMean:
 
     def __init__(self, replicas: Replicas, coding: Coding, hosts: Sequence[str] | None = None) -> None:
         self._replicas = replicas
-        self._coding = coding
+        self.coding = coding
         self._hosts = hosts
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
@@ -57,11 +57,12 @@ class EncodedMean:
         Raises:
             WorkerFailedError: a member is gone, or a transfer has timed out.
         """
-        x, at = self._coding.prepared(piece, number), Place(number, 0)
+        self.coding.meets(team)
+        x, at = self.coding.prepared(piece, number), Place(number, 0)
         return self._by_hosts(x, at, team, tag) if self._hosts is not None else self._flat(x, at, team, tag)
 
     def _flat(self, x: Tensor, at: Place, team: Team, tag: int) -> Tensor:
-        coding, me, others = self._coding, self._replicas.pipeline, team.without(self._replicas.pipeline)
+        coding, me, others = self.coding, self._replicas.pipeline, team.without(self._replicas.pipeline)
         if not others:
             return coding.exact(x, x.to(residual_dtype(x.dtype)))
         spans = owned(len(x), team.members, coding.block)
@@ -104,7 +105,7 @@ class EncodedMean:
         """Each worker of a host averages its own part of it with its like on others. Where hosts have unequally many
         members, a worker of a small one has several parts."""
         assert self._hosts is not None
-        coding, me = self._coding, self._replicas.pipeline
+        coding, me = self.coding, self._replicas.pipeline
         hosts = _by_host(team.members, self._hosts)
         (local,) = [members for members in hosts if me in members]
         spans = owned(len(x), range(max(map(len, hosts))), coding.block)
@@ -146,7 +147,7 @@ class EncodedMean:
 
     def _message(self, values: Tensor) -> Tensor:
         """Like those that hold so many values."""
-        return values.new_empty(0, dtype=torch.uint8).new_empty(self._coding.nbytes(len(values), values.dtype))
+        return values.new_empty(0, dtype=torch.uint8).new_empty(self.coding.nbytes(len(values), values.dtype))
 
     def _swap(self, outgoing: Mapping[int, Tensor], like: Mapping[int, Tensor], tag: int) -> dict[int, Tensor]:
         into = {pipeline: torch.empty_like(tensor) for pipeline, tensor in like.items()}
@@ -175,11 +176,11 @@ class _Encoded:
 
     def commit(self) -> None:
         number, piece = self._to_come.popleft()
-        self._mover._coding.absorbed(piece, number, self._outcome)
+        self._mover.coding.absorbed(piece, number, self._outcome)
 
     def abort(self) -> None:
         if self._to_come:
-            self._mover._coding.aborted()
+            self._mover.coding.aborted()
         self._to_come.clear()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.algorithms.differences import owner_takes
 from lightning_sdpipe.exchange.coding import refusal
-from lightning_sdpipe.exchange.parts import Place
+from lightning_sdpipe.exchange.parts import Place, Team
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, Payload, Spread
 from lightning_sdpipe.exchange.payloads.modulo import largest_magnitudes
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
@@ -51,6 +51,9 @@ class OwnReference:
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         return (self._modulo or self._payload.on(dtype)).nbytes(n)
+
+    def meets(self, team: Team) -> None:
+        """It does not matter who they are."""
 
     def prepared(self, piece: Tensor, number: int) -> Tensor:
         self._payload.on(piece.dtype)
