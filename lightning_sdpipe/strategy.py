@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -21,29 +17,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdpipe.assembly import Assembled, assemble
-from lightning_sdpipe.checkpoints import random_states
-from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
-from lightning_sdpipe.checkpoints.files import with_whole_files
+from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, mark_parts, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.launching.environment import naming_the_port, where_to_listen
 from lightning_sdpipe.launching.launcher import end_after_failure, give_up, launcher_for
 from lightning_sdpipe.membership import Membership
 from lightning_sdpipe.mesh import Mesh
-from lightning_sdpipe.options import SDPipeOptions
-from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.pipeline.data import PipelineLoader, shared, shared_seed
 from lightning_sdpipe.placement.placed import check_shape, mesh_of
 from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.synchronizer import Replica, SyncStatistics
-from lightning_sdpipe.trainer import finetuning, loop
+from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.adaptation import adapt
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.dealt_turns import DealtTurns
@@ -60,13 +50,10 @@ from lightning_sdpipe.trainer.refusals import (
     refuse_unsupported,
     refuse_waiting_for_later_batches,
 )
-from lightning_sdpipe.trainer.whereabouts import Whereabouts
 from lightning_sdpipe.training import Training
 
-_T = TypeVar("_T")
 
-
-class SDPipeStrategy(SDPipeOptions):
+class SDPipeStrategy(CheckpointHooks):
     """Pipeline and data parallel training on unequal workers (SDPipe, VLDB 2023).
 
     ``devices × num_nodes`` workers form N pipelines of ``num_stages`` stages. Each stage runs its part of the user's
@@ -75,13 +62,7 @@ class SDPipeStrategy(SDPipeOptions):
     """
 
     _placed: Mesh | None = None
-    _groups: ProcessGroups | None = None
-    _membership: Membership | None = None
-    _assembled: Assembled | None = None
-    _training: Training | None = None
     _plan: tuple[nn.Module, plan.Plan] | None = None
-    _turns: DealtTurns | None = None
-    _loaded_split: list[int] | None = None
     _undo: Sequence[Callable[[], None]] = ()
     _unmark: Callable[[], None] | None = None
     _failed = _gathers = False
@@ -89,10 +70,6 @@ class SDPipeStrategy(SDPipeOptions):
     @cached_property
     def _initialisation(self) -> Initialisation:
         return Initialisation()
-
-    @cached_property
-    def _whereabouts(self) -> Whereabouts:
-        return Whereabouts(self.num_stages)
 
     # ------------------------------------------------------------------ launch
 
@@ -353,118 +330,6 @@ class SDPipeStrategy(SDPipeOptions):
         """Whether this worker's stage is the last one, where steps come to their end and what they return exists."""
         return self._worker.stage == self.num_stages - 1
 
-    # -------------------------------------------------------------- collectives
-
-    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Reduces over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
-        there, and logged values are reduced at the end of the epoch."""
-        if self._whereabouts.in_step or (self._training is not None and self._training.updating):
-            return tensor
-        group = group or self.groups.stage
-        with self._together("reducing", group):
-            return super().reduce(tensor, group, reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._whereabouts.check("reduce_boolean_decision")
-        votes = torch.tensor(int(decision), device=self.root_device)
-        with self._together("a decision"):
-            dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else bool(votes)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers one tensor from each pipeline, of the replicas of this stage.
-
-        ``LightningModule.all_gather`` asks for all ranks by default; other stages may not come to where this one asks.
-        """
-        group = self.groups.stage if group in (None, dist.group.WORLD) else group
-        if sync_grads and dist.get_backend(group) == "gloo":  # torch.distributed.nn scatters by global rank
-            raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
-        if self._whereabouts.rehearsing:
-            return torch.stack([tensor] * dist.get_world_size(group))
-        with self._together("all_gather", group):
-            return super().all_gather(tensor, group, sync_grads)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._whereabouts.check("barrier")
-        with self._together("a barrier"):
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        self._whereabouts.check("broadcast")
-        with self._together("a broadcast"):
-            return super().broadcast(obj, src)
-
-    @contextmanager
-    def _together(self, purpose: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Around what this worker does with others, all of them by default, wherever they are when it begins. Before
-        others have been started there is nobody to wait for."""
-        if self._training is not None:
-            self._training.come_together()
-        if self._groups is None:
-            yield
-        else:
-            with self._first_failure(), waiting_for(group or self._groups.everybody, purpose):
-                yield
-
-    # -------------------------------------------------------------- checkpoints
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = with_whole_files(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._assembled is None:  # other processes have run, and this one has the whole module
-            return self.module.state_dict()
-        if self._membership is not None:  # else the run is over, and nothing under way
-            self._whereabouts.check("save_checkpoint")
-            self.training.pause()
-        return self._checkpoints.module_state()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        saved = checkpoint.get("random_states", {})
-        self._data_seed = saved.get("data_seed", self._data_seed)
-        self._loaded_split = saved.get("split")
-        self._checkpoints.load_module(checkpoint["state_dict"], strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoints.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        finetuning.restore_groups(self._trainer, self.optimizers[0])
-        self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._assembled is not None and self._checkpoints.distributed:
-            self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io)
-        elif self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
-            with replacing(Path(filepath)):
-                super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if is_distributed(checkpoint_path):
-            return self._checkpoints.load(Path(checkpoint_path), self.checkpoint_io)
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self._checkpoints.wait()
-        super().remove_checkpoint(filepath)
-
-    def _random_states(self) -> dict[str, Any]:
-        split = None if self._turns is None else self._turns.split
-        return {"data_seed": self._data_seed, "split": split, **random_states.gather(self.groups)}
-
     # ---------------------------------------------------------------- the end
 
     @property
@@ -481,11 +346,6 @@ class SDPipeStrategy(SDPipeOptions):
     def injector(self) -> DelayInjector:
         """How long this worker computed, and how long it was made to sleep by ``delays``."""
         return self._parts.delays
-
-    def _first_failure(self) -> AbstractContextManager[None]:
-        if self._membership is None:  # the run is over
-            return nullcontext()
-        return self._membership.first_failure(lambda: self._trainer.received_sigterm)
 
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):  # else the process would end as if all were well
@@ -524,42 +384,6 @@ class SDPipeStrategy(SDPipeOptions):
                 make_whole(self.module, parts.ownership, self.groups, self.global_rank in keepers)
         if self.global_rank in keepers and self._unmark is not None:
             self._unmark()
-
-    # ----------------------------------------------------------------- narrowing
-
-    @property
-    def module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _trainer(self) -> Trainer:
-        return self.module.trainer
-
-    @property
-    def groups(self) -> ProcessGroups:
-        assert self._groups is not None, "setup_environment opens the groups"
-        return self._groups
-
-    @property
-    def membership(self) -> Membership:
-        assert self._membership is not None, "setup_environment connects to the scheduler"
-        return self._membership
-
-    @property
-    def training(self) -> Training:
-        """What this worker does in each turn of the loop."""
-        assert self._training is not None, "setup makes it"
-        return self._training
-
-    @property
-    def _parts(self) -> Assembled:
-        assert self._assembled is not None, "setup assembles the pipeline"
-        return self._assembled
-
-    @property
-    def _worker(self) -> Worker:
-        return Worker(*self.groups.mesh.locate(self.groups.rank))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -19,6 +19,8 @@ HOUSE = (
     *("cli", "sweep", "configuration", "check"),
     *(
         "strategy",
+        "checkpoint_hooks",
+        "collectives",
         "options",
         "training",
         "assembly",
@@ -34,7 +36,6 @@ HOUSE = (
 )
 
 LONG = {
-    "strategy.py": "Lightning's hooks, in the order of a run's life",
     "scheduler/service.py": "what the scheduler does with each kind of message",
     "scheduler/client.py": "what a worker asks and tells the scheduler, over one connection that may be lost",
 }

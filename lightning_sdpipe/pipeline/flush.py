@@ -90,17 +90,8 @@ class FlushPipeline:
     ) -> Tensor:
         """Runs forward and backward of a mini-batch. What is sent last may still be under way afterwards.
 
-        Args:
-            batch: the whole mini-batch.
-            step: the user's method.
-            iteration: counts mini-batches.
-            exchange: what an update that follows replaces gradients by.
-            accumulated: earlier mini-batches have left gradients for the same update.
-            ready: called once, when this worker needs nothing more from others to finish: before its last backward, or
-                if it shares parameters with other stages, when their gradients have come.
-
-        Returns:
-            The loss, a scalar whose ``backward`` puts the gradients in place.
+        ``ready`` is called before the last backward, or if this worker shares parameters with other stages, when their
+        gradients have come. See :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
         """
         self.settle()
         micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)

@@ -8,9 +8,10 @@ who waits, and nothing deadlocks.
 The bound on staleness is this stage's own: those that a meeting lets go on wait here, too, for the models that are
 behind theirs. They need wait for meetings of lower numbers only, since on the last stage these were enough.
 
-A worker that was lost is left out. What others would have had from its group by meetings that are still to come here,
-they have on the last stage only, so there everything is doubted then. Whose pipeline has no last stage any more goes on
-alone.
+A worker that was lost, or has left, is left out. What others would have had from its group by meetings that are still
+to come here, they have on the last stage only, so there everything is doubted then, and until the doubts are settled
+this stage's models may be older than the bound. (It cannot wait for that itself: its pipelines would never come to the
+boundary on the last stage.) Whose pipeline has no last stage any more goes on alone.
 """
 
 from __future__ import annotations

@@ -70,13 +70,13 @@ class Held:
         self._start = start
         self._begun = threading.Event()
         self._work: dist.Work | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def begin(self) -> None:
         """Begins the real transfer."""
         try:
             self._work = self._start()
-        except BaseException as error:  # raised where it is waited for
+        except Exception as error:  # raised where it is waited for
             self._error = error
         self._begun.set()
 
