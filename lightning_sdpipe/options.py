@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sdpipe import option_checks
 from lightning_sdpipe.assembly import Options
+from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.membership import scheduler_log, standing_scheduler
@@ -22,7 +23,7 @@ from lightning_sdpipe.partition import plan
 from lightning_sdpipe.placement.placed import placed_blocks, read_placement
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
-from lightning_sdpipe.sync.methods import method_of, refuse_in_step
+from lightning_sdpipe.sync.methods import method_of, refuse_exchange, refuse_in_step
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
@@ -35,6 +36,9 @@ class SDPipeOptions(DDPStrategy):
         num_stages: M, the stages of a pipeline; must divide the number of workers.
         sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default. Or the values of a
             policy of your own, or its import path, as in ``"my_package.policies:RoundRobin"``.
+        exchange: how tensors move between the replicas of a stage, as
+            ``Exchange(EightBit(), overlap="step", hierarchy="hosts")``; in full precision, at once and between any two
+            workers alike by default.
         schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
             optimizer steps, and so do ``"interleaved_1f1b"`` and ``"zero_bubble"``, which cut the model into
             ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
@@ -86,6 +90,7 @@ class SDPipeOptions(DDPStrategy):
         self,
         num_stages: int = 1,
         sync: SyncMethod | PolicyConfig | str | None = None,
+        exchange: Exchange | None = None,
         schedule: Schedule = "1f1b",
         stages_per_worker: int = 2,
         num_micro_batches: int | None = None,
@@ -143,6 +148,8 @@ class SDPipeOptions(DDPStrategy):
         self.on_nonfinite = on_nonfinite
         self._run_timeout = timeout
         self._method = method_of(self.sync)
+        self.exchange = exchange if exchange is not None else Exchange()
+        refuse_exchange(self.sync, self._method, self.exchange)
         self.data = data
         if data == "dealt":
             refuse_in_step(self.sync, self._method)

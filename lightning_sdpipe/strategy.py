@@ -40,6 +40,7 @@ from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.dealt_turns import DealtTurns
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
+from lightning_sdpipe.trainer.loss_scale import current_scale
 from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.optimizers import OptimizerProgress, corrected, refuse_unfit
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
@@ -200,6 +201,8 @@ class SDPipeStrategy(CheckpointHooks):
                     timeout,
                     watch and not scaled,
                     OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets),
+                    self.exchange,
+                    lambda: current_scale(self.precision_plugin),
                 )
             ),
             client,

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_sdpipe.errors import NonFiniteError
+from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
+from lightning_sdpipe.sync.exchanges import hosts_of
 from lightning_sdpipe.sync.furthest import take_over_furthest
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
@@ -21,7 +23,7 @@ class GradientAveraging(Synchronizer):
 
     def __init__(self, replica: Replica, bucket_bytes: int) -> None:
         super().__init__(replica)
-        self._buckets = GradientRounds(replica.trained, replica.groups.replicas(), bucket_bytes, replica.watch)
+        self._buckets = _rounds(replica, bucket_bytes)
         self._rounds = 0
         self._update = 0
         self.gradients = self
@@ -64,3 +66,20 @@ class GradientAveraging(Synchronizer):
 
     def make_parameters_equal(self) -> None:
         take_over_furthest(self.replica, self.replica.groups.replicas(), self._rounds)
+
+
+def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds:
+    exchange, replicas = replica.exchange, replica.groups.replicas()
+    if exchange.is_full and exchange.hierarchy == "flat":
+        return GradientRounds(replica.trained, replicas, bucket_bytes, replica.watch)
+    return EncodedRounds(
+        replica.trained,
+        replicas,
+        replica.groups.replicas(replica.groups.side_channel(replica.timeout)),
+        bucket_bytes,
+        replica.watch,
+        exchange.payload,
+        hosts_of(replica),
+        replica.timeout.total_seconds(),
+        replica.loss_scale,
+    )

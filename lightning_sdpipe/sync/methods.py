@@ -14,6 +14,7 @@ import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.partition.group_generator import hosts_as_groups
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
@@ -22,6 +23,17 @@ from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
+from lightning_sdpipe.sync.exchanges import (
+    ASYNCHRONOUS_PAIRS,
+    CHANGING_GROUPS,
+    CHANGING_PAIRS,
+    EVERYBODY,
+    EVERYBODY_NOW_AND_THEN,
+    GRADIENTS,
+    Takes,
+    check,
+    mover_among_all,
+)
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.late_averaging import LateAveraging
@@ -46,6 +58,10 @@ class AllReduce:
     @property
     def policy(self) -> PolicyConfig:
         return NoSync()  # everybody meets everybody: there is nothing to decide
+
+    @property
+    def takes(self) -> Takes:
+        return GRADIENTS
 
     def build(self, replica: Replica) -> Synchronizer:
         return GradientAveraging(replica, int(self.bucket_mib * 2**20))
@@ -120,18 +136,39 @@ class ByPolicy:
 
     policy: PolicyConfig
 
+    @property
+    def takes(self) -> Takes | None:
+        """What it can do with an exchange."""
+        match self.policy:
+            case NoSync() | PHDPSGD():
+                return None
+            case LocalSGD(every):
+                return EVERYBODY if every == 1 else EVERYBODY_NOW_AND_THEN
+            case ADPSGD(asynchronous=True):
+                return ASYNCHRONOUS_PAIRS
+            case ADPSGD():
+                return CHANGING_PAIRS
+            case _:
+                return CHANGING_GROUPS
+
     def build(self, replica: Replica) -> Synchronizer:
         match self.policy:
             case NoSync():
                 return Synchronizer(replica)
             case LocalSGD(every):
-                return ModelAveraging(replica, every)
+                return ModelAveraging(replica, every, *mover_among_all(replica))
             case ADPSGD(asynchronous=True):
                 return AsynchronousPairs(replica)
             case PHDPSGD():
                 return HybridGroups(replica, self.policy)
             case _:
                 return ModelAveraging(replica) if self.policy.announces == "early" else LateAveraging(replica)
+
+
+def refuse_exchange(sync: object, method: SyncMethod, exchange: Exchange) -> None:
+    """Raises ConfigurationError if ``method`` cannot move its tensors so. A method of the user's own says what it can
+    do with an exchange as ``takes``, a :class:`~lightning_sdpipe.sync.exchanges.Takes`."""
+    check(sync, exchange, getattr(method, "takes", None))
 
 
 def refuse_in_step(sync: object, method: SyncMethod) -> None:

@@ -5,24 +5,33 @@ from __future__ import annotations
 import time
 
 from lightning_sdpipe.exchange.buckets import tensors_of
-from lightning_sdpipe.exchange.group_mean import GroupMean
+from lightning_sdpipe.exchange.common_reference import CommonModel
+from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.sync.exchanges import mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
 class ModelAveraging(Synchronizer):
-    """Announces when this worker is ready, learns its group, and averages the stage's parameters with it.
+    """Announces when this worker is ready, learns its group, and averages the stage's parameters with it: at once, or
+    while the next mini-batch is computed.
 
     Args:
         replica: this worker.
         every: the scheduler is asked in the updates that this number divides; the others are local.
-        mover: moves the parameters; :class:`~lightning_sdpipe.exchange.group_mean.GroupMean` by default.
+        mover: moves the parameters; as the replica's exchange says by default.
+        common: the model that all replicas have in common, if the mover needs it.
     """
 
-    def __init__(self, replica: Replica, every: int = 1, mover: Mover | None = None) -> None:
+    def __init__(
+        self, replica: Replica, every: int = 1, mover: Mover | None = None, common: CommonModel | None = None
+    ) -> None:
         super().__init__(replica)
         self._every = every
-        self._mover = mover or GroupMean(replica.groups.replicas())
+        self._mover = mover or mover_among_groups(replica)
+        self._common = common
+        overlaps = replica.exchange.overlap == "step"
+        self._late = Late(self._mover, replica.timeout.total_seconds()) if overlaps else None
 
     @property
     def models_averaged(self) -> int:
@@ -42,14 +51,35 @@ class ModelAveraging(Synchronizer):
 
     def synchronise(self) -> None:
         """Learns the group that answers :meth:`announce` and averages the parameters with its members, whose last
-        backwards may still be under way."""
-        if not self.announced:
-            self.statistics.count(members=1)
-            return
+        backwards may still be under way. If that goes on beside the next mini-batch, what comes of the last one is
+        added first."""
         start = time.perf_counter()
-        group = self.replica.client.group()
-        self.announced = False
-        waited = time.perf_counter() - start
-        trained = [bucket for bucket in self.replica.parameters if bucket.trains]
-        waited += finish(self._mover.start(tensors_of(trained), group))
-        self.statistics.count(len(group.members), waited, time.perf_counter() - start - waited)
+        waited = self._late.end() if self._late is not None else 0.0
+        members = 1
+        if self.announced:
+            asked = time.perf_counter()
+            group = self.replica.client.group()
+            self.announced = False
+            waited += time.perf_counter() - asked
+            tensors = tensors_of([bucket for bucket in self.replica.parameters if bucket.trains])
+            members = len(group.members)
+            if self._late is not None:
+                self._late.begin(tensors, group)
+            else:
+                waited += finish(self._mover.start(tensors, group))
+        self.statistics.count(members, waited, time.perf_counter() - start - waited)
+
+    def enter(self) -> None:
+        """All replicas are equal if they have anything in common."""
+        if self._common is not None:
+            self._common.begin(tensors_of([bucket for bucket in self.replica.parameters if bucket.trains]))
+
+    def arrive(self) -> None:
+        """Finishes what is under way: others wait for it."""
+        if self._late is not None:
+            self._late.end()
+
+    def catch_up(self) -> None:
+        """Without a pause replicas would have nothing in common."""
+        if self._common is not None:
+            self.make_parameters_equal()

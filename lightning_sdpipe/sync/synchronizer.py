@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
@@ -69,6 +70,8 @@ class Replica:
     timeout: timedelta  # of every wait
     watch: bool = True  # end the run when gradients of one replica are not finite, rather than average them
     progress: Progress | None = None  # None where there is nothing but parameters
+    exchange: Exchange = field(default_factory=Exchange)  # how tensors move
+    loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by at the moment
 
     @property
     def stage(self) -> int:

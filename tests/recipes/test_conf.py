@@ -32,18 +32,22 @@ def composed(*overrides: str) -> DictConfig:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_instantiates(option: str, tmp_path: Path) -> None:
-    config = composed("trainer.devices=8", option, *_with_a_placement(option, tmp_path))
+    config = composed("trainer.devices=8", option, *_with(option, tmp_path))
     with torch.device("meta"):  # without memory for large models
         assert isinstance(hydra.utils.instantiate(config.model), L.LightningModule)
     assert isinstance(hydra.utils.instantiate(config.data), L.LightningDataModule)
     strategy = hydra.utils.instantiate(config.strategy)
     assert isinstance(strategy, SDPipeStrategy)
+    if option.startswith("exchange="):
+        assert strategy.exchange == hydra.utils.instantiate(config.exchange)
     trainer = hydra.utils.instantiate(config.trainer, strategy=strategy)
     assert trainer.strategy is strategy
 
 
-def _with_a_placement(option: str, directory: Path) -> list[str]:
-    """What options that ask for a placement need besides."""
+def _with(option: str, directory: Path) -> list[str]:
+    """What options need besides: a placement, or members that know the same."""
+    if option in ("exchange=one_bit", "exchange=top_k"):
+        return ["sync=all_reduce"]
     if option not in ("placement=file", "partition=placed"):
         return []
     rows = tuple((f"a:{2 * i + 1}", f"a:{2 * i}") for i in range(4))  # of the eight devices above
@@ -63,7 +67,7 @@ def test_an_experiment_composes_with_every_option_of_every_group(experiment: str
     """Each option with each experiment, several groups at once."""
     for number in range(max(map(len, GROUPS.values()))):
         chosen = [f"{group}={options[number % len(options)]}" for group, options in GROUPS.items()]
-        placement = [each for option in chosen for each in _with_a_placement(option, tmp_path)]
+        placement = [each for option in chosen for each in _with(option, tmp_path)]
         config = composed(f"experiment={experiment}", *chosen, *placement)
         check(config)
         assert isinstance(hydra.utils.instantiate(config.strategy), SDPipeStrategy), chosen
