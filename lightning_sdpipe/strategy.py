@@ -185,9 +185,8 @@ class SDPipeStrategy(CheckpointHooks):
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         watch = self.on_nonfinite == "stop"
         where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
-        streams = parts.cut_model.streams
-        draws = Draws(trainer, streams, lambda: self._data_seed, self.groups, self._position)
-        timeout, buckets = self._run_timeout, changing.buckets
+        draws = Draws(trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, self._position)
+        buckets = changing.buckets
         self._training = Training(
             trainer,
             parts,
@@ -198,11 +197,11 @@ class SDPipeStrategy(CheckpointHooks):
                     buckets,
                     parts.buffers,
                     changing.trained,
-                    timeout,
+                    self._run_timeout,
                     watch and not scaled,
-                    OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets),
                     self.exchange,
                     lambda: current_scale(self.precision_plugin),
+                    OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets),
                 )
             ),
             client,

@@ -69,9 +69,9 @@ class Replica:
     trained: Sequence[nn.Parameter]  # in the order by which the pipeline numbers their gradients
     timeout: timedelta  # of every wait
     watch: bool = True  # end the run when gradients of one replica are not finite, rather than average them
-    progress: Progress | None = None  # None where there is nothing but parameters
     exchange: Exchange = field(default_factory=Exchange)  # how tensors move
     loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by at the moment
+    progress: Progress | None = None  # None where there is nothing but parameters
 
     @property
     def stage(self) -> int:
