@@ -22,6 +22,7 @@ from statistics import fmean
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     WorkerKeys,
@@ -105,6 +106,33 @@ def _parser() -> argparse.ArgumentParser:
     scheduler.add_argument(
         "--worker-timeout", type=float, default=30.0, help="seconds of silence until a worker counts as left"
     )
+    scheduler.add_argument(
+        "--min-pipelines",
+        type=int,
+        default=1,
+        help="of an elastic run: with fewer, the others wait instead of training (default: %(default)s)",
+    )
+    scheduler.add_argument(
+        "--start-pipelines", type=int, help="of an elastic run: how many begin together (default: --min-pipelines)"
+    )
+    scheduler.add_argument(
+        "--gather",
+        type=float,
+        default=60.0,
+        help="seconds after which an elastic run begins with fewer than that, if there are --min-pipelines",
+    )
+    scheduler.add_argument(
+        "--hold-limit",
+        type=float,
+        default=1800.0,
+        help="seconds of waiting for --min-pipelines that end an elastic run (default: %(default)s)",
+    )
+    scheduler.add_argument(
+        "--lifeline-port",
+        type=int,
+        default=0,
+        help="to which the processes of an elastic run connect, besides the scheduler's own (default: any)",
+    )
     scheduler.add_argument("--log", type=Path, help="file that gets every event and decision, as lines of JSON")
     scheduler.add_argument(
         "--journal", type=Path, help="file with the batches that are dealt, for a scheduler that is started again"
@@ -158,6 +186,8 @@ def _scheduler(options: argparse.Namespace) -> int:
         worker_timeout=options.worker_timeout,
         log=options.log,
         journal=options.journal,
+        elastic=Terms(options.min_pipelines, options.start_pipelines, options.gather, options.hold_limit),
+        lifeline_port=options.lifeline_port,
     )
     with stop_signals(signal.SIGINT, signal.SIGTERM) as stop, server:
         print(f"scheduler listens at {server.address}", flush=True)

@@ -37,6 +37,8 @@ class Reason(StrEnum):
     """The bound asks to wait, but another stage holds the token: waiting could deadlock."""
     LOCAL_STEP = "local step"
     """The policy has the worker go on alone this time."""
+    REGROUPED = "regrouped"
+    """The group that they were in broke, since a member of it was lost or could not be reached."""
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="group"):
@@ -49,6 +51,9 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     before they wait on (PHD-PSGD under its bound). The latter are ``standing``: the models that they give contain the
     step that they are ready with. ``neighbours``, where it is not empty, has for each member, in order, those members
     that it averages with instead of with all.
+
+    ``epoch`` is for elastic runs, and not a policy's to decide: the epoch of membership whose process group holds all
+    members; 0 in any other run.
     """
 
     members: tuple[Worker, ...]
@@ -58,6 +63,7 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     passive: tuple[Worker, ...] = ()
     neighbours: tuple[tuple[Worker, ...], ...] = ()
     standing: tuple[Worker, ...] = ()
+    epoch: int = 0
 
     @property
     def stage(self) -> int:

@@ -35,7 +35,7 @@ from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.meeting_graph import draw, similarities
-from lightning_sdpipe.policies.policy import PolicyConfig, check_integer, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, refusal
 from lightning_sdpipe.policies.replay import Part, Planned, Replay, mean_of_groups
 from lightning_sdpipe.policies.versions import Versions
 
@@ -134,6 +134,13 @@ class PHDPSGDPolicy(GroupPolicy):
         """Those of them whose newest step is in the plan already."""
         self._seconds: dict[int, float] = {}
         self._reports: dict[int, int] = {}
+
+    def widened(self, num_pipelines: int) -> None:
+        raise RefusedEvent(
+            f"PHD-PSGD divides the {self.participants.num_pipelines} pipelines of the plan into fixed groups, so no "
+            f"pipeline numbered {self.participants.num_pipelines} or more can come; give a lower number, or use "
+            "SemiDecentralized"
+        )
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
         if worker.stage != self._last:

@@ -19,6 +19,7 @@ from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.leases import Lease, Segment
+from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.connection import GLANCE, Connection
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
@@ -64,6 +65,8 @@ class SchedulerClient:
     worker is taken to have failed. None for a scheduler that may be restarted.
     ``on_invitation`` is called there too, in order, for groups that the worker is a passive member of, with the last
     iteration that had been answered before, None if none had since the worker joined. It may be set until :meth:`join`.
+    ``incarnation`` is that of the worker's job in an elastic run, whose
+    :class:`~lightning_sdpipe.scheduler.elastic_client.ElasticClient` enrols it before it joins; None in any other.
     """
 
     def __init__(
@@ -79,11 +82,14 @@ class SchedulerClient:
         on_invitation: Callable[[Group, int | None], None] | None = None,
         on_abort: Callable[[Failure], None] | None = None,
         host: Worker | None = None,
+        incarnation: int | None = None,
     ) -> None:
         self.address = address
         self.worker = worker
         self.aborted: Failure | None = None
         """The first failure of the run, as soon as the heartbeats heard of it."""
+        self.serves: tuple[int, int] | None = None
+        """The stages and pipelines that the scheduler serves, once it has been greeted."""
         self._mesh = mesh
         self._timeout = timeout
         self._connect_timeout = min(timeout, connect_timeout)
@@ -92,7 +98,10 @@ class SchedulerClient:
         self.on_invitation = on_invitation
         self._on_abort = on_abort
         self._host = host
-        self._session = secrets.randbits(63)
+        self._incarnation = incarnation
+        self._session = secrets.randbits(63) if incarnation is None else incarnation
+        self._held: tuple[float, str] | None = None
+        """When the scheduler said last that it answers nobody for now, and why."""
         self._number = 0
         self._lock = threading.Lock()
         """Guards what a rejoin tells, and that no join is numbered after the leave that ends what it began."""
@@ -112,7 +121,7 @@ class SchedulerClient:
         self._thread: HeartbeatThread | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._connection = Connection(self._context, address, credentials, m.routing_id(worker))
+            self._connection = Connection(self._context, address, credentials, m.routing_id(worker, incarnation))
         except BaseException:
             self._context.term()
             raise
@@ -134,6 +143,7 @@ class SchedulerClient:
                 repeat_at, sent = now + REPEAT_AFTER, sent + 1
             welcome = self._receive(m.Welcome, lambda reply: True, min(until, now + GLANCE))
             if welcome is not None:
+                self.serves = welcome.mesh
                 connection.established()
                 self.policy = welcome.policy
                 return
@@ -151,8 +161,9 @@ class SchedulerClient:
         self._heard.joined()
         self._steps.start()
         if self._heartbeat is not None and self._thread is None:
+            name = m.heartbeat_id(self.worker, self._incarnation)
             self._thread = HeartbeatThread(
-                lambda: Connection(self._context, self.address, self._credentials, m.heartbeat_id(self.worker)),
+                lambda: Connection(self._context, self.address, self._credentials, name),
                 _Pulse(self),
                 self._heartbeat,
             )
@@ -274,7 +285,8 @@ class SchedulerClient:
             return self._number
 
     def _join(self, number: int) -> m.Join:
-        return m.Join(self.worker, self._session, number, self._mesh, heard=self._heard.highest)
+        elastic = self._incarnation is not None
+        return m.Join(self.worker, self._session, number, self._mesh, heard=self._heard.highest, elastic=elastic)
 
     def _leave(self, number: int) -> m.Leave:
         return m.Leave(self.worker, self._session, number)
@@ -305,6 +317,8 @@ class SchedulerClient:
                 return reply
             if self.aborted is not None:
                 raise RunAborted(self.aborted)
+            if self._held is not None and self._held[0] > now - 3 * REPEAT_AFTER:
+                until = time.monotonic() + self._timeout  # the scheduler itself ends that, when it has lasted too long
             repeat()
         raise SchedulerError(f"worker {self.worker} waited {self._timeout:g} s for {what}; {self._who_is_missing()}")
 
@@ -325,6 +339,12 @@ class SchedulerClient:
             if isinstance(reply, m.Abort):
                 self.aborted = reply.failure
                 raise RunAborted(reply.failure)
+            if isinstance(reply, e.MustEnd):
+                raise SchedulerError(f"this process of pipeline {self.worker.pipeline} must end: {reply.reason}")
+            if isinstance(reply, m.Held):
+                if self._held is None or self._held[1] != reply.reason:
+                    log.warning("worker %s waits: %s", self.worker, reply.reason)
+                self._held = time.monotonic(), reply.reason
             if isinstance(reply, m.Lost):
                 log.warning("worker %s was silent for %.1f s; the others go on without it", reply.worker, reply.silent)
             if isinstance(reply, m.Unknown) and repeat is not None:
@@ -346,8 +366,9 @@ class SchedulerClient:
             if not self._joined:
                 return None
             self._number += 1
-            heard = self._heard
-            return m.Join(self.worker, self._session, self._number, self._mesh, True, heard.highest, heard.to_report())
+            heard, elastic, number = self._heard, self._incarnation is not None, self._number
+            answers = heard.to_report()
+            return m.Join(self.worker, self._session, number, self._mesh, True, heard.highest, answers, elastic)
 
     def _wait_for_invitations(self, sent: int) -> None:
         if self._invited < sent:

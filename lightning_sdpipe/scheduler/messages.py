@@ -17,9 +17,10 @@ import msgspec
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.leases import Done, Lease, Segment
+from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler.status import Status
 
-VERSION = 3
+VERSION = 4
 MAX_REQUEST_BYTES = 1 << 20
 """Requests are tens of bytes, but one that resumes a run carries groups of up to thousands of members."""
 MAX_REPLY_BYTES = 1 << 22
@@ -97,13 +98,15 @@ class Join(_Request, frozen=True, gc=False, tag="join"):
     """The worker takes part from now on; ``resumed`` when it already did, for all it knows.
 
     ``heard`` is the highest number of a group that it heard of, -1 if it heard of none, None if it has not joined
-    before; ``answers`` are those that another member could still ask for.
+    before; ``answers`` are those that another member could still ask for. ``elastic``: the session is the incarnation
+    of the worker's job, which has enrolled.
     """
 
     mesh: tuple[int, int] | None
     resumed: bool = False
     heard: int | None = None
     answers: tuple[Answer, ...] = ()
+    elastic: bool = False
 
 
 class Ready(_Request, frozen=True, gc=False, tag="ready"):
@@ -167,10 +170,12 @@ class AskStatus(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welcome"):
-    """The scheduler is the right one; ``policy`` are the values of what it decides by, as JSON."""
+    """The scheduler is the right one; ``policy`` are the values of what it decides by, as JSON, and ``mesh`` the stages
+    and pipelines that it serves."""
 
     number: int
     policy: str
+    mesh: tuple[int, int]
 
 
 class Acknowledged(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="acknowledged"):
@@ -244,6 +249,12 @@ class AskLeases(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask
     """The scheduler was started anew: which leases has the worker heard of?"""
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="held"):
+    """Nobody is answered for now, however long that takes; ``reason`` says what is waited for."""
+
+    reason: str
+
+
 class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="status"):
     """How the run is."""
 
@@ -267,21 +278,24 @@ Reply: TypeAlias = (
     | Invitation
     | Dealt
     | AskLeases
+    | Held
     | StatusReply
 )
 
 _PREFIX = bytes([VERSION])
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[Request | AskStatus] = msgspec.msgpack.Decoder(Request | AskStatus)
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_request_decoder: msgspec.msgpack.Decoder[Request | AskStatus | e.Request] = msgspec.msgpack.Decoder(
+    Request | AskStatus | e.Request
+)
+_reply_decoder: msgspec.msgpack.Decoder[Reply | e.Reply] = msgspec.msgpack.Decoder(Reply | e.Reply)
 
 
-def encode(message: Request | AskStatus | Reply) -> bytes:
+def encode(message: Request | AskStatus | Reply | e.Request | e.Reply) -> bytes:
     """One frame."""
     return _PREFIX + _encoder.encode(message)
 
 
-def decode_request(frame: bytes) -> Request | AskStatus:
+def decode_request(frame: bytes) -> Request | AskStatus | e.Request:
     """The inverse of :func:`encode`, for the scheduler."""
     _check(frame, MAX_REQUEST_BYTES)
     try:
@@ -290,7 +304,7 @@ def decode_request(frame: bytes) -> Request | AskStatus:
         raise MalformedFrame(str(error)) from error
 
 
-def decode_reply(frame: bytes) -> Reply:
+def decode_reply(frame: bytes) -> Reply | e.Reply:
     """The inverse of :func:`encode`, for a worker."""
     _check(frame, MAX_REPLY_BYTES)
     try:
@@ -308,11 +322,13 @@ def _check(frame: bytes, limit: int) -> None:
         raise WrongVersion(frame[0])
 
 
-def routing_id(worker: Worker) -> bytes:
-    """The ZeroMQ identity of the socket that the worker's training uses."""
-    return b"%d.%d" % (worker.stage, worker.pipeline)
+def routing_id(worker: Worker, incarnation: int | None = None) -> bytes:
+    """The ZeroMQ identity of the socket that the worker's training uses; each incarnation of an elastic run has its
+    own, since the one before may still be connected."""
+    suffix = b"" if incarnation is None else b".%x" % incarnation
+    return b"%d.%d" % (worker.stage, worker.pipeline) + suffix
 
 
-def heartbeat_id(worker: Worker) -> bytes:
+def heartbeat_id(worker: Worker, incarnation: int | None = None) -> bytes:
     """The ZeroMQ identity of the socket that the worker's heartbeats use."""
-    return b"%d.%d.heartbeat" % (worker.stage, worker.pipeline)
+    return routing_id(worker, incarnation) + b".heartbeat"

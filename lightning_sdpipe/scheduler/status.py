@@ -201,6 +201,11 @@ class Overview:
             for worker in members:
                 views[worker.pipeline].last_group = group
 
+    def widen(self, num_pipelines: int) -> None:
+        """There may be so many pipelines from now on."""
+        for views in self._views:
+            views += [_WorkerView() for _ in range(num_pipelines - len(views))]
+
     def rate(self, now: float, uptime: float) -> float:
         """Signals per second lately."""
         oldest = int(now) - RATE_SECONDS

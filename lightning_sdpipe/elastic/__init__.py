@@ -1,0 +1,1 @@
+"""The worker's half of an elastic run: one whose pipelines come and go."""
