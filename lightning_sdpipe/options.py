@@ -49,8 +49,9 @@ class SDPipeOptions(DDPStrategy):
             not fit; ``*`` stands for one part of a path.
         placement: file that says which device runs which stage of which pipeline, as ``sdpipe place`` writes it; by
             default consecutive ranks form a pipeline.
-        data: ``"sharded"``: each pipeline trains its own shard; ``"dealt"``: batches go to the pipelines by their
-            speed, so that an epoch is as fast as all of them together.
+        data: ``"dealt"``: batches go to the pipelines by their speed, so that an epoch is as fast as all of them
+            together; ``"sharded"``: each pipeline trains its own shard; ``"auto"``: dealt where ``sync`` and the loader
+            allow it, sharded elsewhere.
         delays: what slows workers down while they train, to study stragglers; from
             :mod:`lightning_sdpipe.heterogeneity`.
         scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
@@ -92,7 +93,7 @@ class SDPipeOptions(DDPStrategy):
         partition: plan.Partition | Literal["placed"] = "uniform",
         blocks: Sequence[str] | None = None,
         placement: str | Path | None = None,
-        data: Literal["sharded", "dealt"] = "sharded",
+        data: Literal["auto", "dealt", "sharded"] = "auto",
         delays: Heterogeneity | None = None,
         scheduler: str | None = None,
         scheduler_key_file: str | Path | None = None,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -32,6 +33,7 @@ from lightning_sdpipe.pipeline.data import PipelineLoader, shared, shared_seed
 from lightning_sdpipe.placement.placed import check_shape, mesh_of
 from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.sync.methods import deals
 from lightning_sdpipe.sync.synchronizer import Replica, SyncStatistics
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.adaptation import adapt
@@ -65,6 +67,7 @@ class SDPipeStrategy(CheckpointHooks):
     _undo: Sequence[Callable[[], None]] = ()
     _unmark: Callable[[], None] | None = None
     _failed = _gathers = False
+    _turns: DealtTurns | None = None
 
     @cached_property
     def _initialisation(self) -> Initialisation:
@@ -207,7 +210,7 @@ class SDPipeStrategy(CheckpointHooks):
         ]
         checks = ClockChecks(loop.clocks(trainer), self.broadcast)
         self._turns = None
-        if self.data == "dealt" and trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and deals(self.data, self._method, self.mesh.num_pipelines):
             run = shared(secrets.randbits(62))
             self._turns = DealtTurns(
                 trainer,
@@ -218,6 +221,8 @@ class SDPipeStrategy(CheckpointHooks):
                 run,
                 lambda: self._data_seed,
                 lambda: self._loaded_split,
+                self.data == "dealt",
+                lambda mine: self.reduce_boolean_decision(mine, all=False),
             )
             self._undo = [*self._undo, self._turns.close]
         loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
@@ -258,9 +263,12 @@ class SDPipeStrategy(CheckpointHooks):
             deal_batches(dataloader, self.groups)
         loader = PipelineLoader(dataloader, self._worker.pipeline, self._seed_of_epoch)
         if self._trainer.training:
-            if self._turns is not None:
-                self._turns.deal(dataloader)
             loader.compare(self.groups, self.root_device)
+            batches = sized_len(loader)
+            size = getattr(dataloader, "batch_size", None)
+            self._split = None if batches is None else [self.mesh.num_pipelines, batches, size or 0]
+            if self._turns is not None:
+                self._turns.deal(dataloader, self._split)
         return loader
 
     def _position(self) -> int | None:

@@ -9,13 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_utilities.core.rank_zero import rank_zero_debug
+
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
 from lightning_sdpipe.sync.late_averaging import LateAveraging
@@ -128,13 +132,33 @@ class ByPolicy:
 
 def refuse_in_step(sync: object, method: SyncMethod) -> None:
     """Raises ConfigurationError if pipelines that ``method`` synchronises cannot train batches by their speed."""
-    policy = method.policy if isinstance(method, ByPolicy) else None
-    if policy is None or isinstance(policy, LocalSGD) or (isinstance(policy, ADPSGD) and not policy.asynchronous):
+    if _keeps_step(method):
         raise ConfigurationError(
             f"data='dealt' does not go with sync={sync!r}, whose pipelines cannot leave and come back while others "
             "train. Use data='sharded', or a method whose pipelines run at their own speed: SemiDecentralized, "
             "PartialReduce, NoSync, or ADPSGD(asynchronous=True)."
         )
+
+
+def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pipelines: int) -> bool:
+    """Do batches go to the pipelines by their speed, if the loader allows it?"""
+    if data != "auto":
+        return data == "dealt"
+    if num_pipelines == 1:
+        reason = "there is one pipeline"
+    elif _keeps_step(method):
+        reason = "those of this method cannot leave and come back while others train"
+    elif not isinstance(method.policy, NoSync | SemiDecentralized | PartialReduce | ADPSGD):
+        reason = "a policy of one's own may hold them in step; data='dealt' says that it does not"
+    else:
+        return True
+    rank_zero_debug(f"Each pipeline trains its own shard: {reason}.")
+    return False
+
+
+def _keeps_step(method: SyncMethod) -> bool:
+    policy = method.policy if isinstance(method, ByPolicy) else None
+    return policy is None or isinstance(policy, LocalSGD) or (isinstance(policy, ADPSGD) and not policy.asynchronous)
 
 
 def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:

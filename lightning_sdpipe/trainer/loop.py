@@ -109,9 +109,8 @@ def _end_together(trainer: Trainer, turns: Turns, dealt: DealtTurns | None) -> N
         loaders = loop._combined_loader.flattened
         fetcher = loop._data_fetcher
         if dealt is not None:
-            if not isinstance(fetcher, DealtFetcher):
-                loop._data_fetcher = DealtFetcher(fetcher, dealt)
-        elif not isinstance(fetcher, UnevenFetcher) and not all(loader.even for loader in loaders):
+            fetcher = loop._data_fetcher = dealt.take_over(fetcher)
+        if not isinstance(fetcher, DealtFetcher | UnevenFetcher) and not all(loader.even for loader in loaders):
             loop._data_fetcher = UnevenFetcher(fetcher, turns)
         type(loop).advance(loop)
 
