@@ -15,7 +15,7 @@ from lightning_sdpipe.checkpoints.files import with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.collectives import Collectives
 from lightning_sdpipe.trainer import finetuning
-from lightning_sdpipe.trainer.dealt_turns import Split
+from lightning_sdpipe.trainer.split import Split
 
 
 class CheckpointHooks(Collectives):

@@ -140,6 +140,26 @@ def refuse_in_step(sync: object, method: SyncMethod) -> None:
         )
 
 
+def refuse_to_divide(sync: object, schedule: str, num_micro_batches: int) -> None:
+    """Raises ConfigurationError if ``batch_by_speed=True`` has nothing to divide, or nobody to divide it among."""
+    if not isinstance(sync, AllReduce):
+        raise ConfigurationError(
+            f"batch_by_speed=True does not go with sync={sync!r}, whose pipelines take no step together. Use "
+            "sync=AllReduce(); with SemiDecentralized, PartialReduce, NoSync and ADPSGD(asynchronous=True), "
+            "data='dealt' makes an epoch as fast as all pipelines together."
+        )
+    if schedule == "pipedream":
+        raise ConfigurationError(
+            "batch_by_speed=True does not go with schedule='pipedream', which does not split mini-batches. Use "
+            "schedule='1f1b'."
+        )
+    if num_micro_batches == 1:
+        raise ConfigurationError(
+            "batch_by_speed=True divides micro-batches among the pipelines, and num_micro_batches is 1. Give more, for "
+            "example num_micro_batches=8: with few of them, parts cannot follow the speeds."
+        )
+
+
 def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pipelines: int) -> bool:
     """Do batches go to the pipelines by their speed, if the loader allows it?"""
     if data != "auto":

@@ -9,7 +9,6 @@ the numbers of an equal split. A pipeline that was dealt nothing is absent for o
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -21,7 +20,6 @@ from torch.utils._pytree import tree_unflatten
 
 from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
 from lightning_sdpipe.data.shards import refuse_to_deal, why_sharded
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.policies.leases import Segment
@@ -29,9 +27,7 @@ from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.equal_split import EqualSplit
 from lightning_sdpipe.trainer.pauses import next_pause, save_at_pauses
-
-Split = list[int]
-"""Of the data that batches are counted by: pipelines, batches of each, and samples of a batch (0 if nobody says)."""
+from lightning_sdpipe.trainer.split import Split, goes_on_in_another, refuse_other_split
 
 
 class DealtTraining(Protocol):
@@ -138,17 +134,18 @@ class DealtTurns:
         if self._refused("there are several train dataloaders, whose batches belong together" if several else None):
             self._dealt = None
             return fetcher
-        before, loop = self._origin(), self._trainer.fit_loop
-        if loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch and before != self._split:
+        before = self._origin()
+        if goes_on_in_another(self._trainer, before, self._split):
             if self._required:
-                raise ConfigurationError(
-                    f"The checkpoint is of the middle of an epoch of {_described(before)}, and this run has "
-                    f"{_described(self._split)}, so it is not known which samples remain. Resume with the same number "
-                    "of pipelines, batch size and data, or from the end of an epoch."
-                )
+                raise refuse_other_split(before, self._split)
             return fetcher  # for the rest of this epoch, of which Lightning warns
         rank_zero_info("Batches go to the pipelines by their speed. data='sharded' gives each its own shard instead.")
         return DealtFetcher(fetcher, self)
+
+    @property
+    def resumes(self) -> bool:
+        """Does an epoch of a checkpoint go on where it ended?"""
+        return isinstance(self._trainer.fit_loop._data_fetcher, DealtFetcher)
 
     @property
     def position(self) -> int | None:
@@ -188,13 +185,6 @@ class DealtTurns:
             else:
                 type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
 
-        def reset() -> None:
-            with warnings.catch_warnings():
-                if self._dealt is not None:  # then it is resumed where it ended
-                    warnings.filterwarnings("ignore", ".*dataloader is not resumable")
-                type(loop).reset(loop)
-
-        loop.reset = reset
         optimization.run = run
         loop._should_accumulate = should_accumulate
         loop.update_lr_schedulers = update_lr_schedulers
@@ -304,10 +294,3 @@ class DealtFetcher(_DataFetcher):
         finally:
             self._stop_profiler()
         return tree_unflatten([batch], self.combined_loader._spec), self.fetched, 0
-
-
-def _described(split: Split | None) -> str:
-    if split is None:
-        return "data that nobody has counted"
-    pipelines, batches, samples = split
-    return f"{pipelines} pipelines × {batches} batches" + (f" of {samples}" if samples else "")
