@@ -138,8 +138,8 @@ def summary(reports: Sequence[WorkerReport], samples: int, cores: int) -> Row:
         samples_per_s; visible_samples_per_s, all samples of the epoch over its wall time with the first iterations and
         its end, None where nobody timed it; iteration_ms, of one pipeline; group_size; the mean shares of the workers'
         time: compute, delays, group_wait, averaging, pipeline_wait (for other stages, with what Lightning does in
-        between); busy, the share of the cores' time that these processes used; processor_s, what one iteration of all pipelines used;
-        and the shares of each worker.
+        between); busy, the share of the cores' time that these processes used; processor_s, what one iteration of all
+        pipelines used; and the shares of each worker.
     """
     first_stages = [report for report in reports if report.stage == 0]
     iterations = first_stages[0].iterations
