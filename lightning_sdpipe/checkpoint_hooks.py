@@ -15,7 +15,7 @@ from lightning_sdpipe.checkpoints.files import with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.collectives import Collectives
 from lightning_sdpipe.trainer import finetuning
-from lightning_sdpipe.trainer.dealt_turns import DealtTurns
+from lightning_sdpipe.trainer.split import Split
 
 
 class CheckpointHooks(Collectives):
@@ -23,8 +23,8 @@ class CheckpointHooks(Collectives):
 
     _checkpoints: Checkpoints
     _data_seed: int
-    _turns: DealtTurns | None = None
-    _loaded_split: list[int] | None = None
+    _split: Split | None = None
+    _loaded_split: Split | None = None
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -80,5 +80,4 @@ class CheckpointHooks(Collectives):
         super().remove_checkpoint(filepath)
 
     def _random_states(self) -> dict[str, Any]:
-        split = None if self._turns is None else self._turns.split
-        return {"data_seed": self._data_seed, "split": split, **random_states.gather(self.groups)}
+        return {"data_seed": self._data_seed, "split": self._split, **random_states.gather(self.groups)}

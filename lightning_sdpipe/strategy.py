@@ -32,7 +32,7 @@ from lightning_sdpipe.pipeline.data import PipelineLoader, shared, shared_seed
 from lightning_sdpipe.placement.placed import check_shape, mesh_of
 from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.sync.methods import on_hosts
+from lightning_sdpipe.sync.methods import deals, on_hosts
 from lightning_sdpipe.sync.synchronizer import Replica, SyncStatistics
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.adaptation import adapt
@@ -40,6 +40,7 @@ from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.dealt_turns import DealtTurns
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
+from lightning_sdpipe.trainer.joint_turns import JointTurns
 from lightning_sdpipe.trainer.loss_scale import current_scale
 from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.optimizers import OptimizerProgress, corrected, refuse_unfit
@@ -51,6 +52,7 @@ from lightning_sdpipe.trainer.refusals import (
     refuse_unsupported,
     refuse_waiting_for_later_batches,
 )
+from lightning_sdpipe.trainer.split import Split, split_of
 from lightning_sdpipe.training import Training
 
 
@@ -67,6 +69,7 @@ class SDPipeStrategy(CheckpointHooks):
     _undo: Sequence[Callable[[], None]] = ()
     _unmark: Callable[[], None] | None = None
     _failed = _gathers = False
+    _turns: DealtTurns | JointTurns | None = None
 
     @cached_property
     def _initialisation(self) -> Initialisation:
@@ -211,6 +214,7 @@ class SDPipeStrategy(CheckpointHooks):
             self._whereabouts,
             Watch(where, buckets, self.root_device, losses=not scaled) if watch else None,
             self._first_failure,
+            lambda: self._turns.portion if isinstance(self._turns, JointTurns) else None,
         )
         self._undo = [
             draws.undo,
@@ -226,25 +230,31 @@ class SDPipeStrategy(CheckpointHooks):
             ),
         ]
         checks = ClockChecks(loop.clocks(trainer), self.broadcast)
-        self._turns = None
-        if self.data == "dealt" and trainer.state.fn == TrainerFn.FITTING:
-            run = shared(secrets.randbits(62))
-            self._turns = DealtTurns(
-                trainer,
-                self._training,
-                client,
-                self.groups,
-                checks,
-                run,
-                lambda: self._data_seed,
-                lambda: self._loaded_split,
-            )
+        self._turns = self._turns_by_speed(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
+        if self._turns is not None:
             self._undo = [*self._undo, self._turns.close]
         loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
         pause = self._training.pause
         EpochCallback(
             self.groups, pause, self._random_states, checks, self._first_failure, lambda: self.training.underway
         ).put_first(trainer)
+
+    def _turns_by_speed(self, trainer: Trainer, checks: ClockChecks) -> DealtTurns | JointTurns | None:
+        def seed() -> int:
+            return self._data_seed
+
+        def origin() -> Split | None:
+            return self._loaded_split
+
+        def anybody(mine: bool) -> bool:
+            return self.reduce_boolean_decision(mine, all=False)
+
+        if self.batch_by_speed:
+            return JointTurns(trainer, self.groups, self._parts.delays, *self.division, seed, origin)
+        if not deals(self.data, self._method, self.mesh.num_pipelines):
+            return None
+        run, client, asked = shared(secrets.randbits(62)), self.membership.client, self.data == "dealt"
+        return DealtTurns(trainer, self.training, client, self.groups, checks, run, seed, origin, asked, anybody)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():
@@ -278,9 +288,10 @@ class SDPipeStrategy(CheckpointHooks):
             deal_batches(dataloader, self.groups)
         loader = PipelineLoader(dataloader, self._worker.pipeline, self._seed_of_epoch)
         if self._trainer.training:
-            if self._turns is not None:
-                self._turns.deal(dataloader)
             loader.compare(self.groups, self.root_device)
+            self._split = split_of(loader, self.mesh.num_pipelines)
+            if self._turns is not None:
+                self._turns.deal(dataloader, self._split)
         return loader
 
     def _position(self) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.value import Exchange
@@ -20,8 +20,10 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.exchanges import (
     ASYNCHRONOUS_PAIRS,
@@ -173,13 +175,12 @@ def refuse_exchange(sync: object, method: SyncMethod, exchange: Exchange) -> Non
 
 def refuse_in_step(sync: object, method: SyncMethod) -> None:
     """Raises ConfigurationError if pipelines that ``method`` synchronises cannot train batches by their speed."""
-    policy = method.policy if isinstance(method, ByPolicy) else None
-    if isinstance(policy, PHDPSGD):
+    if isinstance(method.policy, PHDPSGD):
         raise ConfigurationError(
             f"data='dealt' does not go with sync={sync!r}: the pipelines of a group average gradients, so they train "
             "equally many batches. Use data='sharded', or SemiDecentralized or PartialReduce."
         )
-    if policy is None or isinstance(policy, LocalSGD) or (isinstance(policy, ADPSGD) and not policy.asynchronous):
+    if _keeps_step(method):
         raise ConfigurationError(
             f"data='dealt' does not go with sync={sync!r}, whose pipelines cannot leave and come back while others "
             "train. Use data='sharded', or a method whose pipelines run at their own speed: SemiDecentralized, "
@@ -210,6 +211,47 @@ def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
             "groups."
         )
     return ByPolicy(msgspec.structs.replace(policy, groups=groups))
+
+
+def refuse_to_divide(sync: object, schedule: str, num_micro_batches: int) -> None:
+    """Raises ConfigurationError if ``batch_by_speed=True`` has nothing to divide, or nobody to divide it among."""
+    if not isinstance(sync, AllReduce):
+        raise ConfigurationError(
+            f"batch_by_speed=True does not go with sync={sync!r}, whose pipelines take no step together. Use "
+            "sync=AllReduce(); with SemiDecentralized, PartialReduce, NoSync and ADPSGD(asynchronous=True), "
+            "data='dealt' makes an epoch as fast as all pipelines together."
+        )
+    if schedule == "pipedream":
+        raise ConfigurationError(
+            "batch_by_speed=True does not go with schedule='pipedream', which does not split mini-batches. Use "
+            "schedule='1f1b'."
+        )
+    if num_micro_batches == 1:
+        raise ConfigurationError(
+            "batch_by_speed=True divides micro-batches among the pipelines, and num_micro_batches is 1. Give more, for "
+            "example num_micro_batches=8: with few of them, parts cannot follow the speeds."
+        )
+
+
+def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pipelines: int) -> bool:
+    """Do batches go to the pipelines by their speed, if the loader allows it?"""
+    if data != "auto":
+        return data == "dealt"
+    if num_pipelines == 1:
+        reason = "there is one pipeline"
+    elif _keeps_step(method):
+        reason = "those of this method cannot leave and come back while others train"
+    elif not isinstance(method.policy, NoSync | SemiDecentralized | PartialReduce | ADPSGD):
+        reason = "a policy of one's own may hold them in step; data='dealt' says that it does not"
+    else:
+        return True
+    rank_zero_debug(f"Each pipeline trains its own shard: {reason}.")
+    return False
+
+
+def _keeps_step(method: SyncMethod) -> bool:
+    policy = method.policy if isinstance(method, ByPolicy) else None
+    return policy is None or isinstance(policy, LocalSGD) or (isinstance(policy, ADPSGD) and not policy.asynchronous)
 
 
 def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
