@@ -146,11 +146,11 @@ class Synchronizer:
         group = self._everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
         finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
 
-    def _everybody(self, weights: Sequence[float] | None = None) -> Group:
+    def _everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
         """All replicas of the stage as a group, by equal weights if none are given."""
         size = len(self.replica.ranks)
         members = tuple(Worker(self.replica.stage, pipeline) for pipeline in range(size))
-        return Group(members, tuple(weights or [1 / size] * size), 0, "pause")
+        return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
 
 
 @runtime_checkable

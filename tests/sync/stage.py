@@ -134,9 +134,7 @@ class Stage:
             parameter = nn.Parameter(start(pipeline))
             client: Any = office.clients[pipeline]
             buckets = flatten([parameter])
-            sync = method.build(
-                Replica(client, places, buckets, [], [parameter], TIMEOUT, watch, exchange, scale)
-            )
+            sync = method.build(Replica(client, places, buckets, [], [parameter], TIMEOUT, watch, exchange, scale))
             with torch.enable_grad():
                 return pipeline, train(pipeline, parameter, sync, Rendezvous(sync))
 
