@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,12 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.mesh import Mesh
-
-HOST = "SDPIPE_HOST"
-"""Environment variable with a name for this machine, where its own name does not tell it from others."""
-_LONGEST = 255
 
 
 @dataclass(frozen=True)
@@ -91,31 +84,3 @@ class ProcessGroups:
         world = dist.group.WORLD
         assert world is not None, "open() has been called, so the world exists"
         return world
-
-
-def host_names(groups: ProcessGroups, device: torch.device) -> list[str]:
-    """The machine of each pipeline's replica of this worker's stage. All of these must call it.
-
-    Args:
-        groups: this worker's place.
-        device: of tensors that the stage's group can send.
-
-    Raises:
-        ConfigurationError: a machine has a name that says nothing.
-    """
-    name = os.environ.get(HOST) or socket.gethostname()
-    mine = torch.zeros(_LONGEST, dtype=torch.uint8)
-    written = name.encode()[:_LONGEST]
-    mine[: len(written)] = torch.tensor(list(written), dtype=torch.uint8)
-    size = len(groups.mesh.stage_ranks(groups.mesh.locate(groups.rank)[0]))
-    everybody = [torch.empty_like(mine, device=device) for _ in range(size)]
-    dist.all_gather(everybody, mine.to(device), group=groups.stage)
-    replicas = groups.replicas()
-    names = [bytes(everybody[rank].cpu().tolist()).rstrip(b"\0").decode(errors="replace") for rank in replicas.ranks]
-    if unnamed := [i for i, found in enumerate(names) if found.partition(".")[0] in ("", "localhost")]:
-        raise ConfigurationError(
-            f"hierarchy='hosts' needs to tell machines apart, but those of pipelines {unnamed} are named "
-            f"{names[unnamed[0]]!r}. Give each machine a name, or set the environment variable {HOST} to one; or use "
-            "hierarchy='flat'."
-        )
-    return names

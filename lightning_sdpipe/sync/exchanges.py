@@ -20,7 +20,8 @@ from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, TopK
 from lightning_sdpipe.exchange.ring_mean import RingMean
 from lightning_sdpipe.exchange.value import Exchange
-from lightning_sdpipe.groups import Replicas, host_names
+from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.placement.roll_call import hosts_of_replicas
 from lightning_sdpipe.policies.peers import ring
 from lightning_sdpipe.sync.synchronizer import Replica
 
@@ -139,7 +140,7 @@ def hosts_of(replica: Replica) -> list[str] | None:
     Raises:
         ConfigurationError: machines cannot be told from each other.
     """
-    return host_names(replica.groups, replica.device) if replica.exchange.hierarchy == "hosts" else None
+    return hosts_of_replicas(replica.groups, replica.device) if replica.exchange.hierarchy == "hosts" else None
 
 
 def replicas_for(replica: Replica) -> Replicas:

@@ -133,7 +133,9 @@ def test_it_trains_or_is_refused(stage: Stage, sync: Any, exchange: Exchange, mo
     if isinstance(sync, NOT_IN_THREADS):
         assert exchange == Exchange()
         return
-    monkeypatch.setattr("lightning_sdpipe.sync.exchanges.host_names", lambda groups, device: ["a", "a", "b", "b"])
+    monkeypatch.setattr(
+        "lightning_sdpipe.sync.exchanges.hosts_of_replicas", lambda groups, device: ["a", "a", "b", "b"]
+    )
     outcomes = stage.run(method, exchange, start, train)
     expected, moved = exact(), (exact() - start(0)).norm()
     for _, paused in outcomes:

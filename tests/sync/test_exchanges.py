@@ -23,8 +23,8 @@ from lightning_sdpipe import (
     SDPipeStrategy,
     SemiDecentralized,
 )
-from lightning_sdpipe.groups import HOST
 from lightning_sdpipe.optim import FrozenVariance
+from lightning_sdpipe.placement.roll_call import HOST_VARIABLE
 from lightning_sdpipe.trainer.optimizers import refuse_unfit_momentum
 from tests.sync.test_methods import EqualReplicas, Gentle, Uneven, train
 from tests.test_strategy import Regression, data, fit
@@ -105,7 +105,7 @@ def test_momenta_want_an_optimizer_that_takes_them(module: Regression, message: 
 
 @pytest.mark.distributed
 def test_machines_without_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(HOST, "localhost")
+    monkeypatch.setenv(HOST_VARIABLE, "localhost")
     strategy = SDPipeStrategy(1, exchange=Exchange(hierarchy="hosts"), start_method="fork")
     with pytest.raises(Exception, match="Give each machine a name, or set the environment variable SDPIPE_HOST"):
         fit(tmp_path, strategy, 2, 4, callbacks=[EqualReplicas()])
@@ -125,5 +125,4 @@ def test_eight_bits_on_a_model_in_bfloat16(tmp_path: Path) -> None:
         for number, exchange in enumerate([Exchange(), Exchange(EightBit(block=8))])
     ]
     for full, encoded in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert full.dtype == torch.bfloat16
         assert (full - encoded).float().norm() <= 0.05 * full.float().norm()
