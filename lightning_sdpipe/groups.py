@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,6 +13,18 @@ import torch.distributed as dist
 from lightning_sdpipe.mesh import Mesh
 
 
+class Traffic:
+    """Bytes that were sent to other replicas; several threads may add to it."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, sent: int) -> None:
+        with self._lock:
+            self.bytes += sent
+
+
 @dataclass(frozen=True)
 class Replicas:
     """The replicas of a stage, as one of them reaches the others: by the rank of each pipeline in a process group."""
@@ -20,6 +33,7 @@ class Replicas:
     ranks: Sequence[int]  # of each pipeline, in ``group``
     stage: int
     pipeline: int  # this worker's
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     def name(self, pipeline: int) -> str:
         """Of another one, for messages."""
@@ -44,6 +58,7 @@ class ProcessGroups:
     pipeline: dist.ProcessGroup
     stage: dist.ProcessGroup
     _side_channels: list[dist.ProcessGroup] = field(default_factory=list)
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     @classmethod
     def open(cls, mesh: Mesh, timeout: timedelta | None) -> ProcessGroups:
@@ -63,7 +78,7 @@ class ProcessGroups:
         stage, pipeline = self.mesh.locate(self.rank)
         ranks = self.mesh.stage_ranks(stage)
         in_order = sorted(ranks)
-        return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline)
+        return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
 
     def side_channel(self, timeout: timedelta | None) -> dist.ProcessGroup:
         """A second group of the replicas of this worker's stage, on gloo, for threads beside the training.

@@ -156,3 +156,43 @@ def test_what_is_refused_is_no_more_than_what_has_to_be() -> None:
     """So that no refusal gets too broad unnoticed."""
     works = [case.values for case in PRODUCT if refusal(*case.values) is None]  # type: ignore[arg-type]
     assert len(works) == WORKS
+
+
+PINS = [
+    (AllReduce(), Full(), 6_291_456),
+    (AllReduce(), Half(), 3_145_728),
+    (AllReduce(), EightBit(), 1_575_936),
+    (AllReduce(), OneBit(), 198_144),
+    (LocalSGD(every=1), OneBit(), 198_144),
+    (SemiDecentralized(window=float("inf")), EightBit(), 1_575_936),
+    (Decentralized("ring"), Full(), 8_388_608),
+    (Decentralized("ring"), EightBit(), 2_101_248),
+    (Decentralized("shift_one"), EightBit(), 1_050_624),
+    (DiLoCo(every=2, momentum=0.0), EightBit(), 1_575_936 // 2),
+]
+
+
+@pytest.mark.parametrize(("sync", "payload", "sent"), PINS, ids=str)
+def test_bytes_are_those_of_the_formula(stage: Stage, sync: Any, payload: Payload, sent: int) -> None:
+    """Of each worker in each update, for 2²⁰ values; after the first, which tells groups how far apart models are."""
+
+    def start(pipeline: int) -> Tensor:
+        return torch.zeros(2**20)
+
+    def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> list[int]:
+        rendezvous.join()
+        counts = []
+        for number in range(4):
+            change = 1e-3 * values(pipeline + 10 * number, 2**20)
+            if sync.gradients is not None:
+                sync.gradients.complete([change])
+                sync.gradients.finish()
+            sync.announce(number)
+            parameter.data.add_(change)
+            sync.synchronise()
+            counts.append(sync.statistics.bytes_sent)
+        rendezvous.pause(position=4)
+        return counts
+
+    for counts in stage.run(method_of(sync), Exchange(payload), start, train):
+        assert counts[3] - counts[1] == 2 * sent
