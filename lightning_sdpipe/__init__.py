@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from lightning_sdpipe.sync import ADPSGD as ADPSGD
     from lightning_sdpipe.sync import PHDPSGD as PHDPSGD
     from lightning_sdpipe.sync import AllReduce as AllReduce
+    from lightning_sdpipe.sync import Decentralized as Decentralized
+    from lightning_sdpipe.sync import DiLoCo as DiLoCo
     from lightning_sdpipe.sync import HetPipe as HetPipe
     from lightning_sdpipe.sync import LocalSGD as LocalSGD
     from lightning_sdpipe.sync import NoSync as NoSync
@@ -46,6 +48,8 @@ _HOMES = {
     "ADPSGD": "lightning_sdpipe.sync",
     "PHDPSGD": "lightning_sdpipe.sync",
     "AllReduce": "lightning_sdpipe.sync",
+    "Decentralized": "lightning_sdpipe.sync",
+    "DiLoCo": "lightning_sdpipe.sync",
     "HetPipe": "lightning_sdpipe.sync",
     "LocalSGD": "lightning_sdpipe.sync",
     "NoSync": "lightning_sdpipe.sync",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,12 +10,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.mesh import Mesh
 
-HOST = "SDPIPE_HOST"
-"""Environment variable with a name for this machine, where its own name does not tell it from others."""
-_LONGEST = 255
+
+class Traffic:
+    """Bytes that were sent to other replicas; several threads may add to it."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, sent: int) -> None:
+        with self._lock:
+            self.bytes += sent
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class Replicas:
     ranks: Sequence[int] | Mapping[int, int]  # of each pipeline that ``group`` holds, in it
     stage: int
     pipeline: int  # this worker's
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     @property
     def pipelines(self) -> Sequence[int]:
@@ -58,6 +65,7 @@ class ProcessGroups:
     stage: dist.ProcessGroup
     _side_channels: list[dist.ProcessGroup] = field(default_factory=list)
     _parts: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     @classmethod
     def open(cls, mesh: Mesh, timeout: timedelta | None) -> ProcessGroups:
@@ -77,7 +85,7 @@ class ProcessGroups:
         stage, pipeline = self.mesh.locate(self.rank)
         ranks = self.mesh.stage_ranks(stage)
         in_order = sorted(ranks)
-        return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline)
+        return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
 
     def part(self, parts: Sequence[Sequence[int]], timeout: timedelta | None) -> Replicas | None:
         """The replicas of this worker's stage in those pipelines of ``parts`` that this worker's is one of; None if it
@@ -101,7 +109,7 @@ class ProcessGroups:
             return None
         in_order = sorted(self.mesh.rank(stage, i) for i in own)
         ranks_of = {i: in_order.index(self.mesh.rank(stage, i)) for i in own}
-        return Replicas(self._parts[key] or self.stage, ranks_of, stage, pipeline)
+        return Replicas(self._parts[key] or self.stage, ranks_of, stage, pipeline, self.traffic)
 
     def side_channel(self, timeout: timedelta | None) -> dist.ProcessGroup:
         """A second group of the replicas of this worker's stage, on gloo, for threads beside the training.
@@ -122,31 +130,3 @@ class ProcessGroups:
         world = dist.group.WORLD
         assert world is not None, "open() has been called, so the world exists"
         return world
-
-
-def host_names(groups: ProcessGroups, device: torch.device) -> list[str]:
-    """The machine of each pipeline's replica of this worker's stage. All of these must call it.
-
-    Args:
-        groups: this worker's place.
-        device: of tensors that the stage's group can send.
-
-    Raises:
-        ConfigurationError: a machine has a name that says nothing.
-    """
-    name = os.environ.get(HOST) or socket.gethostname()
-    mine = torch.zeros(_LONGEST, dtype=torch.uint8)
-    written = name.encode()[:_LONGEST]
-    mine[: len(written)] = torch.tensor(list(written), dtype=torch.uint8)
-    size = len(groups.mesh.stage_ranks(groups.mesh.locate(groups.rank)[0]))
-    everybody = [torch.empty_like(mine, device=device) for _ in range(size)]
-    dist.all_gather(everybody, mine.to(device), group=groups.stage)
-    replicas = groups.replicas()
-    names = [bytes(everybody[rank].cpu().tolist()).rstrip(b"\0").decode(errors="replace") for rank in replicas.ranks]
-    if unnamed := [i for i, found in enumerate(names) if found.partition(".")[0] in ("", "localhost")]:
-        raise ConfigurationError(
-            f"hierarchy='hosts' needs to tell machines apart, but those of pipelines {unnamed} are named "
-            f"{names[unnamed[0]]!r}. Give each machine a name, or set the environment variable {HOST} to one; or use "
-            "hierarchy='flat'."
-        )
-    return names

@@ -43,7 +43,7 @@ from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.joint_turns import JointTurns
 from lightning_sdpipe.trainer.loss_scale import current_scale
 from lightning_sdpipe.trainer.nonfinite import Watch
-from lightning_sdpipe.trainer.optimizers import OptimizerProgress, corrected, refuse_unfit
+from lightning_sdpipe.trainer.optimizers import OptimizerProgress, corrected, refuse_unfit, refuse_unfit_momentum
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import (
@@ -261,6 +261,7 @@ class SDPipeStrategy(CheckpointHooks):
             super().setup_optimizers(trainer)
         (optimizer,) = self.optimizers
         refuse_unfit(optimizer, self.precision_plugin, self.num_stages)
+        refuse_unfit_momentum(optimizer, self.exchange.payload)
         if self.variance_correction:
             self.optimizers = [corrected(optimizer, self.training.sync.models_averaged, self.sync)]
         self._checkpoints.take_part_of(self.optimizers[0])

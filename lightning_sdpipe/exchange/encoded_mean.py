@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -31,12 +32,21 @@ class EncodedMean:
         coding: equal on all of them but for what it remembers.
         hosts: the machine of each pipeline's replica: messages are encoded between machines only. None makes no
             difference between them.
+        lock: held while a piece is copied and while it is committed, where others change the tensors meanwhile. Only
+            for codings whose outcome is a change.
     """
 
-    def __init__(self, replicas: Replicas, coding: Coding, hosts: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        coding: Coding,
+        hosts: Sequence[str] | None = None,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
         self._replicas = replicas
         self.coding = coding
         self._hosts = hosts
+        self.lock = lock
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
         """See :class:`~lightning_sdpipe.exchange.moving.Mover`.
@@ -169,6 +179,9 @@ class _Encoded:
             return False
         number, piece = self._to_come[0]
         start = time.perf_counter()
+        if self._mover.lock is not None:
+            with self._mover.lock:
+                piece = piece.clone()
         self._outcome = self._mover.average(piece, number, self._team, self._tag)
         if self._first:
             self.seconds_waiting, self._first = time.perf_counter() - start, False
@@ -176,7 +189,8 @@ class _Encoded:
 
     def commit(self) -> None:
         number, piece = self._to_come.popleft()
-        self._mover.coding.absorbed(piece, number, self._outcome)
+        with self._mover.lock or nullcontext():
+            self._mover.coding.absorbed(piece, number, self._outcome)
 
     def abort(self) -> None:
         if self._to_come:

@@ -46,7 +46,7 @@ class Late:
         for copy, tensor in zip(self._copies, tensors, strict=True):
             copy.copy_(tensor)
         self._tensors = tensors
-        self._job = self._background.do(lambda: self._exchange(group))
+        self._job = self._background.do(lambda: turn_into_changes(self._mover, self._copies, group))
 
     def end(self) -> float:
         """Waits for the exchange that is under way, if there is one, and adds the change to the tensors.
@@ -73,17 +73,22 @@ class Late:
             self._copies = []
         self._job = None
 
-    def _exchange(self, group: Group) -> None:
-        """Turns the copies into changes, piece by piece."""
-        pending = self._mover.start(self._copies, group)
-        try:
-            for piece in pieces_of(self._copies):
-                if not pending.wait():
-                    raise AssertionError("an exchange goes through all pieces of its tensors")
-                before = piece.clone()
-                pending.commit()
-                piece.sub_(before)
-            pending.wait()
-        except BaseException:
-            pending.abort()
-            raise
+
+def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
+    """Turns copies of models into what these have to change by, piece by piece.
+
+    Raises:
+        WorkerFailedError: a member is gone, or a transfer has timed out.
+    """
+    pending = mover.start(copies, group)
+    try:
+        for piece in pieces_of(copies):
+            if not pending.wait():
+                raise AssertionError("an exchange goes through all pieces of its tensors")
+            before = piece.clone()
+            pending.commit()
+            piece.sub_(before)
+        pending.wait()
+    except BaseException:
+        pending.abort()
+        raise

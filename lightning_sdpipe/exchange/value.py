@@ -12,6 +12,7 @@ from lightning_sdpipe.exchange.payloads.payload import refusal
 
 Overlap = Literal["none", "step", "free"]
 Hierarchy = Literal["flat", "hosts"]
+INTERVAL = 0.5
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class Exchange:
             mini-batch is computed. ``"free"``: a thread averages at its own pace, beside training.
         hierarchy: ``"hosts"`` averages within each machine first, in full precision, and then across machines, each
             worker its own part; ``"flat"`` makes no difference between workers.
+        interval: seconds from the end of one average to the next one, with ``overlap="free"``.
     """
 
     payload: Payload = field(default_factory=Full)
     overlap: Overlap = "none"
     hierarchy: Hierarchy = "flat"
+    interval: float = INTERVAL
 
     def __post_init__(self) -> None:
         given: object = self.payload
@@ -43,6 +46,14 @@ class Exchange:
         for option, allowed in (("overlap", Overlap), ("hierarchy", Hierarchy)):
             if getattr(self, option) not in get_args(allowed):
                 raise refusal(option, getattr(self, option), f"one of {', '.join(map(repr, get_args(allowed)))}")
+
+        if not 0 <= self.interval < float("inf"):
+            raise refusal("interval", self.interval, "seconds from 0")
+        if self.interval != INTERVAL and self.overlap != "free":
+            raise ConfigurationError(
+                f"interval={self.interval} has no meaning with overlap={self.overlap!r}. Leave it out, or use "
+                "overlap='free'."
+            )
 
     @property
     def is_full(self) -> bool:

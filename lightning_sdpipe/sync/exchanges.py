@@ -6,8 +6,10 @@ use instead, before any process has started.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+
+from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.common_reference import CommonModel
@@ -16,9 +18,14 @@ from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, TopK
+from lightning_sdpipe.exchange.ring_mean import RingMean
 from lightning_sdpipe.exchange.value import Exchange
-from lightning_sdpipe.groups import host_names
+from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.placement.roll_call import hosts_of_replicas
+from lightning_sdpipe.policies.peers import ring
 from lightning_sdpipe.sync.synchronizer import Replica
+
+Begin = Callable[[Sequence[Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,17 @@ CHANGING_GROUPS = Takes()
 CHANGING_PAIRS = Takes(hosts=_PAIRS)
 ASYNCHRONOUS_PAIRS = Takes(
     hosts=_PAIRS, free="neighbours are not waited for in any case: use overlap='step', which hides the transfer too"
+)
+RING = Takes(
+    common=True,
+    free="",
+    hosts="a ring adds up nothing that a machine could add up first: use hierarchy='flat', or LocalSGD(every=1)",
+    only_eight_bits="what so few bits leave out made models of a ring grow apart: use EightBit() or Half(), or "
+    "LocalSGD, DiLoCo or AllReduce",
+)
+FREE_PAIRS = Takes(hosts=_PAIRS, free="")
+OUTER = Takes(
+    common=True, free="rounds are common to all workers: use overlap='step', or delay= to hide more updates behind them"
 )
 EVERYBODY = Takes(common=True, free="")
 EVERYBODY_NOW_AND_THEN = Takes(
@@ -122,10 +140,10 @@ def hosts_of(replica: Replica) -> list[str] | None:
     Raises:
         ConfigurationError: machines cannot be told from each other.
     """
-    return host_names(replica.groups, replica.device) if replica.exchange.hierarchy == "hosts" else None
+    return hosts_of_replicas(replica.groups, replica.device) if replica.exchange.hierarchy == "hosts" else None
 
 
-def replicas_for(replica: Replica) -> Any:
+def replicas_for(replica: Replica) -> Replicas:
     """The replicas of the stage, over a group of their own where a thread exchanges beside training."""
     exchange = replica.exchange
     beside = exchange.overlap != "none" or exchange.hierarchy == "hosts"
@@ -140,10 +158,19 @@ def mover_among_groups(replica: Replica) -> Mover:
     return EncodedMean(replicas, OwnReference(exchange.payload), hosts_of(replica))
 
 
-def mover_among_all(replica: Replica) -> tuple[Mover, CommonModel | None]:
-    """What moves models among replicas that all meet; and what they all know, if that is needed."""
+def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:
+    """What moves models among replicas that all meet; and what is to be told of the models when these are equal, if
+    that has to be known."""
     exchange = replica.exchange
     if exchange.is_full:
         return mover_among_groups(replica), None
     coding = CommonModel(exchange.payload, replica.pipeline)
-    return EncodedMean(replicas_for(replica), coding, hosts_of(replica)), coding
+    return EncodedMean(replicas_for(replica), coding, hosts_of(replica)), coding.begin
+
+
+def mover_in_a_ring(replica: Replica) -> tuple[Mover, Begin | None]:
+    """What moves models between neighbours of a ring; and as for :func:`mover_among_all`."""
+    payload = None if replica.exchange.is_full else replica.exchange.payload
+    mover = RingMean(replicas_for(replica), payload)
+    neighbours = ring(replica.pipeline, len(replica.ranks))
+    return mover, None if payload is None else lambda tensors: mover.begin(tensors, neighbours)

@@ -43,6 +43,10 @@ class GradientAveraging(Synchronizer):
                 f"{self._update}, counted from 0 since training started"
             )
         self._rounds += 1
+        if not isinstance(self._buckets, EncodedRounds):  # torch sends them
+            sizes = [parameter.nbytes for parameter in self.replica.trained]
+            replicas = len(self.replica.ranks)
+            self.statistics.traffic.add(2 * (replicas - 1) * sum(sizes) // replicas)
         self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
         return outcome.gradients
 

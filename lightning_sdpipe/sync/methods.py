@@ -6,21 +6,26 @@ decisions out, any policy of the user's own included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.partition.group_generator import hosts_as_groups
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule
+from lightning_sdpipe.policies.decentralized import Decentralized, with_neighbours
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
+from lightning_sdpipe.policies.peers import random_pair, shift_one
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -31,11 +36,17 @@ from lightning_sdpipe.sync.exchanges import (
     CHANGING_PAIRS,
     EVERYBODY,
     EVERYBODY_NOW_AND_THEN,
+    FREE_PAIRS,
     GRADIENTS,
+    RING,
+    Begin,
     Takes,
     check,
     mover_among_all,
+    mover_among_groups,
+    mover_in_a_ring,
 )
+from lightning_sdpipe.sync.free_averaging import FreeAveraging
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.late_averaging import LateAveraging
@@ -146,6 +157,9 @@ class ByPolicy:
                 return None
             case LocalSGD(every):
                 return EVERYBODY if every == 1 else EVERYBODY_NOW_AND_THEN
+            case Decentralized(peers, every):
+                takes = RING if peers == "ring" else FREE_PAIRS
+                return takes if every == 1 else replace(takes, free=EVERYBODY_NOW_AND_THEN.free)
             case ADPSGD(asynchronous=True):
                 return ASYNCHRONOUS_PAIRS
             case ADPSGD():
@@ -158,13 +172,43 @@ class ByPolicy:
             case NoSync():
                 return Synchronizer(replica)
             case LocalSGD(every):
-                return ModelAveraging(replica, every, *mover_among_all(replica))
+                return _averaging(replica, every, *mover_among_all(replica), lambda everybody: everybody)
+            case Decentralized("ring", every):
+                return _averaging(
+                    replica,
+                    every,
+                    *mover_in_a_ring(replica),
+                    partial(with_neighbours, num_pipelines=len(replica.ranks)),
+                )
+            case Decentralized() as pairs:
+                return _averaging(
+                    replica, pairs.every, mover_among_groups(replica), None, partial(_pair, pairs, replica.pipeline)
+                )
             case ADPSGD(asynchronous=True):
                 return AsynchronousPairs(replica)
             case PHDPSGD():
                 return HybridGroups(replica, self.policy)
             case _:
                 return ModelAveraging(replica) if self.policy.announces == "early" else LateAveraging(replica)
+
+
+def _averaging(
+    replica: Replica, every: int, mover: Mover, begin: Begin | None, meet: Callable[[Group], Group]
+) -> Synchronizer:
+    if replica.exchange.overlap == "free":
+        return FreeAveraging(replica, mover, meet, begin)
+    return ModelAveraging(replica, every, mover, begin)
+
+
+def _pair(peers: Decentralized, pipeline: int, everybody: Group) -> Group:
+    """Whom a pipeline averages with in the round that is the sequence of ``everybody``."""
+    size, number = len(everybody.members), everybody.sequence
+    if peers.peers == "shift_one":
+        partner = shift_one(pipeline, size, number)
+    else:
+        partner = random_pair(pipeline, size, number, peers.seed)
+    together = [worker for worker in everybody.members if worker.pipeline in (pipeline, partner)]
+    return msgspec.structs.replace(everybody, members=tuple(together), weights=(1 / len(together),) * len(together))
 
 
 def refuse_exchange(sync: object, method: SyncMethod, exchange: Exchange) -> None:
@@ -251,7 +295,9 @@ def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pip
 
 def _keeps_step(method: SyncMethod) -> bool:
     policy = method.policy if isinstance(method, ByPolicy) else None
-    return policy is None or isinstance(policy, LocalSGD) or (isinstance(policy, ADPSGD) and not policy.asynchronous)
+    if isinstance(policy, ADPSGD):
+        return not policy.asynchronous
+    return policy is None or isinstance(policy, LocalSGD | Decentralized | PHDPSGD)
 
 
 def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:

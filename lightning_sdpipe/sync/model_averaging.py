@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 
 from lightning_sdpipe.exchange.buckets import tensors_of
-from lightning_sdpipe.exchange.common_reference import CommonModel
 from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import Mover, finish
-from lightning_sdpipe.sync.exchanges import mover_among_groups
+from lightning_sdpipe.sync.exchanges import Begin, mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -20,16 +19,16 @@ class ModelAveraging(Synchronizer):
         replica: this worker.
         every: the scheduler is asked in the updates that this number divides; the others are local.
         mover: moves the parameters; as the replica's exchange says by default.
-        common: the model that all replicas have in common, if the mover needs it.
+        begin: is told of the models whenever training begins; then they are equal on all replicas.
     """
 
     def __init__(
-        self, replica: Replica, every: int = 1, mover: Mover | None = None, common: CommonModel | None = None
+        self, replica: Replica, every: int = 1, mover: Mover | None = None, begin: Begin | None = None
     ) -> None:
         super().__init__(replica)
         self._every = every
         self._mover = mover or mover_among_groups(replica)
-        self._common = common
+        self._begin = begin
         overlaps = replica.exchange.overlap == "step"
         self._late = Late(self._mover, replica.timeout.total_seconds()) if overlaps else None
 
@@ -70,9 +69,9 @@ class ModelAveraging(Synchronizer):
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
     def enter(self) -> None:
-        """All replicas are equal if they have anything in common."""
-        if self._common is not None:
-            self._common.begin(tensors_of([bucket for bucket in self.replica.parameters if bucket.trains]))
+        """See the base class."""
+        if self._begin is not None:
+            self._begin(tensors_of([bucket for bucket in self.replica.parameters if bucket.trains]))
 
     def arrive(self) -> None:
         """Finishes what is under way: others wait for it."""
@@ -81,5 +80,5 @@ class ModelAveraging(Synchronizer):
 
     def catch_up(self) -> None:
         """Without a pause replicas would have nothing in common."""
-        if self._common is not None:
+        if self._begin is not None:
             self.make_parameters_equal()

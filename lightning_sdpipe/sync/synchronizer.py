@@ -15,7 +15,7 @@ from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.value import Exchange
-from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.groups import ProcessGroups, Traffic
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -29,12 +29,19 @@ class SyncStatistics:
     ``groups`` counts the updates, ``members`` the workers that took part in each, this one included.
     ``seconds_waiting`` is what this worker stood still until the others of its group were there,
     ``seconds_averaging`` what it stood still while tensors moved; what is hidden behind computation counts in neither.
+    ``traffic`` counts the bytes that it sent to other replicas, but for what pauses and parameter servers move.
     """
 
     groups: int = 0
     members: int = 0
     seconds_waiting: float = 0.0
     seconds_averaging: float = 0.0
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def bytes_sent(self) -> int:
+        """To other replicas."""
+        return self.traffic.bytes
 
     @property
     def mean_group_size(self) -> float:
@@ -107,7 +114,7 @@ class Synchronizer:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self.statistics = SyncStatistics()
+        self.statistics = SyncStatistics(traffic=replica.groups.traffic)
         self.announced = False
         """Has this worker been announced and not fetched its group yet?"""
 
@@ -157,11 +164,11 @@ class Synchronizer:
         group = self._everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
         finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
 
-    def _everybody(self, weights: Sequence[float] | None = None) -> Group:
+    def _everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
         """All replicas of the stage as a group, by equal weights if none are given."""
         size = len(self.replica.ranks)
         members = tuple(Worker(self.replica.stage, pipeline) for pipeline in range(size))
-        return Group(members, tuple(weights or [1 / size] * size), 0, "pause")
+        return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
 
 
 @runtime_checkable

@@ -12,8 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket
-from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
+from lightning_sdpipe.exchange.payloads import Payload
+from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection, is_adam_family
 from lightning_sdpipe.trainer.closures import refuse_repeated_evaluation
 from lightning_sdpipe.trainer.loss_scale import refuse_own_unscaling
 
@@ -23,6 +25,25 @@ def refuse_unfit(optimizer: Optimizer, precision: Precision, num_stages: int) ->
     refuse_repeated_evaluation(optimizer)
     if num_stages > 1:
         refuse_own_unscaling(optimizer, precision)
+
+
+def refuse_unfit_momentum(optimizer: Optimizer, payload: Payload) -> None:
+    """Raises ConfigurationError unless what momenta are sent for, if they are, keeps its variance as it was (1-bit
+    Adam): divided by one of compression errors, updates would mean nothing."""
+    if not payload.momentum:
+        return
+    if not isinstance(optimizer, FrozenVariance) or optimizer.after != payload.after:
+        raise ConfigurationError(
+            f"{payload} sends momenta, for which Adam's variance has to be frozen after as many updates: return "
+            f"FrozenVariance(optimizer, after={payload.after}) of lightning_sdpipe.optim from configure_optimizers, or "
+            "set momentum=0."
+        )
+    betas = {group["betas"][0] for group in optimizer.param_groups}
+    if betas != {payload.momentum}:
+        raise ConfigurationError(
+            f"{payload} sends momenta of {payload.momentum}, and the optimizer's first beta is "
+            f"{', '.join(map(str, sorted(betas)))}: give both the same."
+        )
 
 
 def corrected(optimizer: Optimizer, models: int, sync: object) -> Optimizer:

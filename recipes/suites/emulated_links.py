@@ -115,6 +115,7 @@ def emulated_links(network: Network) -> Iterator[None]:
         outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int
     ) -> transfers.Transfers:
         under_way = transfers.Transfers([], [], [*outgoing.values()])
+        replicas.traffic.add(sum(tensor.nbytes for tensor in outgoing.values()))
         for pipeline, tensor in into.items():
             if tensor.numel():
                 work = replicas.group.recv([tensor], replicas.ranks[pipeline], tag)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.exchange.value import Exchange
-from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.groups import Replicas, Traffic
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
@@ -91,10 +91,11 @@ class Places:
     def __init__(self, crew: Crew, beside: Crew, rank: int) -> None:
         self.mesh, self.rank = Mesh.build(crew.size, 1), rank
         self.stage, self._beside = crew.groups[rank], beside.groups[rank]
+        self.traffic = Traffic()
 
     def replicas(self, group: Any = None) -> Replicas:
         ranks = self.mesh.stage_ranks(0)
-        return Replicas(group or self.stage, ranks, 0, self.mesh.locate(self.rank)[1])
+        return Replicas(group or self.stage, ranks, 0, self.mesh.locate(self.rank)[1], self.traffic)
 
     def side_channel(self, timeout: timedelta | None) -> Any:
         return self._beside
