@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,6 +52,21 @@ class OptimizerProgress:
         self._optimizers = optimizers
         self._precision = precision
         self._buckets = buckets
+
+    def digest(self) -> int:
+        """See :class:`~lightning_sdpipe.sync.synchronizer.Progress`; from sums of the tensors."""
+        states = [[optimizer.state.get(p, {}) for p in self._parameters()] for optimizer in self._optimizers()]
+        sums = [
+            [
+                (name, float(value.sum(dtype=torch.float64)) if isinstance(value, Tensor) else repr(value))
+                for name, value in state.items()
+            ]
+            for by_parameter in states
+            for state in by_parameter
+        ]
+        scaler = self._scaler()
+        text = repr((sums, None if scaler is None else scaler.state_dict()))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
     def save(self) -> bytes:
         """See :class:`~lightning_sdpipe.sync.synchronizer.Progress`."""
