@@ -51,7 +51,7 @@ from lightning_sdpipe.trainer.dealt_turns import DealtTurns
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.nonfinite import Watch
-from lightning_sdpipe.trainer.optimizers import OptimizerProgress, corrected, refuse_unfit
+from lightning_sdpipe.trainer.optimizers import OptimizerProgress, corrected, follow, refuse_unfit
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import (
@@ -333,6 +333,8 @@ class SDPipeStrategy(SDPipeOptions):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        if self.variance_correction:
+            follow(self.optimizers[0], self.training.sync.models_averaged)
         return self.training.update(optimizer, closure, model=model, **kwargs)
 
     def validation_step(self, batch: Any, *arguments: Any) -> Any:

@@ -9,6 +9,9 @@ from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
+_REMEMBERED = 100
+"""Groups over which the inequality of weights is averaged."""
+
 
 class ModelAveraging(Synchronizer):
     """Announces when this worker is ready, learns its group, and averages the stage's parameters with it.
@@ -23,11 +26,16 @@ class ModelAveraging(Synchronizer):
         super().__init__(replica)
         self._every = every
         self._mover = mover or GroupMean(replica.groups.replicas())
+        self._inequality = 1.0
+        """k Σ w², averaged over the last groups."""
+        self._groups = 0
 
     @property
-    def models_averaged(self) -> int:
-        """See the base class."""
-        return len(self.replica.ranks)
+    def models_averaged(self) -> float:
+        """See the base class. A group of k with weights w counts its members' updates as kw instead of equally. So the
+        mean of all N moves by the mean of N / (k Σ w²) updates: 1 / Σ w² if the group is everybody, and N if weights
+        are equal, whatever the group."""
+        return len(self.replica.ranks) / self._inequality
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that this worker is ready; see the base class."""
@@ -53,3 +61,6 @@ class ModelAveraging(Synchronizer):
         trained = [bucket for bucket in self.replica.parameters if bucket.trains]
         waited += finish(self._mover.start(tensors_of(trained), group))
         self.statistics.count(len(group.members), waited, time.perf_counter() - start - waited)
+        self._groups = min(self._groups + 1, _REMEMBERED)
+        inequality = len(group.weights) * sum(weight**2 for weight in group.weights)
+        self._inequality += (inequality - self._inequality) / self._groups

@@ -26,7 +26,7 @@ def refuse_unfit(optimizer: Optimizer, precision: Precision, num_stages: int) ->
         refuse_own_unscaling(optimizer, precision)
 
 
-def corrected(optimizer: Optimizer, models: int, sync: object) -> Optimizer:
+def corrected(optimizer: Optimizer, models: float, sync: object) -> Optimizer:
     """``optimizer`` with variance correction for the mean of so many ``models``, as ``sync`` trains it; as it is, and
     the user is told why, if there is nothing to correct."""
     if not is_adam_family(optimizer):
@@ -35,6 +35,13 @@ def corrected(optimizer: Optimizer, models: int, sync: object) -> Optimizer:
     if models == 1:
         rank_zero_info(f"variance_correction=True has nothing to correct: {sync} averages no models here.")
     return VarianceCorrection(optimizer, num_workers=models)
+
+
+def follow(optimizer: Optimizer, models: float) -> None:
+    """Corrects for the mean of so many ``models`` from the next step on, if that is another number by much: a change
+    costs a pass over the optimizer's memory."""
+    if isinstance(optimizer, VarianceCorrection) and abs(models / optimizer.num_workers - 1) > 0.05:
+        optimizer.num_workers = models
 
 
 class OptimizerProgress:
