@@ -43,7 +43,13 @@ from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.joint_turns import JointTurns
 from lightning_sdpipe.trainer.loss_scale import current_scale
 from lightning_sdpipe.trainer.nonfinite import Watch
-from lightning_sdpipe.trainer.optimizers import OptimizerProgress, corrected, refuse_unfit, refuse_unfit_momentum
+from lightning_sdpipe.trainer.optimizers import (
+    OptimizerProgress,
+    corrected,
+    follow,
+    refuse_unfit,
+    refuse_unfit_momentum,
+)
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import (
@@ -324,6 +330,8 @@ class SDPipeStrategy(CheckpointHooks):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        if self.variance_correction:
+            follow(self.optimizers[0], self.training.sync.models_averaged)
         return self.training.update(optimizer, closure, model=model, **kwargs)
 
     def validation_step(self, batch: Any, *arguments: Any) -> Any:

@@ -93,6 +93,10 @@ class Participants:
         waiting = self.waiting[stage].get(pipeline)
         return self._answered[stage].get(pipeline) if waiting is None else waiting
 
+    def last_answered(self, stage: int, pipeline: int) -> int | None:
+        """The last iteration of the worker that was answered since it joined."""
+        return self._answered[stage].get(pipeline)
+
     def everybody_waits(self, stage: int) -> bool:
         """True when every active worker of ``stage`` waits (and at least one does)."""
         return len(self.waiting[stage]) == len(self.active[stage]) > 0

@@ -42,7 +42,7 @@ class AsynchronousPairs(Synchronizer):
         replica.client.on_invitation = lambda group, after: self._invitations.put(group)
 
     @property
-    def models_averaged(self) -> int:
+    def models_averaged(self) -> float:
         """See the base class."""
         return len(self.replica.ranks)
 

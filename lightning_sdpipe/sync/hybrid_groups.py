@@ -66,7 +66,7 @@ class HybridGroups(Synchronizer):
             replica.client.on_invitation = self._meetings.invite
 
     @property
-    def models_averaged(self) -> int:
+    def models_averaged(self) -> float:
         """See the base class: gradients are averaged before the optimizer sees them, so a group counts as one."""
         return len(self._groups)
 

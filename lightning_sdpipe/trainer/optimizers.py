@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ def refuse_unfit_momentum(optimizer: Optimizer, payload: Payload) -> None:
         )
 
 
-def corrected(optimizer: Optimizer, models: int, sync: object) -> Optimizer:
+def corrected(optimizer: Optimizer, models: float, sync: object) -> Optimizer:
     """``optimizer`` with variance correction for the mean of so many ``models``, as ``sync`` trains it; as it is, and
     the user is told why, if there is nothing to correct."""
     if not is_adam_family(optimizer):
@@ -55,6 +56,13 @@ def corrected(optimizer: Optimizer, models: int, sync: object) -> Optimizer:
     if models == 1:
         rank_zero_info(f"variance_correction=True has nothing to correct: {sync} averages no models here.")
     return VarianceCorrection(optimizer, num_workers=models)
+
+
+def follow(optimizer: Optimizer, models: float) -> None:
+    """Corrects for the mean of so many ``models`` from the next step on, if that is another number by much: a change
+    costs a pass over the optimizer's memory."""
+    if isinstance(optimizer, VarianceCorrection) and abs(models / optimizer.num_workers - 1) > 0.05:
+        optimizer.num_workers = models
 
 
 class OptimizerProgress:
@@ -72,6 +80,21 @@ class OptimizerProgress:
         self._optimizers = optimizers
         self._precision = precision
         self._buckets = buckets
+
+    def digest(self) -> int:
+        """See :class:`~lightning_sdpipe.sync.synchronizer.Progress`; from sums of the tensors."""
+        states = [[optimizer.state.get(p, {}) for p in self._parameters()] for optimizer in self._optimizers()]
+        sums = [
+            [
+                (name, float(value.sum(dtype=torch.float64)) if isinstance(value, Tensor) else repr(value))
+                for name, value in state.items()
+            ]
+            for by_parameter in states
+            for state in by_parameter
+        ]
+        scaler = self._scaler()
+        text = repr((sums, None if scaler is None else scaler.state_dict()))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
     def save(self) -> bytes:
         """See :class:`~lightning_sdpipe.sync.synchronizer.Progress`."""
