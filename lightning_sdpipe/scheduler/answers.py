@@ -172,6 +172,8 @@ class Answers:
         answered = self._regrouping.outcome(worker, group.sequence)
         if answered is not None:
             return answered
+        if group.sequence in self._regrouping.decided:
+            return e.Waits(request.number, "it waits for a process group of those that try again")
         if worker not in group.members or len(group.members) < 2:
             return e.Denial(f"worker {worker} is no member of {group}, or the only one, so it cannot have broken")
         broken = self._regrouping.hear(worker, group, request.together)

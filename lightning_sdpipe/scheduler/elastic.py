@@ -307,9 +307,9 @@ class Elastic:
                 self._answers.met(decision, now)
             case w.Gone(pipeline, incarnation, reason, was_member, left):
                 logger.warning("pipeline %d is gone: %s", pipeline, reason)
-                for peer in list(self._presence.peers([pipeline])):
-                    run.say(peer, e.MustEnd(reason))
                 gone = self._presence.goes(pipeline, incarnation)
+                for worker in gone:
+                    run.say(e.peer_of(worker, incarnation), e.MustEnd(reason))
                 self._answers.goes(gone)
                 self._early.forget(gone)
                 self._rival_since.pop(pipeline, None)

@@ -45,6 +45,8 @@ class Regrouping:
 
     def __init__(self) -> None:
         self.open: dict[int, Broken] = {}
+        self.decided: OrderedDict[int, None] = OrderedDict()
+        """Those of which it is decided who tries again, though perhaps not yet in which process group."""
         self._outcomes: OrderedDict[int, dict[Worker, e.Regroup | e.Skip]] = OrderedDict()
 
     def hear(self, worker: Worker, group: Group, together: bool) -> Broken:
@@ -82,4 +84,7 @@ class Regrouping:
         for sequence, broken in list(self.open.items()):
             if not broken.undecided(is_gone) and all(takes_part(worker) for worker in broken.said):
                 del self.open[sequence]
+                self.decided[sequence] = None
+                while len(self.decided) > REMEMBERED:
+                    self.decided.popitem(last=False)
                 yield broken

@@ -249,9 +249,11 @@ class World:
                 process.nonce = nonce
             case e.Stranger():
                 self.introduce(process)
-            case e.Start(epoch=epoch):
+            case e.Start(epoch=epoch, fresh=fresh):
                 self.hear_epoch(process, epoch)
                 if process.state in ("enrolling", "receiving"):
+                    if fresh:
+                        process.receive, process.update = None, 0
                     asks.pop("enrol", None)
                     self.set_state(process, "joining")
                     self.join(process)
