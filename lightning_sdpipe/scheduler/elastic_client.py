@@ -61,6 +61,8 @@ GLANCE = 0.02
 """Seconds between looks whether a wait is still needed."""
 REMEMBERED = 1024
 """Groups of which it is known that their result is in the model."""
+TAKEN = 64
+"""Last snapshots that are remembered."""
 MEETINGS = 8
 """Last meetings that are reported to a scheduler which was started again."""
 
@@ -148,6 +150,7 @@ class ElasticClient:
         self._receive: Receive | None = None
         self._donate: dict[int, Donate] = {}
         """Snapshots to take, by the newcomer that they are for."""
+        self._taken: deque[tuple[str, int]] = deque(maxlen=TAKEN)
         self._donations: dict[int, int] = {}
         """The number of the newest of each newcomer that was heard of."""
         self._update = -1
@@ -247,15 +250,15 @@ class ElasticClient:
         """The transfer that this worker is to take a snapshot for, whatever update was proposed: for a pipeline whose
         stages agree among themselves when they take it, and then say :meth:`snapshot_taken`."""
         with self._changed:
-            return self._donate
+            return next(iter(self._donate.values()), None)
 
     def snapshot_taken(self, transfer: str, update: int) -> None:
         """This worker has its snapshot for ``transfer``, taken when it, and all other stages, had made ``update``
         updates. Returns when the scheduler knows."""
         with self._changed:
-            if self._donate is not None and self._donate.transfer == transfer:
-                self._donate = None
-        self._send(self._make(e.TellSnapshot, transfer, update, "taken"))
+            self._donate = {i: donate for i, donate in self._donate.items() if donate.transfer != transfer}
+            self._taken.append((transfer, update))  # it may be asked for only after another stage has heard of it
+        self._tell(("snapshot", transfer), e.TellSnapshot, transfer, update, "taken")
         self.fetch(["snapshot/heard"])  # messages of a worker are heard in order
 
     def donation_due(self, update: int) -> Donate | None:
@@ -536,11 +539,14 @@ class ElasticClient:
             self._donations[donate.pipeline] = donate.number
             replaced = self._donate.pop(donate.pipeline, None)
             past, update = self._update >= donate.at_update, self._update
-            if not past:
+            taken = dict(self._taken).get(donate.transfer)
+            if taken is not None:  # another stage had heard of it before
+                past, update = False, taken
+            elif not past:
                 self._donate[donate.pipeline] = donate
         if replaced is not None and replaced.transfer != donate.transfer:
             self._told.dropped(replaced.transfer)
-        state = "past" if past else "pending"
+        state = "taken" if taken is not None else "past" if past else "pending"
         self._tell(("snapshot", donate.transfer), e.TellSnapshot, donate.transfer, update, state)
 
     def _hear_broke(self, sequence: int) -> None:

@@ -93,7 +93,8 @@ class DealtTurns:
         self._checks, self._run, self._seed, self._origin = checks, run, seed, origin
         self._required, self._anybody = required, anybody
         self._num_pipelines = groups.mesh.num_pipelines
-        _, self._pipeline = groups.mesh.locate(groups.rank)
+        _, pipeline = groups.mesh.locate(groups.rank)
+        self._home = pipeline % self._num_pipelines  # there may be more pipelines than shards
         self._counters = EqualSplit(trainer, lambda: self._closes)
         self._split: Split | None = None
         self._dealt: DealtBatches | None = None  # None if the loader's batches cannot be
@@ -113,7 +114,7 @@ class DealtTurns:
             ConfigurationError: they cannot, and the user asked for it.
         """
         self._dealt = self._segment = self._next = self._now = None
-        reason = why_sharded(loader, self._pipeline, self._num_pipelines)
+        reason = why_sharded(loader, self._home, self._num_pipelines)
         if self._refused(reason) or (not self._required and self._anybody(reason is not None)):
             return
         self._loader, self._split = loader, split

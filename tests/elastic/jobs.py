@@ -1,4 +1,4 @@
-"""Elastic runs for tests: a standing scheduler, and pipelines as jobs of forked processes, to be killed and started anew."""
+"""Elastic runs for tests: a standing scheduler, and pipelines as jobs of forked processes, which are killed at will."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Diary(Callback):
 
     def __init__(self, directory: Path) -> None:
         name = f"{os.environ['SDPIPE_PIPELINE']}-{os.environ['RANK']}-{os.getpid()}.jsonl"
-        self.file = open(directory / name, "a", buffering=1)
+        self.file = open(directory / name, "a", buffering=1)  # noqa: SIM115  # as long as the process
         self.before = time.monotonic()
         self.directory = directory
 
@@ -213,11 +213,9 @@ class ElasticRun:
 
     def rows(self, pipeline: int, rank: int = 0) -> list[list[dict[str, Any]]]:
         """What each start of a worker wrote down, the oldest first."""
-        files = sorted(self.directory.glob(f"{pipeline}-{rank}-*.jsonl"), key=lambda path: path.stat().st_ctime_ns)
-        by_birth = sorted(files, key=lambda path: _first(path))
-        return [
-            [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")] for path in by_birth
-        ]
+        texts = [path.read_text().splitlines(True) for path in self.directory.glob(f"{pipeline}-{rank}-*.jsonl")]
+        rows = [[json.loads(line) for line in lines if line.endswith("\n")] for lines in texts]
+        return sorted(filter(None, rows), key=lambda of_a_start: of_a_start[0]["at"])
 
     def turns(self, pipeline: int) -> int:
         """Of the newest start."""
@@ -267,11 +265,6 @@ class ElasticRun:
             job.kill()
         self.scheduler.kill()
         self.scheduler.wait()
-
-
-def _first(path: Path) -> float:
-    lines = path.read_text().splitlines(True)
-    return float(json.loads(lines[0])["at"]) if lines and lines[0].endswith("\n") else float("inf")
 
 
 @contextmanager
