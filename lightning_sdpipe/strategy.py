@@ -235,7 +235,10 @@ class SDPipeStrategy(CheckpointHooks):
         if not deals(self.data, self._method, self.mesh.num_pipelines):
             return None
         run, client, asked = shared(secrets.randbits(62)), self.membership.client, self.data == "dealt"
-        return DealtTurns(trainer, self.training, client, self.groups, checks, run, seed, origin, asked, anybody)
+        in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
+        return DealtTurns(
+            trainer, self.training, client, self.groups, checks, run, seed, origin, asked, anybody, in_step
+        )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():

@@ -48,7 +48,7 @@ def train(
     directory: Path, sync: Any, module: Regression | None = None, **options: Any
 ) -> tuple[Regression, dict[str, float]]:
     schedule = options.pop("schedule", "1f1b")
-    strategy = SDPipeStrategy(2, sync=sync, schedule=schedule, start_method="fork")
+    strategy = SDPipeStrategy(2, sync=sync, schedule=schedule, data="sharded", start_method="fork")
     trainer, model = fit(directory, strategy, 4, 4, module, callbacks=[EqualReplicas()], **options)
     return model, {name: value.item() for name, value in trainer.callback_metrics.items()}
 
