@@ -103,6 +103,7 @@ class Collectives(SDPipeOptions):
         if sync_grads and dist.get_backend(group) == "gloo":  # torch.distributed.nn scatters by global rank
             raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
         if self._whereabouts.rehearsing:
+            self._whereabouts.communicates = True
             return torch.stack([tensor] * dist.get_world_size(group))
         with self._together("all_gather", group):
             return super().all_gather(tensor, group, sync_grads)

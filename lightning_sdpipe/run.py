@@ -162,11 +162,12 @@ class Run:
         origin: Callable[[], Split | None],
         required: bool,
         anybody: Callable[[bool], bool],
+        reason: str | None,
     ) -> DealtTurns:
         """Turns over dealt batches; every worker must call it."""
         assert self._membership is not None
         run, client = shared(secrets.randbits(62)), self._membership.client
-        return DealtTurns(trainer, training, client, self.groups, checks, run, seed, origin, required, anybody)
+        return DealtTurns(trainer, training, client, self.groups, checks, run, seed, origin, required, anybody, reason)
 
     def set_out(self, trainer: Trainer) -> None:
         """All is set up, and nothing restored yet."""

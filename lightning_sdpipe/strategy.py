@@ -220,7 +220,9 @@ class SDPipeStrategy(CheckpointHooks):
             return JointTurns(trainer, self.groups, self._parts.delays, *self.division, seed, origin)
         if not deals(self.data, self._method, self.mesh.num_pipelines):
             return None
-        return self._run.dealt_turns(trainer, self.training, checks, seed, origin, self.data == "dealt", anybody)
+        asked = self.data == "dealt"
+        in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
+        return self._run.dealt_turns(trainer, self.training, checks, seed, origin, asked, anybody, in_step)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():

@@ -175,9 +175,12 @@ class ElasticRun(Run):
         origin: Callable[[], Split | None],
         required: bool,
         anybody: Callable[[bool], bool],
+        reason: str | None,
     ) -> ElasticTurns:
         run, client = shared(secrets.randbits(62)), self._line.client
-        turns = ElasticTurns(trainer, training, client, self.groups, checks, run, seed, origin, required, anybody)
+        turns = ElasticTurns(
+            trainer, training, client, self.groups, checks, run, seed, origin, required, anybody, reason
+        )
         turns.words, turns.asked, turns.act, turns.between = self._words, self._asked, self._act, self._between
         turns.held_up = lambda: self._line.line.held_up
         self._line.client.meanwhile = turns.serve

@@ -6,6 +6,7 @@ decisions out, any policy of the user's own included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -285,6 +286,8 @@ def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pip
         reason = "there is one pipeline"
     elif _keeps_step(method):
         reason = "those of this method cannot leave and come back while others train"
+    elif isinstance(method.policy, SemiDecentralized) and method.policy.window == math.inf:
+        reason = "all of them take every step together"
     elif not isinstance(method.policy, NoSync | SemiDecentralized | PartialReduce | ADPSGD):
         reason = "a policy of one's own may hold them in step; data='dealt' says that it does not"
     else:

@@ -74,6 +74,7 @@ class DealtTurns:
         origin: which split of the data a checkpoint counts by, if one was loaded.
         required: the user asked for it; else what cannot be dealt is trained as shards.
         anybody: is it so on any worker? Every worker must ask.
+        reason: why this run should not, whatever its loader.
     """
 
     def __init__(
@@ -88,10 +89,11 @@ class DealtTurns:
         origin: Callable[[], Split | None],
         required: bool,
         anybody: Callable[[bool], bool],
+        reason: str | None = None,
     ) -> None:
         self._trainer, self._training, self._client = trainer, training, client
         self._checks, self._run, self._seed, self._origin = checks, run, seed, origin
-        self._required, self._anybody = required, anybody
+        self._required, self._anybody, self._reason = required, anybody, reason
         self._num_pipelines = groups.mesh.num_pipelines
         _, pipeline = groups.mesh.locate(groups.rank)
         self._home = pipeline % self._num_pipelines  # there may be more pipelines than shards
@@ -114,8 +116,9 @@ class DealtTurns:
             ConfigurationError: they cannot, and the user asked for it.
         """
         self._dealt = self._segment = self._next = self._now = None
-        reason = why_sharded(loader, self._home, self._num_pipelines)
-        if self._refused(reason) or (not self._required and self._anybody(reason is not None)):
+        reason = self._reason or why_sharded(loader, self._home, self._num_pipelines)
+        refused = self._refused(reason)
+        if not self._required and self._anybody(refused):
             return
         self._loader, self._split = loader, split
         self._dealt = DealtBatches(loader, self._num_pipelines, self._client.lease)

@@ -48,7 +48,7 @@ def train(
     directory: Path, sync: Any, module: Regression | None = None, **options: Any
 ) -> tuple[Regression, dict[str, float]]:
     schedule, exchange = options.pop("schedule", "1f1b"), options.pop("exchange", None)
-    strategy = SDPipeStrategy(2, sync=sync, exchange=exchange, schedule=schedule, start_method="fork")
+    strategy = SDPipeStrategy(2, sync=sync, exchange=exchange, schedule=schedule, data="sharded", start_method="fork")
     trainer, model = fit(directory, strategy, 4, 4, module, callbacks=[EqualReplicas()], **options)
     return model, {name: value.item() for name, value in trainer.callback_metrics.items()}
 
