@@ -19,6 +19,10 @@ from lightning_sdpipe.exchange.parts import Place, Team
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 
+BROKEN_OFF = (
+    "an average was broken off, and models have had nothing in common since then: all replicas must be made equal first"
+)
+
 
 class CommonReference:
     """A :class:`~lightning_sdpipe.exchange.coding.Coding` for gradients; :class:`CommonModel` is one for models.
@@ -52,7 +56,8 @@ class CommonReference:
         """Forgets what was left out."""
         self._residuals.clear()
 
-    aborted = drop
+    def aborted(self) -> None:
+        self.drop()
 
     def meets(self, team: Team) -> None:
         """See the protocol. What was left out belongs to parts, which others own if members have gone.
@@ -145,7 +150,14 @@ class CommonModel(CommonReference):
         self._met = None
         self._base = [piece.clone() for piece in pieces_of(tensors)]
 
+    def aborted(self) -> None:
+        """Some members may have taken over what others have not: nothing is common until :meth:`begin`."""
+        self.drop()
+        self._base = []
+
     def prepared(self, piece: Tensor, number: int) -> Tensor:
+        if not self._base:
+            raise WorkerFailedError(BROKEN_OFF)
         super().prepared(piece, number)
         return piece - self._base[number]
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.algorithms.outer import Nesterov, OuterOptimizer
-from lightning_sdpipe.exchange.common_reference import CommonReference
+from lightning_sdpipe.exchange.common_reference import BROKEN_OFF, CommonReference
 from lightning_sdpipe.exchange.moving import pieces_of
 from lightning_sdpipe.exchange.payloads import Payload
 
@@ -29,12 +30,14 @@ class OuterModel(CommonReference):
         self._nesterov = nesterov
         self._mix = mix
         self.outer: list[OuterOptimizer] = []
+        self._is_common = False
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """All workers have the same ``tensors``, which are the base from now on. A momentum stays, unless the tensors
         have other shapes than before."""
         self.drop()
         self._met = None
+        self._is_common = True
         pieces = list(pieces_of(tensors))
         if [(p.shape, p.dtype) for p in pieces] == [(o.base.shape, o.base.dtype) for o in self.outer]:
             for outer, piece in zip(self.outer, pieces, strict=True):
@@ -42,7 +45,14 @@ class OuterModel(CommonReference):
         else:
             self.outer = [OuterOptimizer(self._nesterov, piece) for piece in pieces]
 
+    def aborted(self) -> None:
+        """Some members may have taken over what others have not: nothing is common until :meth:`begin`."""
+        self.drop()
+        self._is_common = False
+
     def prepared(self, piece: Tensor, number: int) -> Tensor:
+        if not self._is_common:
+            raise WorkerFailedError(BROKEN_OFF)
         super().prepared(piece, number)
         return piece - self.outer[number].base
 

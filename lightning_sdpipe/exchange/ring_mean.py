@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.algorithms import ring
+from lightning_sdpipe.exchange.common_reference import BROKEN_OFF
 from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
 from lightning_sdpipe.groups import Replicas
@@ -84,6 +85,8 @@ class _Ring:
             self._beside = piece.clone()
             ring.average(self._beside, [theirs[neighbour] for neighbour in self._neighbours], self._mover.weight)
         else:
+            if not self._mover.copies:
+                raise WorkerFailedError(BROKEN_OFF)
             z = self._mover.copies[number].difference(piece)
             residual = self._mover.residuals[number].residual if self._mover.residuals else None
             self._mine = payload.on(piece.dtype).message(z, residual, self._mover.draws.getrandbits(32))
@@ -102,10 +105,9 @@ class _Ring:
         piece.copy_(copies.own)
 
     def abort(self) -> None:
-        """What was left out is forgotten; replicas are what they were, since commit alone changes them."""
+        """A neighbour may have changed replicas that this worker has not: none are common until ``begin``."""
         if self._to_come:
-            for residual in self._mover.residuals:
-                residual.drop()
+            self._mover.copies, self._mover.residuals = [], []
         self._to_come.clear()
 
     def _swap(self, mine: Tensor, like: Tensor) -> dict[int, Tensor]:
