@@ -57,7 +57,7 @@ class Replicas:
 @dataclass(frozen=True)
 class ProcessGroups:
     """This worker's place in the mesh and its groups: ``pipeline`` holds the stages of its pipeline, ``stage`` the
-    replicas of its stage in all pipelines."""
+    replicas of its stage in all pipelines of this world (in an elastic job, itself)."""
 
     mesh: Mesh
     rank: int
@@ -71,14 +71,13 @@ class ProcessGroups:
     def open(cls, mesh: Mesh, timeout: timedelta | None) -> ProcessGroups:
         """Every rank must call it. ``timeout`` bounds each transfer: a sub-group does not inherit the world's."""
         rank = dist.get_rank()
-        stage, pipeline = mesh.locate(rank)
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        rows = [tuple(mesh.pipeline_ranks(i)) for i in range(mesh.num_pipelines)]
         columns = [tuple(mesh.stage_ranks(j)) for j in range(mesh.num_stages)]
-        for ranks in (*rows, *columns):
+        for ranks in (*mesh.ranks, *columns):
             if ranks not in groups:
                 groups[ranks] = dist.new_group(sorted(ranks), timeout=timeout)
-        return cls(mesh, rank, groups[rows[pipeline]], groups[columns[stage]])
+        row, column = (next(ranks for ranks in those if rank in ranks) for those in (mesh.ranks, columns))
+        return cls(mesh, rank, groups[row], groups[column])
 
     def replicas(self, group: dist.ProcessGroup | None = None) -> Replicas:
         """Of this worker's stage, over ``group``, which holds them all: that of the stage if it is None."""
@@ -126,7 +125,7 @@ class ProcessGroups:
 
     @property
     def everybody(self) -> dist.ProcessGroup:
-        """All workers of the run."""
+        """All workers of the run; of the pipeline, in an elastic job."""
         world = dist.group.WORLD
         assert world is not None, "open() has been called, so the world exists"
         return world

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -12,12 +13,15 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sdpipe import option_checks
 from lightning_sdpipe.assembly import Options
 from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
+from lightning_sdpipe.launching import elastic_job
+from lightning_sdpipe.launching.elastic_environment import ElasticEnvironment
 from lightning_sdpipe.membership import scheduler_log, standing_scheduler
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.placement.placed import placed_blocks, read_placement
@@ -123,6 +127,9 @@ class SDPipeOptions(DDPStrategy):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
         option_checks.check(given, unknown, get_type_hints(SDPipeOptions.__init__))
+        self._job = job = elastic_job.from_environment(os.environ)
+        if job is not None:
+            num_stages, data, cluster_environment = job.num_stages(num_stages), "dealt", ElasticEnvironment(job)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=None if parallel_devices is None else list(parallel_devices),
@@ -161,7 +168,23 @@ class SDPipeOptions(DDPStrategy):
         if batch_by_speed:
             refuse_to_divide(self.sync, schedule, self.num_micro_batches)
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
+        if job is not None:
+            standing = self._standing_scheduler
+            elastic_job.require_scheduler(job, None if standing is None else standing.address)
         self._scheduler_log = scheduler_log(log_dir, self._standing_scheduler)
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """Of this machine: those of the Trainer, or of them those of an elastic job."""
+        return super().parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if self._job is not None and devices:
+            if (said := self._job.overrides(len(devices), self.num_nodes)) is not None:
+                rank_zero_info(said)
+            devices = self._job.devices(devices)
+        self._parallel_devices = devices
 
     @property
     def total_stages(self) -> int:

@@ -16,16 +16,17 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 
 # From the top down: what is further left imports what is further right.
 HOUSE = (
-    *("cli", "sweep", "configuration", "check"),
+    *("cli", "supervision", "sweep", "configuration", "check"),
     *(
         "strategy",
         "checkpoint_hooks",
         "collectives",
+        "elastic",
+        "run",
         "options",
         "training",
         "assembly",
         "membership",
-        "elastic",
         "launching",
         "trainer",
         "checkpoints",

@@ -59,6 +59,11 @@ class Donations:
         """What ``pipeline`` receives."""
         return self._under_way.get(pipeline)
 
+    def taken_in(self, pipeline: int, stage: int) -> bool:
+        """Has the donor's worker of ``stage`` its snapshot for the newcomer ``pipeline``?"""
+        donation = self._under_way.get(pipeline)
+        return donation is not None and donation.said.get(stage, ("", 0))[0] == "taken"
+
     def snapshot_taken(self, pipeline: int) -> bool:
         """Is the state of the newcomer ``pipeline`` that of a certain update by now?"""
         donation = self._under_way.get(pipeline)

@@ -8,7 +8,7 @@ at different keys, when nobody is left to come, would wait for ever and are refu
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from lightning_sdpipe.policies.members import Met
 
@@ -67,12 +67,10 @@ class Meetings:
             self.next_sequence = max(self.next_sequence, met.sequence + 1)
             self._forget(met.stage)
 
-    def decide(self, awaited: Collection[int]) -> list[Met]:
-        """The meetings to which all ``awaited`` pipelines have come, or (late) one that has been."""
+    def decide(self, awaited_in: Sequence[Collection[int]]) -> list[Met]:
+        """The meetings to which all pipelines that are awaited in a stage have come, or (late) one that has been."""
         decided: list[Met] = []
-        if not awaited:
-            return decided
-        for stage, waiting in enumerate(self._waiting):
+        for stage, (waiting, awaited) in enumerate(zip(self._waiting, awaited_in, strict=True)):
             for pipeline, (key, value) in list(waiting.items()):
                 if key in self._been[stage]:  # remembered since it asked
                     del waiting[pipeline]
@@ -88,10 +86,10 @@ class Meetings:
             decided.append(met)
         return decided
 
-    def contradictions(self, awaited: Collection[int]) -> dict[int, dict[int, str]]:
-        """Of each stage in which all ``awaited`` wait, but not at one key: where. They wait no longer."""
+    def contradictions(self, awaited_in: Sequence[Collection[int]]) -> dict[int, dict[int, str]]:
+        """Of each stage in which all who are awaited wait, but not at one key: where. They wait no longer."""
         found: dict[int, dict[int, str]] = {}
-        for stage, waiting in enumerate(self._waiting):
+        for stage, (waiting, awaited) in enumerate(zip(self._waiting, awaited_in, strict=True)):
             if awaited and all(i in waiting for i in awaited) and len({waiting[i][0] for i in awaited}) > 1:
                 found[stage] = {i: waiting.pop(i)[0] for i in sorted(awaited)}
         return found

@@ -15,8 +15,8 @@ silent, fails, or departs. The rules:
    a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
 5. *One job per number.* Who enrols for a pipeline that is there waits until that one is heard of (then it is refused)
    or gone (then it takes its place).
-6. *Meetings* (``meetings.py``) wait for the members, and for newcomers whose state has been taken: they are about to be
-   where the others are.
+6. *Meetings* (``meetings.py``) wait for the members, and for newcomers whose state has been taken in that stage: they
+   are about to be where the others are.
 7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others.
 8. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
    of the newest epoch that anybody heard of. Who is not in that one has been replaced, and must end. Nobody starts anew
@@ -79,6 +79,8 @@ class Membership:
         self._pipelines: dict[int, _Pipeline] = {}
         self._rivals: dict[int, dict[Worker, w.Enrolled]] = {}
         self._tombs: dict[Member, str] = {}
+        self.ever: set[int] = set()
+        """Pipelines that were members at any time."""
         self._expected: dict[str, str] | None = None
         self._held_since = math.inf
         self._failures: dict[str, set[int]] = {}
@@ -106,7 +108,7 @@ class Membership:
     def is_here(self, worker: Worker, incarnation: int) -> bool:
         """Has that process enrolled, in a start of its pipeline that is not gone?"""
         if self._returning is not None:
-            return self._returning.is_back(Member(worker.pipeline, incarnation), worker.stage)
+            return self._returning.is_there(Member(worker.pipeline, incarnation), worker.stage)
         here = self._pipelines.get(worker.pipeline)
         return here is not None and here.incarnation == incarnation and worker.stage in here.stages
 
@@ -114,16 +116,20 @@ class Membership:
         """Why that start of ``pipeline`` must not come back, if so."""
         return self._tombs.get(Member(pipeline, incarnation))
 
+    def buried(self, most: int) -> list[Member]:
+        """The last ``most`` starts that must not come back."""
+        return [*self._tombs][-most:]
+
     def doubts(self, worker: Worker, incarnation: int) -> bool:
         """Would it help to hear that this process lives? Another job claims its number."""
         return worker.pipeline in self._rivals and self.is_here(worker, incarnation)
 
-    def awaited(self) -> list[int]:
-        """Whom a meeting waits for."""
+    def awaited(self, stage: int) -> list[int]:
+        """Whom a meeting of ``stage`` waits for."""
         return sorted(
             i
             for i, here in self._pipelines.items()
-            if (here.member or self.donations.snapshot_taken(i)) and not here.finished
+            if (here.member or self.donations.taken_in(i, stage)) and not here.finished
         )
 
     def states(self) -> dict[int, str]:
@@ -483,6 +489,7 @@ class Membership:
         stay = [member for member in self.epoch.members if self.is_member(member.pipeline, member.incarnation)]
         come = sorted((more or {}).items(), key=lambda item: item[0])
         stay += [Member(i, here.incarnation) for i, here in come]
+        self.ever |= {member.pipeline for member in stay}
         self.epoch = Epoch(self.epoch.number + 1, tuple(stay), reason, lost)
         return [self.epoch]
 
@@ -501,7 +508,7 @@ class Membership:
 
     def _meet(self) -> list[MemberDecision]:
         """Meetings to which everybody has come; those who wait at different places are told."""
-        awaited = self.awaited()
+        awaited = [self.awaited(stage) for stage in range(self._num_stages)]
         decisions: list[MemberDecision] = [*self.meetings.decide(awaited)]
         for stage, where in self.meetings.contradictions(awaited).items():
             said = ", ".join(f"pipeline {i} at {key}" for i, key in where.items())

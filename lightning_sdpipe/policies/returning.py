@@ -6,7 +6,7 @@ or was lost; it may have heard of nothing since, as a machine that was asleep.
 
 from __future__ import annotations
 
-from lightning_sdpipe.policies.members import Member, MemberEvent, Resumed
+from lightning_sdpipe.policies.members import Enrolled, Member, MemberEvent, Passed, Resumed, Unreachable
 
 
 class Returning:
@@ -26,13 +26,17 @@ class Returning:
             self.epoch = event.epoch
         self._back.setdefault(Member(event.worker.pipeline, event.incarnation), set()).add(event.worker.stage)
 
-    def is_back(self, member: Member, stage: int) -> bool:
-        """Has that process resumed?"""
-        return stage in self._back.get(member, ())
+    def is_there(self, member: Member, stage: int) -> bool:
+        """Has that process resumed, or come anew?"""
+        return stage in self._back.get(member, ()) or any(
+            isinstance(event, Enrolled) and _of(event) == member and event.worker.stage == stage for event in self.early
+        )
 
     def goes(self, member: Member) -> bool:
-        """A process of ``member`` is gone, and so are all; had any resumed?"""
-        return self._back.pop(member, None) is not None
+        """A process of ``member`` is gone, and so are all; had any been there?"""
+        before = len(self.early)
+        self.early = [event for event in self.early if _of(event) != member]
+        return self._back.pop(member, None) is not None or len(self.early) < before
 
     def missing(self, member: Member) -> list[int]:
         """Its stages that have not resumed."""
@@ -45,3 +49,9 @@ class Returning:
     def replaced(self) -> list[Member]:
         """Who has resumed, but is not in the newest epoch."""
         return [member for member in self._back if member not in self.epoch.members]
+
+
+def _of(event: MemberEvent) -> Member | None:
+    if isinstance(event, Unreachable | Passed):
+        return None
+    return Member(event.worker.pipeline, event.incarnation)

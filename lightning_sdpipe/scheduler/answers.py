@@ -40,6 +40,9 @@ class Run(Protocol):
     def next_sequence(self) -> int:
         """Of the next group."""
 
+    def takes_part(self, worker: Worker) -> bool:
+        """Has its session joined?"""
+
 
 @dataclass
 class _Kept:
@@ -110,7 +113,8 @@ class Answers:
         """Answers whoever can be."""
         for kept in list(self._kept.values()):
             del self._kept[kept.group.sequence]
-            there = [worker for worker in kept.group.members if not self.is_gone(worker, kept.group.sequence)]
+            sequence = kept.group.sequence
+            there = [w for w in kept.group.members if not self.is_gone(w, sequence) and self._run.takes_part(w)]
             if len(there) == len(kept.group.members):
                 self._say_or_keep(kept, now)
             elif there:
@@ -118,7 +122,7 @@ class Answers:
                 again = self._run.regroup(kept.group, there, weights, now)
                 self._say_or_keep(_Kept(again, now + REMAKE_AFTER, kept.answer), now)
         self._met = [meeting for meeting in self._met if not self._say_met(meeting)]
-        for broken in list(self._regrouping.settled(self.is_gone)):
+        for broken in list(self._regrouping.settled(self.is_gone, self._run.takes_part)):
             self._settle(broken, now)
 
     # ------------------------------------------------------------------ groups

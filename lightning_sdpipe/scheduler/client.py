@@ -40,6 +40,8 @@ LAST_WORDS = 1.0
 """Seconds that a failing worker spends at most on telling the others."""
 LAST_BEAT = 12
 """Heartbeats without an answer, after which a scheduler that is not restarted is given up, and any other is missed."""
+MEANWHILE = 0.02
+"""Seconds between two looks at what else there is to do."""
 REPEAT_AFTER = 1.0
 """Seconds after which an unanswered request is repeated."""
 
@@ -90,6 +92,8 @@ class SchedulerClient:
         """The first failure of the run, as soon as the heartbeats heard of it."""
         self.serves: tuple[int, int] | None = None
         """The stages and pipelines that the scheduler serves, once it has been greeted."""
+        self.meanwhile: Callable[[], None] | None = None
+        """Called often while a lease is waited for."""
         self._mesh = mesh
         self._timeout = timeout
         self._connect_timeout = min(timeout, connect_timeout)
@@ -331,6 +335,9 @@ class SchedulerClient:
     ) -> _Reply | None:
         """The next reply of that kind; stale ones are dropped. None when it did not come in time."""
         while (left := until - time.monotonic()) > 0:
+            if self.meanwhile is not None and kind is m.Dealt:
+                self.meanwhile()
+                left = min(left, MEANWHILE)
             reply = self._connection.receive(left)
             if reply is None:
                 continue

@@ -224,6 +224,7 @@ class Elastic:
                 if not core.recovering:
                     if epoch < core.epoch.number and core.is_member(worker.pipeline, incarnation):
                         say(peer, e.NewEpoch(core.epoch))  # it may have been lost
+                        say(peer, e.Hold(core.holds))
                     for donate in core.donations.unheard(worker):
                         say(peer, e.Give(donate))
             case e.TellSnapshot(transfer=transfer, update=update, state=state):
@@ -238,7 +239,7 @@ class Elastic:
             case e.Meet(key=key, value=value):
                 self._decide(w.Meets(worker, incarnation, key, value), now)
                 if core.meetings.key(worker.stage, worker.pipeline) == key:
-                    missing = core.meetings.missing(worker.stage, key, core.awaited())
+                    missing = core.meetings.missing(worker.stage, key, core.awaited(worker.stage))
                     names = ", ".join(str(Worker(worker.stage, i)) for i in missing) or "a common process group"
                     say(peer, e.Waits(request.number, f"it waits for {names} at {key}"))
             case e.AskRegroup():
@@ -320,7 +321,7 @@ class Elastic:
                 run.say(e.peer_of(worker, incarnation), e.MustEnd(reason))
             case w.Held(reason):
                 logger.warning("%s", f"{reason}; training waits for more" if reason else "there are enough pipelines")
-                run.hold(reason, now)
+                self._tell(self.membership.epoch.pipelines, e.Hold(reason))
             case w.RunOver(reason, failed):
                 self._tell({worker.pipeline for worker in self._presence.incarnations}, e.Over(reason, failed))
                 if failed:

@@ -91,6 +91,10 @@ class ElasticRun:
     def next_sequence(self) -> int:
         return self._service._decider.next_sequence
 
+    def takes_part(self, worker: Worker) -> bool:
+        session = self._service._sessions.get(worker)
+        return session is not None and session.active
+
     def active_in(self, stage: int) -> list[Worker]:
         return [session.worker for session in self._service._sessions.of_stage(stage) if session.active]
 

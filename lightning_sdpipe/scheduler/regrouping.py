@@ -76,9 +76,10 @@ class Regrouping:
             broken.said.discard(worker)
             broken.done.discard(worker)
 
-    def settled(self, is_gone: Callable[[Worker, int], bool]) -> Iterator[Broken]:
-        """Those that can be decided; they are open no longer."""
+    def settled(self, is_gone: Callable[[Worker, int], bool], takes_part: Callable[[Worker], bool]) -> Iterator[Broken]:
+        """Those that can be decided; they are open no longer. A restarted scheduler may hear of one from a worker whose
+        session has still to join."""
         for sequence, broken in list(self.open.items()):
-            if not broken.undecided(is_gone):
+            if not broken.undecided(is_gone) and all(takes_part(worker) for worker in broken.said):
                 del self.open[sequence]
                 yield broken

@@ -30,6 +30,7 @@ from lightning_sdpipe.scheduler.decider import Decider, PolicyFailed
 from lightning_sdpipe.scheduler.elastic import Elastic
 from lightning_sdpipe.scheduler.elastic_run import ElasticRun
 from lightning_sdpipe.scheduler.event_log import EventLog
+from lightning_sdpipe.scheduler.membership_status import membership_status
 from lightning_sdpipe.scheduler.recovery import Recovery
 from lightning_sdpipe.scheduler.session import (
     COMPUTING,
@@ -226,6 +227,7 @@ class SchedulerService:
                 {session.worker: round(now - session.heard, 3) for session in self._sessions},
                 self._sync_graphs(),
             ),
+            membership=None if self.elastic is None else membership_status(self.elastic.membership),
         )
 
     def validate(self) -> None:

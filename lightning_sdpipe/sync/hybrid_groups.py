@@ -186,7 +186,7 @@ class HybridGroups(Synchronizer):
         self.catch_up()
         if self._meets:
             weights = dict(zip((p for group in self._groups for p in group), mean_of_groups(self._groups), strict=True))
-            everybody = self._everybody([weights[pipeline] for pipeline in range(len(self.replica.ranks))])
+            everybody = self.replica.everybody([weights[pipeline] for pipeline in range(len(self.replica.ranks))])
             buckets = [b for b in self.replica.parameters if b.trains or torch.is_floating_point(b.buffer)]
             finish(FullMean(self.replica.groups.replicas()).start(tensors_of(buckets), everybody))
 

@@ -31,7 +31,7 @@ class ModelAveraging(Synchronizer):
     ) -> None:
         super().__init__(replica)
         self._every = every
-        self._mover = mover or mover_among_groups(replica)
+        self._mover = mover or replica.mover() or mover_among_groups(replica)
         self._begin = begin
         overlaps = replica.exchange.overlap == "step"
         self._late = Late(self._mover, replica.timeout.total_seconds()) if overlaps else None
@@ -44,7 +44,7 @@ class ModelAveraging(Synchronizer):
         """See the base class. A group of k with weights w counts its members' updates as kw instead of equally. So the
         mean of all N moves by the mean of N / (k Σ w²) updates: 1 / Σ w² if the group is everybody, and N if weights
         are equal, whatever the group."""
-        return len(self.replica.ranks) / self._inequality
+        return self.replica.count / self._inequality
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that this worker is ready; see the base class."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.gradients import GradientExchange
-from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.groups import ProcessGroups, Traffic
 from lightning_sdpipe.policies.decisions import Group
@@ -101,6 +101,25 @@ class Replica:
         """Global rank of the stage's replica in each pipeline."""
         return self.groups.mesh.stage_ranks(self.stage)
 
+    @property
+    def count(self) -> int:
+        """How many replicas there are now."""
+        return len(self.ranks)
+
+    def mover(self) -> Mover | None:
+        """What averages models in groups, where that is not for the exchange to say."""
+        return None
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Makes ``tensors`` the mean over all replicas, which are together; of integers (counters) the largest."""
+        finish(FullMean(self.groups.replicas()).start(tensors, self.everybody()))
+
+    def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
+        """All replicas of the stage as a group, by equal weights if none are given."""
+        size = len(self.ranks)
+        members = tuple(Worker(self.stage, pipeline) for pipeline in range(size))
+        return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
+
 
 class Synchronizer:
     """A worker's half of a synchronisation method. This one never synchronises, except at a pause.
@@ -156,22 +175,16 @@ class Synchronizer:
         self._average([b for b in self.replica.parameters if b.trains or torch.is_floating_point(b.buffer)])
 
     def _average(self, buckets: Sequence[FlatBucket]) -> None:
-        finish(FullMean(self.replica.groups.replicas()).start(tensors_of(buckets), self._everybody()))
+        self.replica.average(tensors_of(buckets))
 
     def average_buffers(self) -> None:
         """As :meth:`make_parameters_equal`, of what is no parameter."""
-        finish(FullMean(self.replica.groups.replicas()).start(self.replica.buffers, self._everybody()))
+        self.replica.average(self.replica.buffers)
 
     def _take_over(self, pipeline: int) -> None:
         """Everybody gets the parameters of that pipeline's replica."""
-        group = self._everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
+        group = self.replica.everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
         finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
-
-    def _everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
-        """All replicas of the stage as a group, by equal weights if none are given."""
-        size = len(self.replica.ranks)
-        members = tuple(Worker(self.replica.stage, pipeline) for pipeline in range(size))
-        return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
 
 
 @runtime_checkable

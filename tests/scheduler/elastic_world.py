@@ -367,6 +367,10 @@ class World:
         if process.asleep_until > self.now:
             self.after(process.asleep_until - self.now, lambda: self.ready(process))
             return
+        job = [p for p in self.processes if p.incarnation == process.incarnation]
+        if any(p.update < process.update or p.state in ("joining", "receiving") for p in job):
+            self.after(0.02, lambda: self.ready(process))  # its neighbours have nothing for it yet
+            return
         process.iteration += 1
         self.ask(process, "ready", m.Ready, process.iteration)
 
