@@ -15,6 +15,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.pipeline.link import StageLink
 
 _TAG = 2**31 - 3
+_KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # the other stages do not know the loss's
 
 
 class SharedLoss:
@@ -33,6 +34,8 @@ class SharedLoss:
         self._afterwards = link.device.type == "cuda" and dist.get_backend(link.group) != "gloo"
         self._sent: list[p2p.Transfer] = []
         self._parts: list[Tensor] = []
+        self._message = torch.zeros(2, dtype=torch.float64, device=link.device)  # the loss, and its place in _KINDS
+        self._kind: torch.dtype | None = None
 
     def add(self, part: Tensor) -> None:
         """A micro-batch's part of it, on the last stage."""
@@ -40,23 +43,27 @@ class SharedLoss:
 
     def exchange(self) -> None:
         """Sends it, when all parts are there, or waits for it; before the last backward."""
-        total = torch.stack(self._parts).sum() if self._parts else torch.zeros((), device=self._device)
-        self._parts = [total]
+        self._message = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._parts:
+            total = torch.stack(self._parts).sum()
+            self._message[0], self._message[1] = total, _KINDS.index(total.dtype)
+            self._parts = []
         if self._afterwards:
             return
         last = self._ranks[-1]
         if self._is_last:
             others = [rank for rank in self._ranks if rank != last]
-            self._sent += [p2p.send([total], rank, self._group, _TAG, f"rank {rank}") for rank in others]
+            self._sent += [p2p.send([self._message], rank, self._group, _TAG, f"rank {rank}") for rank in others]
         else:
-            p2p.receive([total], last, self._group, _TAG, f"the last stage (rank {last})").wait()
+            p2p.receive([self._message], last, self._group, _TAG, f"the last stage (rank {last})").wait()
 
     def take(self) -> Tensor:
         """The loss; after the last backward."""
-        (total,), self._parts = self._parts, []
         if self._afterwards:
-            dist.broadcast(total, self._ranks[-1], group=self._group)
-        return total
+            dist.broadcast(self._message, self._ranks[-1], group=self._group)
+        if self._kind is None:  # once, since reading it waits for a GPU
+            self._kind = _KINDS[int(self._message[1])]
+        return self._message[0].to(self._kind)
 
     def settle(self) -> None:
         """Waits until the other stages have it."""
