@@ -277,8 +277,8 @@ class Training:
         if self.underway and not self.together:
             raise ConfigurationError(
                 "Something communicates with the other pipelines, saves a checkpoint, or ends the epoch between two "
-                "pauses, where batches are dealt and each pipeline is at another one. Do it at validation, at the end of "
-                "an epoch, or by ModelCheckpoint; or give SDPipeStrategy(data='sharded')."
+                "pauses, where batches are dealt and each pipeline is at another one. Do it at validation, at the end "
+                "of an epoch, or by ModelCheckpoint; or give SDPipeStrategy(data='sharded')."
             )
 
     # ---------------------------------------------------------------- within
