@@ -78,6 +78,8 @@ class Membership:
         self._pipelines: dict[int, _Pipeline] = {}
         self._rivals: dict[int, dict[Worker, w.Enrolled]] = {}
         self._tombs: dict[Member, str] = {}
+        self.ever: set[int] = set()
+        """Pipelines that were members at any time."""
         self._expected: dict[str, str] | None = None
         self._held_since = math.inf
         self._failures: dict[str, set[int]] = {}
@@ -112,6 +114,10 @@ class Membership:
     def tombstone(self, pipeline: int, incarnation: int) -> str | None:
         """Why that start of ``pipeline`` must not come back, if so."""
         return self._tombs.get(Member(pipeline, incarnation))
+
+    def buried(self, most: int) -> list[Member]:
+        """The last ``most`` starts that must not come back."""
+        return [*self._tombs][-most:]
 
     def doubts(self, worker: Worker, incarnation: int) -> bool:
         """Would it help to hear that this process lives? Another job claims its number."""
@@ -481,6 +487,7 @@ class Membership:
         stay = [member for member in self.epoch.members if self.is_member(member.pipeline, member.incarnation)]
         come = sorted((more or {}).items(), key=lambda item: item[0])
         stay += [Member(i, here.incarnation) for i, here in come]
+        self.ever |= {member.pipeline for member in stay}
         self.epoch = Epoch(self.epoch.number + 1, tuple(stay), reason, lost)
         return [self.epoch]
 

@@ -20,9 +20,9 @@ from lightning_sdpipe.scheduler import answers
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.early import Early
+from lightning_sdpipe.scheduler.membership_status import MembershipStatus, membership_status
 from lightning_sdpipe.scheduler.presence import Presence
 from lightning_sdpipe.scheduler.rendezvous import Full, Rendezvous
-from lightning_sdpipe.scheduler.status import Members
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +98,9 @@ class Elastic:
         """Is this an elastic run, as far as is known?"""
         return bool(self._presence.incarnations) or self.membership.epoch.number > 0
 
-    def status(self) -> Members | None:
+    def status(self) -> MembershipStatus | None:
         """Who is in the run; None if nobody has enrolled."""
-        core = self.membership
-        if not self.in_use:
-            return None
-        epoch, reason = core.epoch.number, core.epoch.reason
-        return Members(epoch, reason, next(iter(core.members), None), core.states(), core.holds)
+        return membership_status(self.membership) if self.in_use else None
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""
@@ -233,6 +229,7 @@ class Elastic:
                 if not core.recovering:
                     if epoch < core.epoch.number and core.is_member(worker.pipeline, incarnation):
                         say(peer, e.NewEpoch(core.epoch))  # it may have been lost
+                        say(peer, e.Hold(core.holds))
                     for donate in core.donations.unheard(worker):
                         say(peer, e.Give(donate))
             case e.TellSnapshot(transfer=transfer, update=update, state=state):
@@ -329,7 +326,7 @@ class Elastic:
                 run.say(e.peer_of(worker, incarnation), e.MustEnd(reason))
             case w.Held(reason):
                 logger.warning("%s", f"{reason}; training waits for more" if reason else "there are enough pipelines")
-                run.hold(reason, now)
+                self._tell(self.membership.epoch.pipelines, e.Hold(reason))
             case w.RunOver(reason, failed):
                 self._tell({worker.pipeline for worker in self._presence.incarnations}, e.Over(reason, failed))
                 if failed:

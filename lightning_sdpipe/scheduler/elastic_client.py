@@ -13,6 +13,7 @@ In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pi
     client.epoch                                           # the newest: .number, .pipelines (sorted: ranks), .leader
     client.holds([3, 4])                                   # epochs of whose members this worker has a process group
     client.donation_due(update)                            # after every update, cheap: a Donate to snapshot for now
+    client.donation, client.snapshot_taken(transfer, n)    # or, where stages agree among themselves when to take it
     client.meet(key, value)                                # waits for all replicas of the stage: Met
     client.completed(sequence)                             # the result of that group is in the model; cheap
     client.broken(group, together=False)                   # it is not: waits for a Group to try again in, or Skip
@@ -60,6 +61,8 @@ GLANCE = 0.02
 """Seconds between looks whether a wait is still needed."""
 REMEMBERED = 1024
 """Groups of which it is known that their result is in the model."""
+TAKEN = 64
+"""Last snapshots that are remembered."""
 MEETINGS = 8
 """Last meetings that are reported to a scheduler which was started again."""
 
@@ -142,10 +145,12 @@ class ElasticClient:
         self._enrolled = self._member = False
         self._epoch = Epoch(0, (), "nobody has come yet")
         self._holds: tuple[int, ...] = ()
+        self._holds_up = ""
         self._met: deque[Met] = deque(maxlen=MEETINGS)
         self._receive: Receive | None = None
         self._donate: dict[int, Donate] = {}
         """Snapshots to take, by the newcomer that they are for."""
+        self._taken: deque[tuple[str, int]] = deque(maxlen=TAKEN)
         self._donations: dict[int, int] = {}
         """The number of the newest of each newcomer that was heard of."""
         self._update = -1
@@ -222,11 +227,39 @@ class ElasticClient:
         with self._changed:
             return self._epoch
 
+    @property
+    def held_up(self) -> str:
+        """Why no turn may begin now; empty if one may.
+
+        Raises:
+            WorkerFailedError: the process must end, or the run is over.
+        """
+        with self._changed:
+            if self._end is not None:
+                raise self._end
+            return self._holds_up
+
     def holds(self, epochs: Iterable[int]) -> None:
         """This worker has process groups of these epochs, and of no others (any more)."""
         with self._changed:
             self._holds = tuple(sorted(epochs))
         self._line.beat_now()
+
+    @property
+    def donation(self) -> Donate | None:
+        """The transfer that this worker is to take a snapshot for, whatever update was proposed: for a pipeline whose
+        stages agree among themselves when they take it, and then say :meth:`snapshot_taken`."""
+        with self._changed:
+            return next(iter(self._donate.values()), None)
+
+    def snapshot_taken(self, transfer: str, update: int) -> None:
+        """This worker has its snapshot for ``transfer``, taken when it, and all other stages, had made ``update``
+        updates. Returns when the scheduler knows."""
+        with self._changed:
+            self._donate = {i: donate for i, donate in self._donate.items() if donate.transfer != transfer}
+            self._taken.append((transfer, update))  # it may be asked for only after another stage has heard of it
+        self._tell(("snapshot", transfer), e.TellSnapshot, transfer, update, "taken")
+        self.fetch(["snapshot/heard"])  # messages of a worker are heard in order
 
     def donation_due(self, update: int) -> Donate | None:
         """This worker has made ``update`` updates; which transfer it is to take a snapshot for, now, before the next.
@@ -450,6 +483,10 @@ class ElasticClient:
                 with self._changed:
                     self._donate = {i: donate for i, donate in self._donate.items() if donate.transfer != transfer}
                 self._told.dropped(transfer)
+            case e.Hold(reason=reason):
+                with self._changed:
+                    self._holds_up = reason
+                    self._changed.notify_all()
             case e.HasMet(met=met):
                 with self._changed:
                     self._answer(("meet", met.key), reply)
@@ -502,11 +539,14 @@ class ElasticClient:
             self._donations[donate.pipeline] = donate.number
             replaced = self._donate.pop(donate.pipeline, None)
             past, update = self._update >= donate.at_update, self._update
-            if not past:
+            taken = dict(self._taken).get(donate.transfer)
+            if taken is not None:  # another stage had heard of it before
+                past, update = False, taken
+            elif not past:
                 self._donate[donate.pipeline] = donate
         if replaced is not None and replaced.transfer != donate.transfer:
             self._told.dropped(replaced.transfer)
-        state = "past" if past else "pending"
+        state = "taken" if taken is not None else "past" if past else "pending"
         self._tell(("snapshot", donate.transfer), e.TellSnapshot, donate.transfer, update, state)
 
     def _hear_broke(self, sequence: int) -> None:

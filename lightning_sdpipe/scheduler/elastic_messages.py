@@ -178,6 +178,13 @@ class NewEpoch(ElasticReply, frozen=True, gc=False, tag="new_epoch"):
     epoch: Epoch
 
 
+class Hold(ElasticReply, frozen=True, gc=False, tag="hold"):
+    """Nobody begins another turn while there is a ``reason``: there are too few pipelines. What was begun goes on, and
+    is answered, since a worker within a turn cannot give its state to those that are to come."""
+
+    reason: str
+
+
 class HasMet(ElasticReply, frozen=True, gc=False, tag="met"):
     """The answer to a :class:`Meet`."""
 
@@ -266,6 +273,7 @@ Reply: TypeAlias = (
     | Give
     | Drop
     | NewEpoch
+    | Hold
     | HasMet
     | Broke
     | Regroup
