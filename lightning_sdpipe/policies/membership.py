@@ -14,7 +14,7 @@ silent, fails, or departs. The rules:
 4. *Enough.* With fewer than ``min_pipelines`` nobody trains. Newcomers count, all of whose stages are there: they need
    a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
 5. *One job per number.* Who enrols for a pipeline that is there waits until that one is heard of (then it is refused)
-   or gone (then it takes its place).
+   or gone (then it takes its place, when it asks again).
 6. *Meetings* (``meetings.py``) wait for the members, and for newcomers whose state has been taken in that stage: they
    are about to be where the others are.
 7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others.
@@ -65,16 +65,15 @@ class _Pipeline:
 
 
 class Membership:
-    """Decides for one run of pipelines of ``num_stages`` stages, ``num_pipelines`` of them by plan."""
+    """Decides for one run of pipelines of ``num_stages`` stages; ``now`` is when it begins to listen."""
 
-    def __init__(self, num_stages: int, num_pipelines: int, terms: Terms, now: float = 0.0) -> None:
+    def __init__(self, num_stages: int, terms: Terms, now: float = 0.0) -> None:
         self.terms = terms
         self.epoch = Epoch(0, (), "nobody has come yet")
         self.holds = ""
         """Why nobody may train now, if so."""
         self.over: w.RunOver | None = None
         self._num_stages = num_stages
-        self._num_pipelines = num_pipelines
         self._settled = now + terms.settle
         self._pipelines: dict[int, _Pipeline] = {}
         self._rivals: dict[int, dict[Worker, w.Enrolled]] = {}
@@ -336,8 +335,7 @@ class Membership:
         if here.member:
             verb = "left" if left else "lost"
             decisions += self._new_epoch(f"pipeline {pipeline} {verb} ({reason})", lost=(pipeline,))
-        for event in self._rivals.pop(pipeline, {}).values():
-            decisions += self._enrolled(event, now)
+        self._rivals.pop(pipeline, None)  # who still lives asks again
         return decisions + self._check_over() + self._admit(now) + self._meet()
 
     def _failed(self, worker: Worker, reason: str, now: float) -> list[MemberDecision]:
@@ -435,7 +433,7 @@ class Membership:
                 self._bury(member, reason)
                 return [w.Gone(member.pipeline, member.incarnation, reason, was_member=False)]
             return []
-        returning.early.append(event)
+        returning.keep(event)
         return []
 
     def _end_recovery(self, returning: Returning, now: float) -> list[MemberDecision]:

@@ -30,7 +30,6 @@ from lightning_sdpipe.scheduler.decider import Decider, PolicyFailed
 from lightning_sdpipe.scheduler.elastic import Elastic
 from lightning_sdpipe.scheduler.elastic_run import ElasticRun
 from lightning_sdpipe.scheduler.event_log import EventLog
-from lightning_sdpipe.scheduler.membership_status import membership_status
 from lightning_sdpipe.scheduler.recovery import Recovery
 from lightning_sdpipe.scheduler.session import (
     COMPUTING,
@@ -108,8 +107,9 @@ class SchedulerService:
         self._next_roll_call = now + worker_timeout / 4
         self.elastic: Elastic | None = None
         if elastic is not None:
-            membership = Membership(num_stages, num_pipelines, elastic, now)
+            membership = Membership(num_stages, elastic, now)
             self.elastic = Elastic(membership, ElasticRun(self), num_pipelines, worker_timeout)
+            self.elastic.on_decided = self.log.record_members
 
     # ------------------------------------------------------------------ inputs
 
@@ -227,7 +227,7 @@ class SchedulerService:
                 {session.worker: round(now - session.heard, 3) for session in self._sessions},
                 self._sync_graphs(),
             ),
-            membership=None if self.elastic is None else membership_status(self.elastic.membership),
+            membership=None if self.elastic is None else self.elastic.status(),
         )
 
     def validate(self) -> None:
@@ -253,6 +253,8 @@ class SchedulerService:
             case m.Heartbeat(joined=False):
                 self._hear_dealt(request, peer, now)
                 self._say(peer, m.Pulse(self.failure))
+            case m.Leave():
+                self._say(peer, m.Acknowledged(request.number))  # it takes no part in anything here
             case m.Hello() | m.Failed() | m.AskFailure() | m.AskMissing() | m.AskLease() | m.TellLeases():
                 self._from_anybody(request, peer, now)
             case _:
@@ -425,10 +427,10 @@ class SchedulerService:
             self._let_time_pass(now)
             if request.heard is not None:
                 self._carry_out(self._decider.number_from(request.heard + 1, now), now)
-            decisions = self._decider.tell(Joined(session.worker), now)
+            decisions = self._decider.tell(Joined(session.worker, request.answered if request.resumed else None), now)
             session.move(JOINS)
             if not request.resumed:
-                session.iteration = session.answer = None
+                session.iteration = session.answer = session.answered = None
                 self._recovery.forget(session.worker)
             self._carry_out(decisions, now)
             self._recovery.keep(request.answers, session.worker)
@@ -441,7 +443,7 @@ class SchedulerService:
             decisions = self._decider.tell(Left(session.worker), now)
             self._recovery.held.pop(session.worker, None)
         session.move(LEAVES)
-        session.answer = None
+        session.answer = session.answered = None
         self._carry_out(decisions, now)
 
     def _call_the_roll(self, now: float) -> None:
@@ -503,7 +505,10 @@ class SchedulerService:
             if group.passive:
                 self._answer_and_invite(sessions, group)
                 return
-            answer = m.Answer(group, tuple([session.iteration for session in sessions]))
+            invited = tuple([session.invitations for session in sessions])
+            answer = m.Answer(
+                group, tuple([session.iteration for session in sessions]), invited if any(invited) else ()
+            )
             for session in sessions:
                 self._answer(session, answer)
         except (IllegalInput, KeyError) as error:
@@ -511,12 +516,15 @@ class SchedulerService:
 
     def _answer_and_invite(self, sessions: list[Session], group: Group) -> None:
         """Passive members are invited; the others are answered."""
-        answer = m.Answer(group, tuple(None if s.worker in group.passive else s.iteration for s in sessions))
-        invitation = m.Invitation(group)
+        answer = m.Answer(
+            group,
+            tuple(None if s.worker in group.passive else s.iteration for s in sessions),
+            tuple(s.invitations for s in sessions),
+        )
         for session in sessions:
             if session.worker in group.passive:
                 session.invitations += 1
-                self._say(session.heartbeat_peer, invitation)
+                self._say(session.heartbeat_peer, m.Invitation(group, session.answered))
             else:
                 self._answer(session, answer)
 

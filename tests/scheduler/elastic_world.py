@@ -176,8 +176,10 @@ class World:
     def reach(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
         for process in self.processes:
             if peer.startswith(b"%d.%d." % (process.worker.stage, process.worker.pipeline)) and not process.dead:
-                of_member = peer == e.peer_of(process.worker, process.incarnation)
-                if not (of_member or peer == m.routing_id(process.worker, process.incarnation)):
+                names = [
+                    name(process.worker, process.incarnation) for name in (e.peer_of, m.routing_id, m.heartbeat_id)
+                ]
+                if peer not in names:
                     continue
                 if process.cut_off_until > self.now or self.rng.random() < self.loss:
                     return
@@ -195,8 +197,9 @@ class World:
         self.say(process, process.asks[key])
 
     def say(self, process: Process, request: m.Request | e.Request) -> None:
-        of_member = isinstance(request, e.ElasticRequest)
-        name = e.peer_of if of_member else m.routing_id
+        name = e.peer_of if isinstance(request, e.ElasticRequest) else m.routing_id
+        if isinstance(request, m.Heartbeat):
+            name = m.heartbeat_id
         self.send(process, name(process.worker, process.incarnation), request)
 
     def live(self, process: Process) -> None:
@@ -208,6 +211,9 @@ class World:
             epoch = process.epoch.number if process.epoch else 0
             beat = e.Beat(process.worker, process.incarnation, process.number, tuple(process.holds), epoch, True)
             self.say(process, beat)
+            if process.state in ("training", "exchanging", "regrouping"):
+                process.number += 1
+                self.say(process, m.Heartbeat(process.worker, process.incarnation, process.number, True))
             for key, request in list(process.asks.items()):
                 if not isinstance(request, e.ElasticRequest):  # sessions count what has come: a new number
                     process.number += 1
@@ -302,10 +308,12 @@ class World:
             case m.Acknowledged(number=number):
                 self.acknowledged(process, number)
             case m.Unknown():
-                if process.state in ("training", "exchanging", "regrouping", "leaving"):
+                if process.state in ("training", "exchanging", "regrouping"):
                     process.number += 1
                     heard, worker, number = process.heard, process.worker, process.number
-                    self.say(process, m.Join(worker, process.incarnation, number, None, True, heard, (), True))
+                    answered = process.iteration - ("ready" in asks)
+                    join = m.Join(worker, process.incarnation, number, None, True, heard, (), True, answered)
+                    self.say(process, join)
             case m.Answer(group=group) if "ready" in asks and reply.iteration_of(process.worker) == process.iteration:
                 del asks["ready"]
                 self.exchange(process, group)
