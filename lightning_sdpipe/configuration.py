@@ -18,8 +18,7 @@ from hydra.utils import get_object
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.option_checks import nearest
+from lightning_sdpipe.errors import ConfigurationError, nearest
 
 
 def check(config: DictConfig, typed: Sequence[str] = ("lightning_sdpipe",)) -> None:

@@ -1,4 +1,9 @@
-"""The exceptions that reach users."""
+"""The exceptions that reach users, and how their messages end where a name is wrong."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class ConfigurationError(ValueError):
@@ -21,3 +26,10 @@ class NonFiniteError(RuntimeError):
 
 class WorkerFailedError(RuntimeError):
     """Another worker of the run failed first; the message names it and its reason."""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of a message about a wrong ``name``: the one that may have been meant, or all."""
+    names = list(dict.fromkeys(names))
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names) or 'none'}."

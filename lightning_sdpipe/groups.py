@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,14 +13,33 @@ import torch.distributed as dist
 from lightning_sdpipe.mesh import Mesh
 
 
+class Traffic:
+    """Bytes that were sent to other replicas; several threads may add to it."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, sent: int) -> None:
+        with self._lock:
+            self.bytes += sent
+
+
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of a stage, as one of them reaches the others: by the rank of each pipeline in a process group."""
+    """Replicas of a stage, all or some, as one of them reaches the others: by the rank of each pipeline in a process
+    group."""
 
     group: dist.ProcessGroup
-    ranks: Sequence[int] | Mapping[int, int]  # of each pipeline, in ``group``
+    ranks: Sequence[int] | Mapping[int, int]  # of each pipeline that ``group`` holds, in it
     stage: int
     pipeline: int  # this worker's
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
+
+    @property
+    def pipelines(self) -> Sequence[int]:
+        """Whose replicas they are, in order."""
+        return sorted(self.ranks) if isinstance(self.ranks, Mapping) else range(len(self.ranks))
 
     def name(self, pipeline: int) -> str:
         """Of another one, for messages."""
@@ -44,6 +64,8 @@ class ProcessGroups:
     pipeline: dist.ProcessGroup
     stage: dist.ProcessGroup
     _side_channels: list[dist.ProcessGroup] = field(default_factory=list)
+    _parts: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     @classmethod
     def open(cls, mesh: Mesh, timeout: timedelta | None) -> ProcessGroups:
@@ -62,7 +84,31 @@ class ProcessGroups:
         stage, pipeline = self.mesh.locate(self.rank)
         ranks = self.mesh.stage_ranks(stage)
         in_order = sorted(ranks)
-        return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline)
+        return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
+
+    def part(self, parts: Sequence[Sequence[int]], timeout: timedelta | None) -> Replicas | None:
+        """The replicas of this worker's stage in those pipelines of ``parts`` that this worker's is one of; None if it
+        is the only one.
+
+        Every rank must call it with the same ``parts``, which do not overlap; they are opened once.
+        """
+        stage, pipeline = self.mesh.locate(self.rank)
+        key = tuple(tuple(sorted(part)) for part in parts)
+        if key not in self._parts:
+            self._parts[key] = None
+            for j in range(self.mesh.num_stages):
+                for part in key:
+                    if 1 < len(part) < self.mesh.num_pipelines:
+                        ranks = sorted(self.mesh.rank(j, i) for i in part)
+                        group = dist.new_group(ranks, timeout=timeout)
+                        if self.rank in ranks:
+                            self._parts[key] = group
+        own = next(part for part in key if pipeline in part)
+        if len(own) == 1:
+            return None
+        in_order = sorted(self.mesh.rank(stage, i) for i in own)
+        ranks_of = {i: in_order.index(self.mesh.rank(stage, i)) for i in own}
+        return Replicas(self._parts[key] or self.stage, ranks_of, stage, pipeline, self.traffic)
 
     def side_channel(self, timeout: timedelta | None) -> dist.ProcessGroup:
         """A second group of the replicas of this worker's stage, on gloo, for threads beside the training.

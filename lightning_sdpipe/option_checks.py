@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, nearest
 
 LOOPED = ("interleaved_1f1b", "zero_bubble")  # schedules that give a worker several stages
 
 # How to write what is easily written otherwise.
 _FOR_EXAMPLE = {
     "sync": "AllReduce()",
+    "exchange": 'Exchange(EightBit(), overlap="step")',
     "delays": "Delays(probability=0.1, seconds=0.3)",
     "partition": '"parameters", or [3, 2]: the number of blocks of each stage',
     "blocks": '["model.embeddings", "model.layers.*"]',
@@ -61,13 +62,6 @@ def check(given: Mapping[str, Any], unknown: Mapping[str, Any], hints: Mapping[s
     for name, value in given.items():
         _check_type(name, value, hints[name])
     _check_values(given)
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a message about a wrong ``name``: the one that may have been meant, or all."""
-    names = sorted({*names})
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names) or 'none'}."
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
 
 from lightning_sdpipe import p2p
+from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.checkpoints import random_states
-from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.launching.environment import where_to_listen
 from lightning_sdpipe.membership import Member, Membership
@@ -25,10 +24,12 @@ from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.placement.placed import check_shape, mesh_of
 from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.sync.methods import on_hosts
 from lightning_sdpipe.sync.rendezvous import Rendezvous
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.dealt_turns import DealtTurns
+from lightning_sdpipe.trainer.split import Split
 from lightning_sdpipe.training import Training
 
 
@@ -65,8 +66,16 @@ class Run:
         Raises:
             ConfigurationError: the number of workers does not fit, or values of the method do not fit that.
         """
-        mesh = self.mesh
-        registry.build(self._options._method.policy, mesh.num_stages, mesh.num_pipelines)
+        mesh, options = self.mesh, self._options
+        if options.placement is None:
+            options._method = on_hosts(options._method, self._hosts)
+        registry.build(options._method.policy, mesh.num_stages, mesh.num_pipelines)
+
+    @property
+    def _hosts(self) -> list[str]:
+        """Where the stages of each pipeline run."""
+        nodes = [[rank // self._options.num_processes for rank in row] for row in self.mesh.ranks]
+        return [",".join(map(str, row)) for row in nodes]
 
     def check_trainer(self, trainer: Trainer) -> None:
         """Raises ConfigurationError for what ``trainer`` is asked to do and such a run cannot."""
@@ -77,6 +86,7 @@ class Run:
         if self._groups is None:
             if options.placement is not None:
                 self._placed = mesh_of(options.placement, roll_call(options.local_rank, options.root_device))
+                options._method = on_hosts(options._method, self._hosts)
             self._groups = ProcessGroups.open(self.mesh, options._run_timeout)
         environment = options.cluster_environment
         assert environment is not None
@@ -123,13 +133,21 @@ class Run:
 
     # ------------------------------------------------------------ what they do
 
-    def replica(
-        self, buckets: Sequence[FlatBucket], buffers: Sequence[Tensor], trained: Sequence[nn.Parameter], watch: bool
-    ) -> Replica:
+    def replica(self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: Progress) -> Replica:
         """This worker as one of the replicas of its stage."""
         assert self._membership is not None
-        timeout = self._options._run_timeout
-        return Replica(self._membership.client, self.groups, buckets, buffers, trained, timeout, watch)
+        return Replica(
+            self._membership.client,
+            self.groups,
+            parts.freezing.buckets,
+            parts.buffers,
+            parts.freezing.trained,
+            self._options._run_timeout,
+            watch,
+            self._options.exchange,
+            loss_scale,
+            progress,
+        )
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
         """Where this worker is beside its replicas."""
@@ -141,12 +159,15 @@ class Run:
         training: Training,
         checks: ClockChecks,
         seed: Callable[[], int],
-        origin: Callable[[], list[int] | None],
+        origin: Callable[[], Split | None],
+        required: bool,
+        anybody: Callable[[bool], bool],
+        reason: str | None,
     ) -> DealtTurns:
         """Turns over dealt batches; every worker must call it."""
         assert self._membership is not None
-        run = shared(secrets.randbits(62))
-        return DealtTurns(trainer, training, self._membership.client, self.groups, checks, run, seed, origin)
+        run, client = shared(secrets.randbits(62)), self._membership.client
+        return DealtTurns(trainer, training, client, self.groups, checks, run, seed, origin, required, anybody, reason)
 
     def set_out(self, trainer: Trainer) -> None:
         """All is set up, and nothing restored yet."""

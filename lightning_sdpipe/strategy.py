@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -20,34 +16,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdpipe.assembly import Assembled, assemble
-from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
-from lightning_sdpipe.checkpoints.files import with_whole_files
-from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, mark_parts, to_cpu
+from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
+from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.elastic.run import ElasticRun
-from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.launching.environment import naming_the_port
-from lightning_sdpipe.launching.launcher import end_after_failure, give_up, launcher_for
-from lightning_sdpipe.membership import Member
+from lightning_sdpipe.launching.launcher import end_after_failure, launcher_for
 from lightning_sdpipe.mesh import Mesh
-from lightning_sdpipe.options import SDPipeOptions
-from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.pipeline.data import PipelineLoader, shared_seed
-from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.run import Run
+from lightning_sdpipe.sync.methods import deals
 from lightning_sdpipe.sync.synchronizer import SyncStatistics
-from lightning_sdpipe.trainer import finetuning, loop
+from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.adaptation import adapt
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.dealt_turns import DealtTurns
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
+from lightning_sdpipe.trainer.joint_turns import JointTurns
+from lightning_sdpipe.trainer.loss_scale import current_scale
 from lightning_sdpipe.trainer.nonfinite import Watch
-from lightning_sdpipe.trainer.optimizers import corrected, refuse_unfit
+from lightning_sdpipe.trainer.optimizers import (
+    OptimizerProgress,
+    corrected,
+    follow,
+    refuse_unfit,
+    refuse_unfit_momentum,
+)
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import (
@@ -56,13 +52,11 @@ from lightning_sdpipe.trainer.refusals import (
     refuse_unsupported,
     refuse_waiting_for_later_batches,
 )
-from lightning_sdpipe.trainer.whereabouts import Whereabouts
+from lightning_sdpipe.trainer.split import Split, split_of
 from lightning_sdpipe.training import Training
 
-_T = TypeVar("_T")
 
-
-class SDPipeStrategy(SDPipeOptions):
+class SDPipeStrategy(CheckpointHooks):
     """Pipeline and data parallel training on unequal workers (SDPipe, VLDB 2023).
 
     ``devices × num_nodes`` workers form N pipelines of ``num_stages`` stages. Each stage runs its part of the user's
@@ -70,27 +64,14 @@ class SDPipeStrategy(SDPipeOptions):
     The arguments are those of :class:`~lightning_sdpipe.options.SDPipeOptions`.
     """
 
-    _assembled: Assembled | None = None
-    _training: Training | None = None
     _plan: tuple[nn.Module, plan.Plan] | None = None
-    _turns: DealtTurns | None = None
-    _loaded_split: list[int] | None = None
     _undo: Sequence[Callable[[], None]] = ()
-    _unmark: Callable[[], None] | None = None
     _failed = _gathers = False
-
-    @cached_property
-    def _run(self) -> Run:
-        end = partial(lambda: give_up(self._launcher))
-        return Run(self, end) if self._job is None else ElasticRun(self, self._job, end)
+    _turns: DealtTurns | JointTurns | None = None
 
     @cached_property
     def _initialisation(self) -> Initialisation:
         return Initialisation()
-
-    @cached_property
-    def _whereabouts(self) -> Whereabouts:
-        return Whereabouts(self.num_stages)
 
     # ------------------------------------------------------------------ launch
 
@@ -170,32 +151,32 @@ class SDPipeStrategy(SDPipeOptions):
         self._assembled = assemble(
             self.module, stages, self.groups, self.pipeline_options, self._initialisation, self.root_device
         )
-        if self._unmark is not None:
-            self._unmark()
-        self._unmark = mark_parts(self.module)
         ownership = self._assembled.ownership
         self._checkpoints = Checkpoints(self.module, ownership, self.groups, self.save_distributed_checkpoint)
 
     def _prepare_training(self, trainer: Trainer) -> None:
         """Makes what the hooks below call, and Lightning's loop and callbacks fit for it."""
-        parts, client, changing = self._parts, self.membership.client, self._parts.freezing
+        parts = self._parts
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         watch = self.on_nonfinite == "stop"
         where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
-        streams = parts.cut_model.streams
-        draws = Draws(trainer, streams, lambda: self._data_seed, self.groups, self._position)
-        buckets, watches_gradients = changing.buckets, watch and not scaled
+        draws = Draws(trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, self._position)
+        buckets = parts.freezing.buckets
+        progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
         self._training = Training(
             trainer,
             parts,
-            self._method.build(self._run.replica(buckets, parts.buffers, changing.trained, watches_gradients)),
-            client,
+            self._method.build(
+                self._run.replica(parts, watch and not scaled, lambda: current_scale(self.precision_plugin), progress)
+            ),
+            self.membership.client,
             self.groups,
             self.num_micro_batches,
             draws,
             self._whereabouts,
             Watch(where, buckets, self.root_device, losses=not scaled) if watch else None,
             self._first_failure,
+            lambda: self._turns.portion if isinstance(self._turns, JointTurns) else None,
             self._run.rendezvous,
         )
         self._undo = [
@@ -212,23 +193,39 @@ class SDPipeStrategy(SDPipeOptions):
             ),
         ]
         checks = ClockChecks(loop.clocks(trainer), self.broadcast)
-        self._turns = None
-        if self.data == "dealt" and trainer.state.fn == TrainerFn.FITTING:
-            seed, origin = lambda: self._data_seed, lambda: self._loaded_split
-            self._turns = self._run.dealt_turns(trainer, self._training, checks, seed, origin)
+        self._turns = self._turns_by_speed(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
+        if self._turns is not None:
             self._undo = [*self._undo, self._turns.close]
         loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
-        pause = self._training.pause
-        share, underway = self._run.share, lambda: self.training.underway
+        pause, share, underway = self._training.pause, self._run.share, lambda: self.training.underway
         EpochCallback(self.groups, pause, share, self._random_states, checks, self._first_failure, underway).put_first(
             trainer
         )
+
+    def _turns_by_speed(self, trainer: Trainer, checks: ClockChecks) -> DealtTurns | JointTurns | None:
+        def seed() -> int:
+            return self._data_seed
+
+        def origin() -> Split | None:
+            return self._loaded_split
+
+        def anybody(mine: bool) -> bool:
+            return self.reduce_boolean_decision(mine, all=False)
+
+        if self.batch_by_speed:
+            return JointTurns(trainer, self.groups, self._parts.delays, *self.division, seed, origin)
+        if not deals(self.data, self._method, self.mesh.num_pipelines):
+            return None
+        asked = self.data == "dealt"
+        in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
+        return self._run.dealt_turns(trainer, self.training, checks, seed, origin, asked, anybody, in_step)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():
             super().setup_optimizers(trainer)
         (optimizer,) = self.optimizers
         refuse_unfit(optimizer, self.precision_plugin, self.num_stages)
+        refuse_unfit_momentum(optimizer, self.exchange.payload)
         if self.variance_correction:
             self.optimizers = [corrected(optimizer, self.training.sync.models_averaged, self.sync)]
         self._checkpoints.take_part_of(self.optimizers[0])
@@ -256,9 +253,10 @@ class SDPipeStrategy(SDPipeOptions):
             deal_batches(dataloader, self.groups)
         loader = PipelineLoader(dataloader, self._worker.pipeline, self._seed_of_epoch)
         if self._trainer.training:
-            if self._turns is not None:
-                self._turns.deal(dataloader)
             loader.compare(self.groups, self.root_device)
+            self._split = split_of(loader, self.mesh.num_pipelines)
+            if self._turns is not None:
+                self._turns.deal(dataloader, self._split)
         return loader
 
     def _position(self) -> int | None:
@@ -290,6 +288,8 @@ class SDPipeStrategy(SDPipeOptions):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        if self.variance_correction:
+            follow(self.optimizers[0], self.training.sync.models_averaged)
         return self.training.update(optimizer, closure, model=model, **kwargs)
 
     def validation_step(self, batch: Any, *arguments: Any) -> Any:
@@ -321,117 +321,6 @@ class SDPipeStrategy(SDPipeOptions):
         """Whether this worker's stage is the last one, where steps come to their end and what they return exists."""
         return self._worker.stage == self.num_stages - 1
 
-    # -------------------------------------------------------------- collectives
-
-    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Reduces over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
-        there, and logged values are reduced at the end of the epoch."""
-        if self._whereabouts.in_step or (self._training is not None and self._training.updating):
-            return tensor
-        group = group or self.groups.stage
-        with self._together("reducing", group):
-            return super().reduce(tensor, group, reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._whereabouts.check("reduce_boolean_decision")
-        with self._together("a decision"):
-            return self._run.vote(decision, all)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers one tensor from each pipeline, of the replicas of this stage.
-
-        ``LightningModule.all_gather`` asks for all ranks by default; other stages may not come to where this one asks.
-        """
-        group = self.groups.stage if group in (None, dist.group.WORLD) else group
-        if sync_grads and dist.get_backend(group) == "gloo":  # torch.distributed.nn scatters by global rank
-            raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
-        if self._whereabouts.rehearsing:
-            return torch.stack([tensor] * dist.get_world_size(group))
-        with self._together("all_gather", group):
-            return super().all_gather(tensor, group, sync_grads)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._whereabouts.check("barrier")
-        with self._together("a barrier"):
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        self._whereabouts.check("broadcast")
-        with self._together("a broadcast"):
-            return super().broadcast(obj, src)
-
-    @contextmanager
-    def _together(self, purpose: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Around what this worker does with others, all of them by default, wherever they are when it begins. Before
-        others have been started there is nobody to wait for."""
-        if self._training is not None:
-            self._training.come_together()
-        if not self._run.opened:
-            yield
-        else:
-            with self._first_failure(), waiting_for(group or self.groups.everybody, purpose):
-                yield
-
-    # -------------------------------------------------------------- checkpoints
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = with_whole_files(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._assembled is None:  # other processes have run, and this one has the whole module
-            return self.module.state_dict()
-        alone = self._checkpoints.only_held or self._run.membership is None  # else the run is over, nothing under way
-        if not alone:
-            self._whereabouts.check("save_checkpoint")
-            self.training.pause()
-        return self._checkpoints.module_state()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        saved = checkpoint.get("random_states", {})
-        self._data_seed = saved.get("data_seed", self._data_seed)
-        self._loaded_split = saved.get("split")
-        self._checkpoints.load_module(checkpoint["state_dict"], strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoints.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        finetuning.restore_groups(self._trainer, self.optimizers[0])
-        self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._assembled is not None and self._checkpoints.distributed:
-            self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io)
-        elif self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
-            with replacing(Path(filepath)):
-                super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if is_distributed(checkpoint_path):
-            return self._checkpoints.load(Path(checkpoint_path), self.checkpoint_io)
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self._checkpoints.wait()
-        super().remove_checkpoint(filepath)
-
-    def _random_states(self) -> dict[str, Any]:
-        split = None if self._turns is None else self._turns.split
-        return {"data_seed": self._data_seed, "split": split, **self._run.random_states()}
-
     # ---------------------------------------------------------------- the end
 
     @property
@@ -448,11 +337,6 @@ class SDPipeStrategy(SDPipeOptions):
     def injector(self) -> DelayInjector:
         """How long this worker computed, and how long it was made to sleep by ``delays``."""
         return self._parts.delays
-
-    def _first_failure(self) -> AbstractContextManager[None]:
-        if self._run.membership is None:  # the run is over
-            return nullcontext()
-        return self._run.membership.first_failure(lambda: self._trainer.received_sigterm)
 
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):  # else the process would end as if all were well
@@ -487,43 +371,6 @@ class SDPipeStrategy(SDPipeOptions):
         if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
             with self._first_failure():
                 make_whole(self.module, parts.ownership, self.groups, self.global_rank in keepers)
-        if self.global_rank in keepers and self._unmark is not None:
-            self._unmark()
-
-    # ----------------------------------------------------------------- narrowing
-
-    @property
-    def module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _trainer(self) -> Trainer:
-        return self.module.trainer
-
-    @property
-    def groups(self) -> ProcessGroups:
-        return self._run.groups
-
-    @property
-    def membership(self) -> Member:
-        assert self._run.membership is not None, "setup_environment connects to the scheduler"
-        return self._run.membership
-
-    @property
-    def training(self) -> Training:
-        """What this worker does in each turn of the loop."""
-        assert self._training is not None, "setup makes it"
-        return self._training
-
-    @property
-    def _parts(self) -> Assembled:
-        assert self._assembled is not None, "setup assembles the pipeline"
-        return self._assembled
-
-    @property
-    def _worker(self) -> Worker:
-        return Worker(*self.groups.mesh.locate(self.groups.rank))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -19,6 +19,8 @@ HOUSE = (
     *("cli", "supervision", "sweep", "configuration", "check"),
     *(
         "strategy",
+        "checkpoint_hooks",
+        "collectives",
         "elastic",
         "run",
         "options",
@@ -38,7 +40,6 @@ HOUSE = (
 LONG = {
     "policies/membership.py": "who is in an elastic run: rules that depend on each other",
     "scheduler/elastic_client.py": "what a worker of an elastic run asks and tells the scheduler",
-    "strategy.py": "Lightning's hooks, in the order of a run's life",
     "scheduler/service.py": "what the scheduler does with each kind of message",
     "scheduler/client.py": "what a worker asks and tells the scheduler, over one connection that may be lost",
 }

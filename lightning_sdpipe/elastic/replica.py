@@ -32,7 +32,7 @@ class ElasticReplica(Replica):
     def average(self, tensors: Sequence[Tensor]) -> None:
         self.meetings.average(tensors)
 
-    def everybody(self, weights: Sequence[float] | None = None) -> Group:
+    def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
         raise ConfigurationError(
             "This method of synchronisation asks for all replicas of a stage at once, and in an elastic job they come "
             "and go. Use SemiDecentralized(), PartialReduce() or NoSync()."

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe import p2p
+from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.elastic import leading, refusals, transfer
 from lightning_sdpipe.elastic.epochs import EpochGroups
@@ -32,11 +32,10 @@ from lightning_sdpipe.elastic.store import SchedulerStore
 from lightning_sdpipe.elastic.turns import ElasticTurns
 from lightning_sdpipe.elastic.words import Kind, Word, Words
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
+from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.launching.elastic_job import ElasticJob
 from lightning_sdpipe.mesh import OnePipeline
-from lightning_sdpipe.optim import VarianceCorrection
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.data import shared
@@ -45,9 +44,10 @@ from lightning_sdpipe.run import Run
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.elastic_client import Start, Told
 from lightning_sdpipe.sync.rendezvous import Rendezvous
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.clock import ClockChecks
+from lightning_sdpipe.trainer.split import Split
 from lightning_sdpipe.training import Training
 
 _CONNECTING = 20.0  # seconds
@@ -142,21 +142,22 @@ class ElasticRun(Run):
 
     # ------------------------------------------------------------ what they do
 
-    def replica(
-        self, buckets: Sequence[FlatBucket], buffers: Sequence[Tensor], trained: Sequence[nn.Parameter], watch: bool
-    ) -> Replica:
+    def replica(self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: Progress) -> Replica:
         line = self._line.line
         self._meetings = Meetings(self._worker, line, self._epochs, self._point)
         self._here = self._meetings.present
-        self._tensors = buckets, buffers
+        self._tensors = parts.freezing.buckets, parts.buffers
         return ElasticReplica(
             self._line.client,
             self.groups,
-            buckets,
-            buffers,
-            trained,
+            parts.freezing.buckets,
+            parts.buffers,
+            parts.freezing.trained,
             self._options._run_timeout,
             watch,
+            self._options.exchange,
+            loss_scale,
+            progress,
             meetings=self._meetings,
             means=SurvivingMean(self._epochs, line),
             present=lambda: max(1, len(line.epoch.members)),
@@ -171,10 +172,15 @@ class ElasticRun(Run):
         training: Training,
         checks: ClockChecks,
         seed: Callable[[], int],
-        origin: Callable[[], list[int] | None],
+        origin: Callable[[], Split | None],
+        required: bool,
+        anybody: Callable[[bool], bool],
+        reason: str | None,
     ) -> ElasticTurns:
-        run = shared(secrets.randbits(62))
-        turns = ElasticTurns(trainer, training, self._line.client, self.groups, checks, run, seed, origin)
+        run, client = shared(secrets.randbits(62)), self._line.client
+        turns = ElasticTurns(
+            trainer, training, client, self.groups, checks, run, seed, origin, required, anybody, reason
+        )
         turns.words, turns.asked, turns.act, turns.between = self._words, self._asked, self._act, self._between
         turns.held_up = lambda: self._line.line.held_up
         self._line.client.meanwhile = turns.serve
@@ -277,9 +283,6 @@ class ElasticRun(Run):
 
     def _between(self) -> None:
         _ = self.leads
-        for optimizer in self._trainer.optimizers:
-            if isinstance(optimizer, VarianceCorrection):
-                optimizer.num_workers = self._training.sync.models_averaged
 
     def _transfer_store(self, name: str) -> Store:
         return self._make_store(f"{name}-{self._worker.stage}")

@@ -1,7 +1,7 @@
 """Adam whose second moment is measured first and kept then, for gradients that arrive with few bits."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,20 +70,8 @@ class FrozenVariance(OptimizerWrapper):
         self.floor = floor
         super().__init__(optimizer)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Performs one step: the wrapped optimizer's for parameters that are not frozen yet, and ours for the others.
-
-        Args:
-            closure: evaluates the model and returns the loss; it runs first, and its value is returned.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
+        """The wrapped optimizer's for parameters that are not frozen yet, and ours for the others."""
         frozen = [(group, [p for p in _trained(group) if self._is_frozen(p)]) for group in self.param_groups]
         gradients = {param: param.grad for _, params in frozen for param in params}
         measured = [p for group in self.param_groups for p in _trained(group) if p not in gradients]
@@ -99,7 +87,6 @@ class FrozenVariance(OptimizerWrapper):
             state.update({_MEASURED: state.get(_MEASURED, 0) + 1, _SINCE: 0})
         for group, params in frozen:
             self._step_frozen(group, params)
-        return loss
 
     def _is_frozen(self, param: Tensor) -> bool:
         state = self.state.get(param)

@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,20 +89,8 @@ class VarianceCorrection(OptimizerWrapper):
         moment: Tensor = state.get("max_exp_avg_sq", state["exp_avg_sq"])
         return moment
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Performs one step of the wrapped optimizer with corrected second moments.
-
-        Args:
-            closure: evaluates the model and returns the loss; it runs first, and its value is returned.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
+        """The wrapped optimizer's with corrected second moments."""
         started: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             started.update(self._correct(group))
@@ -111,7 +98,6 @@ class VarianceCorrection(OptimizerWrapper):
         # Only now: the wrapped optimizer initialises a parameter's state when it finds it empty.
         for param, mean in started.items():
             self.state[param].update({_MEAN: mean, _STEPS: 1, _WORKERS: self.num_workers})
-        return loss
 
     def _correct(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
         """Prepares one group's second moments; returns the means of parameters that start with this step."""

@@ -1,8 +1,10 @@
 """What optimizers have in common that add something to the steps of another one."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -21,6 +23,27 @@ class OptimizerWrapper(Optimizer):
         self.optimizer = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Performs one step.
+
+        Args:
+            closure: evaluates the model and returns the loss; it runs first, and its value is returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    @abstractmethod
+    def _step(self) -> None:
+        """What a step does with the gradients, without recording any."""
 
     @abstractmethod
     def _check(self, group: dict[str, Any]) -> None:

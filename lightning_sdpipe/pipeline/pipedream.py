@@ -139,20 +139,11 @@ class PipeDreamPipeline:
         accumulated: bool = False,
         ready: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Runs the forward of a mini-batch and the backward that is due.
+        """Runs the forward of a mini-batch and the backward that is due, which is that of another one.
 
-        Args:
-            batch: the whole mini-batch.
-            step: the user's method.
-            iteration: counts mini-batches.
-            exchange: what an update that follows replaces gradients by; not used while the pipeline fills.
-            accumulated: mini-batches before this one belong to the same update.
-            ready: called when this worker needs nothing more from others to compute the gradients that are due; not
-                if none are.
-
-        Returns:
-            The loss of this mini-batch, a scalar (nan on all stages but the last, which will know it later). Its
-            ``backward`` puts the gradients that are due in place, or none if none are.
+        While the pipeline fills, none is due: ``exchange`` is not used, ``ready`` not called, and ``backward`` of what
+        is returned puts no gradients in place. On all stages but the last, which will know it later, the loss is nan.
+        See :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
 
         Raises:
             ConfigurationError: other layers train than at the beginning of this update.

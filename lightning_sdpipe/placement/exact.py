@@ -26,7 +26,7 @@ CHUNK = 100
 
 
 class _TooManyStates(Exception):
-    pass
+    """A layer has more than :data:`MOST_STATES`."""
 
 
 def prove(

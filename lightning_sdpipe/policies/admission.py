@@ -17,6 +17,7 @@ with late pushes carried it is over all N.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -96,7 +97,7 @@ class Verdict:
     released: tuple[int, ...]
 
 
-class Admission:
+class Admission(ABC):
     """Follows the pipelines of one stage. What may not be done now raises ValueError, and changes nothing."""
 
     def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
@@ -139,9 +140,9 @@ class Admission:
         """Whether ``pipeline`` has pushed and may not go on yet."""
         return pipeline in self._waiting
 
+    @abstractmethod
     def awaited_by(self, pipeline: int) -> list[int]:
         """Those that must push before ``pipeline`` may go on; some of them, if there is a quorum."""
-        raise NotImplementedError
 
     def _check_computes(self, pipeline: int) -> None:
         if pipeline not in self._pulled:
@@ -149,17 +150,17 @@ class Admission:
         if pipeline in self._waiting:
             raise ValueError(f"pipeline {pipeline} may not go on yet, since it awaits {self.awaited_by(pipeline)}")
 
+    @abstractmethod
     def _version(self) -> int:
         """Of the parameters now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _count(self, pipeline: int) -> float:
         """The weight of what ``pipeline`` pushes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _settle(self) -> tuple[float | None, tuple[int, ...]]:
         """Whether the round closes, as in :class:`Verdict`, and who goes on."""
-        raise NotImplementedError
 
     def _release(self, pipelines: list[int]) -> tuple[int, ...]:
         self._waiting = [pipeline for pipeline in self._waiting if pipeline not in pipelines]

@@ -48,8 +48,9 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     the weighted sum of all of them. ``sequence`` is unique in the run and increasing. ``reason`` is for people.
 
     ``passive`` members take part without being answered: they average while they compute (asynchronous AD-PSGD), or
-    before they wait on (PHD-PSGD under its bound). ``neighbours``, where it is not empty, has for each member, in
-    order, those members that it averages with instead of with all.
+    before they wait on (PHD-PSGD under its bound). The latter are ``standing``: the models that they give contain the
+    step that they are ready with. ``neighbours``, where it is not empty, has for each member, in order, those members
+    that it averages with instead of with all.
 
     ``epoch`` is for elastic runs, and not a policy's to decide: the epoch of membership whose process group holds all
     members; 0 in any other run.
@@ -61,6 +62,7 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     reason: str
     passive: tuple[Worker, ...] = ()
     neighbours: tuple[tuple[Worker, ...], ...] = ()
+    standing: tuple[Worker, ...] = ()
     epoch: int = 0
 
     @property
@@ -99,3 +101,5 @@ def check_group(group: Group, next_sequence: int) -> None:
         )
     if group.passive and not set(group.passive) < set(members):
         raise BrokenRule(f"{group} cannot go out: some of its members must be passive, but not all")
+    if group.standing and not set(group.standing) <= set(group.passive):
+        raise BrokenRule(f"{group} cannot go out: those that are standing must be passive")

@@ -95,6 +95,10 @@ class Participants:
         waiting = self.waiting[stage].get(pipeline)
         return self._answered[stage].get(pipeline) if waiting is None else waiting
 
+    def last_answered(self, stage: int, pipeline: int) -> int | None:
+        """The last iteration of the worker that was answered since it joined."""
+        return self._answered[stage].get(pipeline)
+
     def everybody_waits(self, stage: int) -> bool:
         """True when every active worker of ``stage`` waits (and at least one does)."""
         return len(self.waiting[stage]) == len(self.active[stage]) > 0
@@ -112,8 +116,10 @@ class Participants:
         *,
         weights: Sequence[float] | None = None,
         passive: Sequence[int] = (),
+        standing: Sequence[int] = (),
     ) -> Group:
-        """A group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones.
+        """A group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones, some of which wait
+        on (``standing``).
 
         ``weights`` belong to ``pipelines`` and then ``passive``, in these orders; equal ones without.
         """
@@ -134,7 +140,9 @@ class Participants:
             of = dict(zip(together, weights, strict=True))
             together.sort()
             shares = tuple([of[pipeline] for pipeline in together])
-        return Group(tuple([workers[pipeline] for pipeline in together]), shares, sequence, reason, bystanders)
+        members = tuple([workers[pipeline] for pipeline in together])
+        waits_on = tuple([workers[pipeline] for pipeline in standing])
+        return Group(members, shares, sequence, reason, bystanders, standing=waits_on)
 
     def _check_exists(self, worker: Worker) -> None:
         if not (0 <= worker.stage < self.num_stages and 0 <= worker.pipeline < self.num_pipelines):

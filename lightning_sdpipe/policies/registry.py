@@ -5,7 +5,6 @@ A policy's values cross process borders as JSON and are checked on both sides, t
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import math
@@ -16,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, nearest
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig, check_integer
 
 BUILT_IN: Mapping[str, str] = {
@@ -25,6 +24,7 @@ BUILT_IN: Mapping[str, str] = {
     "local_sgd": "lightning_sdpipe.policies.local_sgd:LocalSGD",
     "partial_reduce": "lightning_sdpipe.policies.partial_reduce:PartialReduce",
     "ad_psgd": "lightning_sdpipe.policies.ad_psgd:ADPSGD",
+    "decentralized": "lightning_sdpipe.policies.decentralized:Decentralized",
     "phd_psgd": "lightning_sdpipe.policies.phd_psgd:PHDPSGD",
     "no_sync": "lightning_sdpipe.policies.local_sgd:NoSync",
 }
@@ -61,7 +61,7 @@ def find(name: str) -> type[PolicyConfig]:
     module_name, separator, class_name = path.partition(":")
     if not separator:
         raise ConfigurationError(
-            f"there is no policy {name!r}{_nearest(name, BUILT_IN)} One of your own is given by its import path, as in "
+            f"there is no policy {name!r}{nearest(name, BUILT_IN)} One of your own is given by its import path, as in "
             "my_package.policies:RoundRobin"
         )
     try:
@@ -107,7 +107,7 @@ def make(name: str, values: Mapping[str, object]) -> PolicyConfig:
     kind = find(name)
     for value in values:
         if value not in kind.__struct_fields__:
-            raise ConfigurationError(f"{value} is not a value of {name}{_nearest(value, kind.__struct_fields__)}")
+            raise ConfigurationError(f"{value} is not a value of {name}{nearest(value, kind.__struct_fields__)}")
     try:
         return msgspec.convert(_with_infinity(values), kind)
     except msgspec.ValidationError as error:
@@ -180,8 +180,3 @@ def _with_infinity(values: Mapping[str, object]) -> dict[str, object]:
 
 def _folders() -> Iterable[str]:
     return [folder or "." for folder in sys.path if not folder.endswith((".zip", "lib-dynload"))]
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names) or 'none'}."

@@ -65,8 +65,8 @@ class SchedulerClient:
     training thread may not learn while it waits for a tensor.
     ``host`` is the worker whose process the scheduler ends with; when many heartbeats in a row are not answered, that
     worker is taken to have failed. None for a scheduler that may be restarted.
-    ``on_invitation`` is called there too, for groups that the worker is a passive member of (asynchronous AD-PSGD
-    only); it may be set until :meth:`join`.
+    ``on_invitation`` is called there too, in order, for groups that the worker is a passive member of, with the last
+    iteration that had been answered before, None if none had since the worker joined. It may be set until :meth:`join`.
     ``incarnation`` is that of the worker's job in an elastic run, whose
     :class:`~lightning_sdpipe.scheduler.elastic_client.ElasticClient` enrols it before it joins; None in any other.
     """
@@ -81,7 +81,7 @@ class SchedulerClient:
         connect_timeout: float = CONNECT_TIMEOUT,
         credentials: WorkerKeys | None = None,
         heartbeat: float | None = 1.0,
-        on_invitation: Callable[[Group], None] | None = None,
+        on_invitation: Callable[[Group, int | None], None] | None = None,
         on_abort: Callable[[Failure], None] | None = None,
         host: Worker | None = None,
         incarnation: int | None = None,
@@ -109,7 +109,8 @@ class SchedulerClient:
         self._number = 0
         self._lock = threading.Lock()
         """Guards what a rejoin tells, and that no join is numbered after the leave that ends what it began."""
-        self._greeted = False
+        self.policy: str | None = None
+        """What the scheduler decides by, as JSON, once it has answered."""
         self._joined = False
         self._iteration: int | None = None
         self._heard = HeardAnswers(worker)
@@ -120,7 +121,9 @@ class SchedulerClient:
         self._leases = HeardLeases()
         self._steps = StepTimer()
         self._invited = 0
+        self._beaten = False
         self._invitations = threading.Condition()
+        """Of the two, which the heartbeats' thread changes."""
         self._thread: HeartbeatThread | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -135,7 +138,7 @@ class SchedulerClient:
         Raises:
             SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another mesh.
         """
-        if self._greeted:
+        if self.policy is not None:
             return
         connection, until, repeat_at, sent = self._connection, time.monotonic() + self._connect_timeout, 0.0, 0
         while (now := time.monotonic()) < until:
@@ -144,10 +147,11 @@ class SchedulerClient:
                     connection.send(m.ASK_STATUS_OF_VERSION_1)
                 connection.send(m.encode(m.Hello(self.worker, self._session, self._next_number(), self._mesh)))
                 repeat_at, sent = now + REPEAT_AFTER, sent + 1
-            if (welcome := self._receive(m.Welcome, lambda reply: True, min(until, now + GLANCE))) is not None:
+            welcome = self._receive(m.Welcome, lambda reply: True, min(until, now + GLANCE))
+            if welcome is not None:
                 self.serves = welcome.mesh
                 connection.established()
-                self._greeted = True
+                self.policy = welcome.policy
                 return
             connection.check()
         raise SchedulerError(
@@ -170,6 +174,8 @@ class SchedulerClient:
                 self._heartbeat,
             )
             self._thread.start()
+            if self.on_invitation is not None:  # which reach nobody before the scheduler knows that connection
+                self._wait_there(lambda: self._beaten, "the scheduler to answer its first heartbeat")
 
     def leave(self) -> None:
         """Pause or end the epoch; returns when the scheduler has acknowledged it."""
@@ -178,14 +184,7 @@ class SchedulerClient:
             self._joined = False
             self._answered = None
             self._heard.forget()
-        reply = self._ask(self._leave, m.Acknowledged, "the scheduler to let it leave")
-        with self._invitations:
-            if not self._invitations.wait_for(lambda: self._invited >= reply.invitations, self._timeout):
-                missing = reply.invitations - self._invited
-                raise SchedulerError(
-                    f"worker {self.worker} waited {self._timeout:g} s for {missing} invitations that the "
-                    f"scheduler at {self.address} says it has sent"
-                )
+        self._wait_for_invitations(self._ask(self._leave, m.Acknowledged, "the scheduler to let it leave").invitations)
 
     def ready(self, iteration: int) -> None:
         """The local step of ``iteration`` is done; does not wait. :meth:`group` fetches the answer."""
@@ -202,7 +201,7 @@ class SchedulerClient:
         self._transmit(m.Ready(self.worker, self._session, self._next_number(), iteration))
 
     def group(self) -> Group:
-        """Wait for the answer to the last :meth:`ready`."""
+        """Wait for the answer to the last :meth:`ready`, and for the invitations that were sent before it."""
         iteration = self._iteration
         if iteration is None:
             raise SchedulerError(f"worker {self.worker} asked for a group without being ready; call ready() first")
@@ -216,6 +215,7 @@ class SchedulerClient:
         with self._lock:
             self._heard.hear(answer)
             self._answered = iteration
+        self._wait_for_invitations(answer.invitations_of(self.worker))
         return answer.group
 
     def lease(self, segment: Segment, ordinal: int) -> Lease:
@@ -383,6 +383,21 @@ class SchedulerClient:
                 self.worker, self._session, number, self._mesh, True, heard.highest, answers, elastic, answered
             )
 
+    def _wait_for_invitations(self, sent: int) -> None:
+        if self._invited < sent:
+            self._wait_there(lambda: self._invited >= sent, f"{sent - self._invited} invitations that it was sent")
+
+    def _wait_there(self, there: Callable[[], bool], what: str) -> None:
+        """Until the heartbeats' thread has heard something."""
+        with self._invitations:
+            if not self._invitations.wait_for(lambda: there() or self.aborted is not None, self._timeout):
+                raise SchedulerError(
+                    f"worker {self.worker} waited {self._timeout:g} s for {what}; its heartbeats may not reach the "
+                    f"scheduler at {self.address}"
+                )
+        if self.aborted is not None and not there():
+            raise RunAborted(self.aborted)
+
     def _book(self) -> m.TellLeases | None:
         book = self._leases.book()
         return None if book is None else m.TellLeases(self.worker, self._session, self._next_number(), *book)
@@ -420,7 +435,9 @@ class _Pulse:
 
     def hear_failure(self, failure: Failure) -> None:
         first_time = self._client.aborted is None
-        self._client.aborted = failure
+        with self._client._invitations:
+            self._client.aborted = failure
+            self._client._invitations.notify_all()
         if first_time and self._client._on_abort is not None:
             self._client._on_abort(failure)
 
@@ -440,7 +457,14 @@ class _Pulse:
             client._timeout,
         )
 
-    def hear_invitation(self, group: Group) -> m.Request | None:
+    def hear_pulse(self) -> None:
+        client = self._client
+        if not client._beaten:
+            with client._invitations:
+                client._beaten = True
+                client._invitations.notify_all()
+
+    def hear_invitation(self, group: Group, after: int | None) -> m.Request | None:
         client = self._client
         if client.on_invitation is None:
             with client._lock:
@@ -451,7 +475,7 @@ class _Pulse:
                 "computes; give SchedulerClient an on_invitation, or use another policy"
             )
             return m.Failed(client.worker, client._session, number, reason)
-        client.on_invitation(group)
+        client.on_invitation(group, after)
         with client._invitations:
             client._invited += 1
             client._invitations.notify_all()

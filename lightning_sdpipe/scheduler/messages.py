@@ -54,10 +54,12 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
-    """A group and, in the order of its members, the iterations whose ready it answers (passive: None)."""
+    """A group and, in the order of its members, the iterations whose ready it answers (passive: None), and how often
+    each was invited before; empty if nobody was."""
 
     group: Group
     iterations: tuple[int | None, ...]
+    invitations: tuple[int, ...] = ()
 
     def iteration_of(self, worker: Worker) -> int | None:
         """Which ready of ``worker`` this answers."""
@@ -65,6 +67,10 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
             if member == worker:
                 return iteration
         return None
+
+    def invitations_of(self, worker: Worker) -> int:
+        """How many groups ``worker`` had been invited to before it was answered so."""
+        return dict(zip(self.group.members, self.invitations, strict=False)).get(worker, 0)
 
 
 class Steps(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -227,9 +233,11 @@ class Lost(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="lost"):
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="invitation"):
-    """Take part in ``group`` as a passive member, while computing."""
+    """Take part in ``group`` as a passive member. It was decided when the last ready of the worker that had been
+    answered, since it joined, was that of iteration ``after``; None if there was none."""
 
     group: Group
+    after: int | None = None
 
 
 class Dealt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="dealt"):

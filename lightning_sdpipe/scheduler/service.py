@@ -227,7 +227,7 @@ class SchedulerService:
                 {session.worker: round(now - session.heard, 3) for session in self._sessions},
                 self._sync_graphs(),
             ),
-            members=None if self.elastic is None else self.elastic.status(),
+            membership=None if self.elastic is None else self.elastic.status(),
         )
 
     def validate(self) -> None:
@@ -430,7 +430,7 @@ class SchedulerService:
             decisions = self._decider.tell(Joined(session.worker, request.answered if request.resumed else None), now)
             session.move(JOINS)
             if not request.resumed:
-                session.iteration = session.answer = None
+                session.iteration = session.answer = session.answered = None
                 self._recovery.forget(session.worker)
             self._carry_out(decisions, now)
             self._recovery.keep(request.answers, session.worker)
@@ -443,7 +443,7 @@ class SchedulerService:
             decisions = self._decider.tell(Left(session.worker), now)
             self._recovery.held.pop(session.worker, None)
         session.move(LEAVES)
-        session.answer = None
+        session.answer = session.answered = None
         self._carry_out(decisions, now)
 
     def _call_the_roll(self, now: float) -> None:
@@ -505,7 +505,10 @@ class SchedulerService:
             if group.passive:
                 self._answer_and_invite(sessions, group)
                 return
-            answer = m.Answer(group, tuple([session.iteration for session in sessions]))
+            invited = tuple([session.invitations for session in sessions])
+            answer = m.Answer(
+                group, tuple([session.iteration for session in sessions]), invited if any(invited) else ()
+            )
             for session in sessions:
                 self._answer(session, answer)
         except (IllegalInput, KeyError) as error:
@@ -513,12 +516,15 @@ class SchedulerService:
 
     def _answer_and_invite(self, sessions: list[Session], group: Group) -> None:
         """Passive members are invited; the others are answered."""
-        answer = m.Answer(group, tuple(None if s.worker in group.passive else s.iteration for s in sessions))
-        invitation = m.Invitation(group)
+        answer = m.Answer(
+            group,
+            tuple(None if s.worker in group.passive else s.iteration for s in sessions),
+            tuple(s.invitations for s in sessions),
+        )
         for session in sessions:
             if session.worker in group.passive:
                 session.invitations += 1
-                self._say(session.heartbeat_peer, invitation)
+                self._say(session.heartbeat_peer, m.Invitation(group, session.answered))
             else:
                 self._answer(session, answer)
 

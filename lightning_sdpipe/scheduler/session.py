@@ -90,8 +90,8 @@ class Session:
     """One client; ``id`` is the number that it drew for itself."""
 
     __slots__ = (
-        *("answer", "beats", "heard", "heartbeat_peer", "id", "invitations", "iteration", "peer", "received"),
-        *("state", "worker"),
+        *("answer", "answered", "beats", "heard", "heartbeat_peer", "id", "invitations", "iteration", "peer"),
+        *("received", "state", "worker"),
     )
 
     def __init__(self, worker: Worker, id: int, now: float, elastic: bool = False) -> None:
@@ -104,6 +104,8 @@ class Session:
         """Of the last ready that was accepted."""
         self.answer: m.Answer | None = None
         """To that ready; None until it is decided."""
+        self.answered: int | None = None
+        """The last iteration that was answered since it joined."""
         self.invitations = 0
         """To groups that it was a passive member of."""
         self.received = Received()
@@ -137,7 +139,7 @@ class Session:
     def is_answered(self, answer: m.Answer) -> None:
         """``answer`` is the answer to its ready."""
         self.move(GETS_GROUP)
-        self.answer = answer
+        self.answer, self.answered = answer, self.iteration
 
     def validate(self) -> None:
         """Raise AssertionError if what this session knows contradicts itself."""

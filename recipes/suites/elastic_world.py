@@ -217,9 +217,9 @@ class World:
         return made[-1] if made else 0
 
     def members(self) -> list[int]:
-        """Pipelines in the run."""
-        members = ask_status(self.scheduler.address, timeout=20).members
-        return [] if members is None else sorted(members.lives)
+        """Pipelines in the run, the leader first."""
+        membership = ask_status(self.scheduler.address, timeout=20).membership
+        return [] if membership is None else [pipeline for pipeline, _ in membership.members]
 
     def gone_at(self, pipeline: int, since: float) -> float | None:
         """When the scheduler said, from the monotonic time ``since`` on, that a pipeline is gone."""

@@ -194,33 +194,6 @@ def test_buckets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
 
 
-def test_schedulers_hooks_and_closures_see_an_ordinary_optimizer() -> None:
-    param = nn.Parameter(torch.ones(3))
-    inner = Adam([param], lr=1.0)
-    optimizer = FrozenVariance(inner, after=1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    inner.register_step_post_hook(lambda *_: calls.append("inner"))
-    losses = []
-    for _ in range(3):
-
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = (param**2).sum()
-            loss.backward()
-            return loss.item()
-
-        losses.append(optimizer.step(closure))
-        assert param.grad is not None
-        scheduler.step()
-    assert losses[0] == 3.0
-    assert calls == ["pre", "inner"] * 3
-    assert inner.param_groups[0]["lr"] == 0.125
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.25})
-    assert len(inner.param_groups) == 2
-
-
 def test_grad_scaler_skips_and_unscales() -> None:
     param = nn.Parameter(torch.ones(3))
     optimizer = FrozenVariance(AdamW([param], lr=0.1, weight_decay=0.0, fused=True), after=1)

@@ -261,32 +261,6 @@ def test_tensors_larger_than_a_bucket_are_cut(monkeypatch: pytest.MonkeyPatch) -
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
 
 
-def test_schedulers_hooks_and_closures_see_an_ordinary_optimizer() -> None:
-    param = nn.Parameter(torch.ones(3))
-    inner = Adam([param], lr=1.0)
-    optimizer = VarianceCorrection(inner, num_workers=2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = (param**2).sum()
-        loss.backward()
-        return loss.item()
-
-    assert optimizer.step(closure) == 3.0
-    scheduler.step()
-    assert calls == ["pre", "post"]
-    assert inner.param_groups[0]["lr"] == 0.5
-    assert torch.allclose(param, torch.zeros(3), atol=1e-6)
-
-    extra = nn.Parameter(torch.ones(1))
-    optimizer.add_param_group({"params": [extra], "lr": 0.25})
-    assert inner.param_groups[1]["params"] == [extra]
-
-
 def test_grad_scaler_skips_and_unscales() -> None:
     param = nn.Parameter(torch.ones(3))
     optimizer = VarianceCorrection(AdamW([param], lr=0.1, fused=True), num_workers=4)

@@ -46,7 +46,7 @@ def measured(all_machines: Sequence[Machine], file: Path) -> list[str]:
         for rank, machine in enumerate(all_machines):
             node = [f"--nnodes={len(all_machines)}", f"--node-rank={rank}", "--nproc-per-node=1"]
             where = [f"--master-addr={all_machines[0].address}", "--master-port=29557", "--no-python"]
-            measuring = [sdpipe, "measure", str(file), "--pair-timeout", "10"]
+            measuring = [sdpipe, "measure", str(file), "--pair-timeout", "2"]
             names = {"SDPIPE_HOST": f"m{rank}", "GLOO_SOCKET_IFNAME": machine.interface, "OMP_NUM_THREADS": "1"}
             directory = file.parent / f"m{rank}"
             directory.mkdir()

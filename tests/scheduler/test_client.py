@@ -257,7 +257,7 @@ def test_a_passive_neighbour_is_invited_while_it_computes() -> None:
     invited: list[Group] = []
     arrived = threading.Event()
 
-    def on_invitation(group: Group) -> None:
+    def on_invitation(group: Group, after: int | None) -> None:
         invited.append(group)
         arrived.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,8 +15,9 @@ from lightning_sdpipe.exchange.payloads.pieces import Pieces
 
 class _Cast(Payload):
     @property
+    @abstractmethod
     def _wire(self) -> torch.dtype:
-        raise NotImplementedError
+        """What a value is converted to."""
 
     def nbytes(self, n: int) -> int:
         """See the base class, as for all methods here."""

@@ -1,0 +1,83 @@
+"""Lightning's hooks for checkpoints: what is in them, and who writes and reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from torch.optim import Optimizer
+
+from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
+from lightning_sdpipe.checkpoints.files import with_whole_files
+from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.collectives import Collectives
+from lightning_sdpipe.trainer import finetuning
+from lightning_sdpipe.trainer.split import Split
+
+
+class CheckpointHooks(Collectives):
+    """A checkpoint is gathered into one file, or each rank writes its part of a directory."""
+
+    _checkpoints: Checkpoints
+    _data_seed: int
+    _split: Split | None = None
+    _loaded_split: Split | None = None
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = with_whole_files(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._assembled is None:  # other processes have run, and this one has the whole module
+            return self.module.state_dict()
+        alone = self._checkpoints.only_held or self._run.membership is None  # else the run is over, nothing under way
+        if not alone:
+            self._whereabouts.check("save_checkpoint")
+            self.training.pause()
+        return self._checkpoints.module_state()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        saved = checkpoint.get("random_states", {})
+        self._data_seed = saved.get("data_seed", self._data_seed)
+        self._loaded_split = saved.get("split")
+        self._checkpoints.load_module(checkpoint["state_dict"], strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._checkpoints.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        finetuning.restore_groups(self._trainer, self.optimizers[0])
+        self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._assembled is not None and self._checkpoints.distributed:
+            self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io)
+        elif self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
+            with replacing(Path(filepath)):
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if is_distributed(checkpoint_path):
+            return self._checkpoints.load(Path(checkpoint_path), self.checkpoint_io)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self._checkpoints.wait()
+        super().remove_checkpoint(filepath)
+
+    def _random_states(self) -> dict[str, Any]:
+        return {"data_seed": self._data_seed, "split": self._split, **self._run.random_states()}

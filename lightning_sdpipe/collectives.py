@@ -1,0 +1,136 @@
+"""One worker of a run among the others: what it has of the run, and what it does with all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_sdpipe.assembly import Assembled
+from lightning_sdpipe.elastic.run import ElasticRun
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.launching.launcher import give_up
+from lightning_sdpipe.membership import Member
+from lightning_sdpipe.options import SDPipeOptions
+from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.run import Run
+from lightning_sdpipe.trainer.whereabouts import Whereabouts
+from lightning_sdpipe.training import Training
+
+_T = TypeVar("_T")
+
+
+class Collectives(SDPipeOptions):
+    """Lightning's collectives, for workers that need not be at the same point of training."""
+
+    _assembled: Assembled | None = None
+    _training: Training | None = None
+
+    # ------------------------------------------------ what this worker has of a run
+
+    @cached_property
+    def _run(self) -> Run:
+        end = partial(lambda: give_up(self._launcher))
+        return Run(self, end) if self._job is None else ElasticRun(self, self._job, end)
+
+    @property
+    def module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self.module.trainer
+
+    @property
+    def groups(self) -> ProcessGroups:
+        return self._run.groups
+
+    @property
+    def membership(self) -> Member:
+        assert self._run.membership is not None, "setup_environment connects to the scheduler"
+        return self._run.membership
+
+    @property
+    def training(self) -> Training:
+        """What this worker does in each turn of the loop."""
+        assert self._training is not None, "setup makes it"
+        return self._training
+
+    @property
+    def _parts(self) -> Assembled:
+        assert self._assembled is not None, "setup assembles the pipeline"
+        return self._assembled
+
+    @property
+    def _worker(self) -> Worker:
+        return Worker(*self.groups.mesh.locate(self.groups.rank))
+
+    @cached_property
+    def _whereabouts(self) -> Whereabouts:
+        return Whereabouts(self.num_stages)
+
+    # ------------------------------------------------ what it does with others
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduces over the replicas of this stage. Within a step nothing is reduced: no pipeline waits for another
+        there, and logged values are reduced at the end of the epoch."""
+        if self._whereabouts.in_step or (self._training is not None and self._training.updating):
+            return tensor
+        group = group or self.groups.stage
+        with self._together("reducing", group):
+            return super().reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._whereabouts.check("reduce_boolean_decision")
+        with self._together("a decision"):
+            return self._run.vote(decision, all)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers one tensor from each pipeline, of the replicas of this stage.
+
+        ``LightningModule.all_gather`` asks for all ranks by default; other stages may not come to where this one asks.
+        """
+        group = self.groups.stage if group in (None, dist.group.WORLD) else group
+        if sync_grads and dist.get_backend(group) == "gloo":  # torch.distributed.nn scatters by global rank
+            raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
+        if self._whereabouts.rehearsing:
+            self._whereabouts.communicates = True
+            return torch.stack([tensor] * dist.get_world_size(group))
+        with self._together("all_gather", group):
+            return super().all_gather(tensor, group, sync_grads)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._whereabouts.check("barrier")
+        with self._together("a barrier"):
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        self._whereabouts.check("broadcast")
+        with self._together("a broadcast"):
+            return super().broadcast(obj, src)
+
+    @contextmanager
+    def _together(self, purpose: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Around what this worker does with others, all of them by default, wherever they are when it begins. Before
+        others have been started there is nobody to wait for."""
+        if self._training is not None:
+            self._training.come_together()
+        if not self._run.opened:
+            yield
+        else:
+            with self._first_failure(), waiting_for(group or self.groups.everybody, purpose):
+                yield
+
+    def _first_failure(self) -> AbstractContextManager[None]:
+        if self._run.membership is None:  # the run is over
+            return nullcontext()
+        return self._run.membership.first_failure(lambda: self._trainer.received_sigterm)

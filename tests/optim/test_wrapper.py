@@ -1,0 +1,42 @@
+"""What holds for all optimizers that wrap another one."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adam
+
+from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection
+from lightning_sdpipe.optim.wrapper import OptimizerWrapper
+
+
+@pytest.mark.parametrize("wrap", [partial(VarianceCorrection, num_workers=2), partial(FrozenVariance, after=1)])
+def test_schedulers_hooks_and_closures_see_an_ordinary_optimizer(wrap: Callable[[Adam], OptimizerWrapper]) -> None:
+    param = nn.Parameter(torch.ones(3))
+    inner = Adam([param], lr=1.0)
+    optimizer = wrap(inner)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    inner.register_step_post_hook(lambda *_: calls.append("inner"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 3.0
+    assert torch.allclose(param, torch.zeros(3), atol=1e-6)
+    scheduler.step()
+    for _ in range(2):
+        assert optimizer.step(closure) is not None
+        assert param.grad is not None
+        scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.125
+    assert calls == ["before", "inner", "after"] * 3
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.25})
+    assert [group["lr"] for group in inner.param_groups] == [0.125, 0.25]
