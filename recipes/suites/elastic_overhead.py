@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,10 @@ def measure(
         for kind in rotated(["elastic", "ordinary"], repeat):
             records = _elastic(work) if kind == "elastic" else _ordinary(work)
             rates[kind] = sum(_rate(record, warm_up) for record in records)
+            processor = 1e3 * statistics.mean(_processor(record, warm_up) for record in records)
             print(f"{kind}, repeat {repeat}: {rates[kind]:.2f} batches per second", flush=True)
-            rows.append({"kind": kind, "repeat": repeat, "batches_per_s": rates[kind], "emulated": True})
+            row = {"kind": kind, "repeat": repeat, "batches_per_s": rates[kind], "processor_ms_per_batch": processor}
+            rows.append(row | {"emulated": True})
         quotients.append(rates["elastic"] / rates["ordinary"])
     meaning = f"samples per second of an elastic run without faults over an ordinary one, 1 × {num_pipelines}"
     return rows, {"overhead/elastic": ratio(quotients, 0.98, meaning)}
@@ -53,6 +56,12 @@ def measure(
 def _rate(record: Record, warm_up: int) -> float:
     times = record.times("update")[warm_up:]
     return (len(times) - 1) / (times[-1] - times[0])
+
+
+def _processor(record: Record, warm_up: int) -> float:
+    """Seconds of processor time of a batch, in all threads of a worker: it tells more than the wall if all is busy."""
+    seconds = [line["processor"] for line in record.lines if line["what"] == "update"][warm_up:]
+    return float(seconds[-1] - seconds[0]) / (len(seconds) - 1)
 
 
 def _elastic(work: Work) -> list[Record]:

@@ -103,7 +103,7 @@ class Diary(L.Callback):
         self.say("start", update=trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.say("update", update=trainer.global_step)
+        self.say("update", update=trainer.global_step, processor=time.process_time())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.say("end", update=trainer.global_step)
@@ -286,7 +286,7 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
     log = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= environment
+    os.environ |= {**environment, "OMP_NUM_THREADS": "1"}  # else Lightning gives each job all processors
     torch.set_num_threads(1)
     quiet()
     logging.getLogger("lightning_sdpipe").setLevel(logging.INFO)

@@ -322,7 +322,7 @@ def learn(
     log = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= environment
+    os.environ |= {**environment, "OMP_NUM_THREADS": "1"}  # else Lightning gives each job all processors
     torch.set_num_threads(1)
     quiet()
     torch.manual_seed(work.seed)
