@@ -221,6 +221,11 @@ class World:
         membership = ask_status(self.scheduler.address, timeout=20).membership
         return [] if membership is None else [pipeline for pipeline, _ in membership.members]
 
+    def failure(self) -> str | None:
+        """Why the scheduler says that the run has failed, if it does."""
+        status = ask_status(self.scheduler.address, timeout=20)
+        return status.failure or (status.membership and status.membership.over)
+
     def gone_at(self, pipeline: int, since: float) -> float | None:
         """When the scheduler said, from the monotonic time ``since`` on, that a pipeline is gone."""
         for line in (self.directory / "scheduler.log").read_text().split("\n"):

@@ -43,6 +43,14 @@ STILL = 90.0  # seconds without an update of anybody, after which a run hangs
 INSIDE = ("forward", "backward", "optimizer", "waiting", "exchange", "half_sent", "step_end", "newcomer", "donor")
 
 
+class RunFailedError(RuntimeError):
+    """A run that did not come to its end, or lost something, after so many deaths."""
+
+    def __init__(self, reason: str, kills: int) -> None:
+        super().__init__(reason)
+        self.kills = kills
+
+
 @dataclass(frozen=True)
 class Regression:
     """What every pipeline trains."""
@@ -136,8 +144,8 @@ def run(
         row: Row = {"seed": number, "method": name, "num_stages": stages, "kills": 0}
         try:
             row |= _one(work, draws, kills_of_run, calm) | {"failed": ""}
-        except (TimeoutError, AssertionError) as error:
-            row |= {"failed": str(error)[:4000]}
+        except RunFailedError as error:
+            row |= {"failed": str(error), "kills": error.kills}
         row["calm_loss"] = calm_losses[name, stages]
         rows.append(row)
         print(_told(row, sum(each["kills"] for each in rows)), flush=True)
@@ -168,8 +176,7 @@ def _one(work: Regression, draws: random.Random, kills: int, calm: float) -> Row
     """One run to its end.
 
     Raises:
-        TimeoutError: nobody makes an update, or somebody does not end.
-        AssertionError: something was lost.
+        RunFailedError: nobody makes an update, somebody fails, or something was lost.
     """
     directory = Path(tempfile.mkdtemp(prefix="soak-"))
     world = World(directory, work, ["--worker-timeout", "2"], learn)
@@ -183,7 +190,7 @@ def _one(work: Regression, draws: random.Random, kills: int, calm: float) -> Row
         _check(records, work)
     except (TimeoutError, AssertionError) as error:
         (directory / "deaths.txt").write_text("\n".join(done.told))
-        raise type(error)(f"{directory} has what everybody said; {str(error)[:1000]}") from error
+        raise RunFailedError(f"{directory} has what everybody said; {str(error)[:1000]}", done.count) from error
     finally:
         world.close()
     shutil.rmtree(directory)
@@ -210,7 +217,7 @@ class _Deaths:
         self._due: dict[int, float] = {}
         """When a dead pipeline is started again."""
         self._stopped: set[int] = set()
-        self._made, self._made_at = -1, time.monotonic()
+        self._made, self._made_at, self._asks_at = -1, time.monotonic(), 0.0
 
     def until_the_end(self) -> _Deaths:
         """Returns when all that live have finished."""
@@ -243,6 +250,10 @@ class _Deaths:
         now, made = time.monotonic(), sum(path.stat().st_size for path in self._world.directory.glob("*.diary"))
         if made != self._made:
             self._made, self._made_at = made, now
+        if now >= self._asks_at:
+            self._asks_at = now + 5.0
+            if (over := self._world.failure()) is not None:
+                raise TimeoutError(f"the run was ended: {over}")
         if now - self._made_at > STILL:
             raise TimeoutError(f"nobody has made an update for {STILL:g} s; {self._world.said()}")
 
