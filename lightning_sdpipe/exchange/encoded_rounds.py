@@ -87,10 +87,10 @@ class EncodedRounds(GradientRounds):
         self._jobs = []
         super().abort()
 
-    def complete(self, gradients: Sequence[Tensor | None], trains: bool = True) -> None:
+    def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
         """As in the base class."""
         self._trains = trains
-        super().complete(gradients, trains)
+        super().complete(gradients, trains, mark)
         self._trains = True
 
     def wait(self) -> Averaged:

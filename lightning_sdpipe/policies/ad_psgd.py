@@ -121,6 +121,10 @@ class BoundedADPSGDPolicy(ADPSGDPolicy):
         self._held: set[int] = set()
         """Those that wait, on the last stage, for others that are behind them."""
 
+    def widened(self, num_pipelines: int) -> None:
+        for versions in self.versions:
+            versions.widen(num_pipelines)
+
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
         if worker.stage != self._last:
             return self._replays[worker.stage].turn()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.decisions import Group, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 
@@ -25,6 +26,24 @@ class Participants:
         """Of the next group."""
         self._answered: list[dict[int, int]] = [{} for _ in range(num_stages)]
         self._workers = [[Worker(j, i) for i in range(num_pipelines)] for j in range(num_stages)]
+
+    def widen(self, num_pipelines: int) -> None:
+        """There may be so many pipelines from now on."""
+        self.num_pipelines = max(self.num_pipelines, num_pipelines)
+        self._workers = [[Worker(j, i) for i in range(self.num_pipelines)] for j in range(self.num_stages)]
+
+    def regroup(self, members: Sequence[Worker], weights: Sequence[float]) -> Group:
+        """A group of ``members``, who do not wait for an answer to a ready; their parts are as before, and add up to 1.
+
+        Raises:
+            RefusedEvent: one of them does not take part.
+        """
+        for worker in members:
+            self.check_takes_part(worker, "tried again")
+        total = math.fsum(weights)
+        sequence = self.next_sequence
+        self.next_sequence = sequence + 1
+        return Group(tuple(members), tuple(weight / total for weight in weights), sequence, Reason.REGROUPED)
 
     def check_joins(self, worker: Worker) -> None:
         """Raise :class:`RefusedEvent` when ``worker`` may not join now."""
@@ -74,6 +93,10 @@ class Participants:
         waiting = self.waiting[stage].get(pipeline)
         return self._answered[stage].get(pipeline) if waiting is None else waiting
 
+    def last_answered(self, stage: int, pipeline: int) -> int | None:
+        """The last iteration of the worker that was answered since it joined."""
+        return self._answered[stage].get(pipeline)
+
     def everybody_waits(self, stage: int) -> bool:
         """True when every active worker of ``stage`` waits (and at least one does)."""
         return len(self.waiting[stage]) == len(self.active[stage]) > 0
@@ -91,8 +114,10 @@ class Participants:
         *,
         weights: Sequence[float] | None = None,
         passive: Sequence[int] = (),
+        standing: Sequence[int] = (),
     ) -> Group:
-        """A group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones.
+        """A group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones, some of which wait
+        on (``standing``).
 
         ``weights`` belong to ``pipelines`` and then ``passive``, in these orders; equal ones without.
         """
@@ -113,7 +138,9 @@ class Participants:
             of = dict(zip(together, weights, strict=True))
             together.sort()
             shares = tuple([of[pipeline] for pipeline in together])
-        return Group(tuple([workers[pipeline] for pipeline in together]), shares, sequence, reason, bystanders)
+        members = tuple([workers[pipeline] for pipeline in together])
+        waits_on = tuple([workers[pipeline] for pipeline in standing])
+        return Group(members, shares, sequence, reason, bystanders, standing=waits_on)
 
     def _check_exists(self, worker: Worker) -> None:
         if not (0 <= worker.stage < self.num_stages and 0 <= worker.pipeline < self.num_pipelines):

@@ -156,6 +156,7 @@ class Replay:
             planned.reason,
             weights=mean_of_groups(members),
             passive=[p for own in members[len(go) :] for p in own],
+            standing=[p for _, own in stay for p in own],
         )
         waiting = self._participants.waiting[self._stage]
         awake = [k for k, own in asleep.items() if all(p in waiting for p in own)]

@@ -39,10 +39,10 @@ class AsynchronousPairs(Synchronizer):
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._iteration = 0
-        replica.client.on_invitation = self._invitations.put
+        replica.client.on_invitation = lambda group, after: self._invitations.put(group)
 
     @property
-    def models_averaged(self) -> int:
+    def models_averaged(self) -> float:
         """See the base class."""
         return len(self.replica.ranks)
 

@@ -200,11 +200,11 @@ class OuterAveraging(Synchronizer):
             bases = [outer.base for outer in fragment.common.outer]
             pieces = list(pieces_of(fragment.tensors))
             moved = [piece - base for piece, base in zip(pieces, bases, strict=True)]
-            finish(FullMean(self.replica.groups.replicas()).start(moved, self._everybody()))
+            finish(FullMean(self.replica.groups.replicas()).start(moved, self.replica.everybody()))
             if len(set(rounds)) > 1:  # whoever was out of data has missed some
                 state = [tensor for outer in fragment.common.outer for tensor in outer.state_dict().values()]
                 weights = [float(pipeline == furthest) for pipeline in range(len(rounds))]
-                finish(TakeOver(self.replica.groups.replicas()).start(state, self._everybody(weights)))
+                finish(TakeOver(self.replica.groups.replicas()).start(state, self.replica.everybody(weights)))
             for piece, outer, change in zip(pieces, fragment.common.outer, moved, strict=True):
                 if since:
                     outer.step(change)

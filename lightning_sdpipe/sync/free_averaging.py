@@ -124,7 +124,7 @@ class FreeAveraging(Synchronizer):
             with self._lock:
                 for copy, published in zip(copies, self._published, strict=True):
                     copy.copy_(published)
-            group = self._meet(self._everybody(sequence=number))
+            group = self._meet(self.replica.everybody(sequence=number))
             if len(group.members) > 1:
                 turn_into_changes(self._mover, copies, group)
                 with self._lock:

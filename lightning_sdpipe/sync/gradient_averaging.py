@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
 from lightning_sdpipe.sync.exchanges import hosts_of
+from lightning_sdpipe.sync.furthest import take_over_furthest
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -19,7 +18,7 @@ class GradientAveraging(Synchronizer):
     """Averages every gradient over the replicas of the stage that train in the same round.
 
     A pipeline whose data ends earlier than that of others keeps taking part until they have finished too, with nothing
-    to add. The mean is over those that still train, and at the end it takes over their parameters.
+    to add. The mean is over those that still train, and at the end it takes over what they have come to.
     """
 
     def __init__(self, replica: Replica, bucket_bytes: int) -> None:
@@ -70,15 +69,7 @@ class GradientAveraging(Synchronizer):
         self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:
-        self._take_over(self._furthest())
-
-    def _furthest(self) -> int:
-        """The first pipeline among those that trained in the last round since all took part."""
-        group = self.replica.groups.stage
-        mine = torch.zeros(len(self.replica.ranks), dtype=torch.int64, device=self._buckets.device)
-        mine[self.replica.pipeline] = self._rounds
-        dist.all_reduce(mine, group=group)
-        return int(mine.argmax())
+        take_over_furthest(self.replica, self.replica.groups.replicas(), self._rounds)
 
 
 def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds:

@@ -7,8 +7,12 @@ import time
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.exchanges import Begin, mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+
+_REMEMBERED = 100
+"""Groups over which the inequality of weights is averaged."""
 
 
 class ModelAveraging(Synchronizer):
@@ -27,15 +31,20 @@ class ModelAveraging(Synchronizer):
     ) -> None:
         super().__init__(replica)
         self._every = every
-        self._mover = mover or mover_among_groups(replica)
+        self._mover = mover or replica.mover() or mover_among_groups(replica)
         self._begin = begin
         overlaps = replica.exchange.overlap == "step"
         self._late = Late(self._mover, replica.timeout.total_seconds()) if overlaps else None
+        self._inequality = 1.0
+        """k Σ w², averaged over the last groups."""
+        self._groups = 0
 
     @property
-    def models_averaged(self) -> int:
-        """See the base class."""
-        return len(self.replica.ranks)
+    def models_averaged(self) -> float:
+        """See the base class. A group of k with weights w counts its members' updates as kw instead of equally. So the
+        mean of all N moves by the mean of N / (k Σ w²) updates: 1 / Σ w² if the group is everybody, and N if weights
+        are equal, whatever the group."""
+        return self.replica.count / self._inequality
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that this worker is ready; see the base class."""
@@ -66,6 +75,7 @@ class ModelAveraging(Synchronizer):
                 self._late.begin(tensors, group)
             else:
                 waited += finish(self._mover.start(tensors, group))
+            self._weigh(group)
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
     def enter(self) -> None:
@@ -82,3 +92,8 @@ class ModelAveraging(Synchronizer):
         """Without a pause replicas would have nothing in common."""
         if self._begin is not None:
             self.make_parameters_equal()
+
+    def _weigh(self, group: Group) -> None:
+        self._groups = min(self._groups + 1, _REMEMBERED)
+        inequality = len(group.weights) * sum(weight**2 for weight in group.weights)
+        self._inequality += (inequality - self._inequality) / self._groups

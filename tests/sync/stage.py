@@ -60,7 +60,7 @@ class Office:
                 if worker not in group.passive:
                     self._answers[worker.pipeline].append(group)
             for worker in group.passive:
-                self.clients[worker.pipeline].on_invitation(group)
+                self.clients[worker.pipeline].on_invitation(group, None)
         self._changed.notify_all()
 
 
@@ -70,7 +70,7 @@ class Client:
     def __init__(self, office: Office, pipeline: int) -> None:
         self._office = office
         self._worker = Worker(0, pipeline)
-        self.on_invitation: Callable[[Group], None] = lambda group: None
+        self.on_invitation: Callable[[Group, int | None], None] = lambda group, after: None
 
     def join(self) -> None:
         self._office.tell(Joined(self._worker))
