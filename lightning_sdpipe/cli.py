@@ -232,18 +232,18 @@ def _replay(options: argparse.Namespace) -> int:
     differs = False
     for record in read_log(options.file):
         beginning, entries = record.beginning, record.entries
-        decided = sum(len(entry.decisions) + len(entry.leases) for entry in entries)
+        decided = sum(len(entry.decisions) + len(entry.leases) + len(entry.members) for entry in entries)
         print(
             f"scheduler of {beginning.time}: {beginning.policy['type']} for {beginning.num_stages} × "
             f"{beginning.num_pipelines}, {len(entries)} events, {decided} decisions"
         )
-        first = next(differences(record.policy(), record.dealer(), entries), None)
+        first = next(differences(record.policy(), record.dealer(), entries, record.membership()), None)
         if first is None:
             print("the policy decides the same again")
             continue
         differs = True
         print(f"event {first.number} at {first.entry.at:.6f}: {first.entry.event}")
-        print(f"  recorded  {first.entry.decisions or first.entry.leases}")
+        print(f"  recorded  {first.entry.decisions or first.entry.leases or first.entry.members}")
         print(f"  now       {first.decisions}")
     return int(differs)
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe.assembly import Assembled, assemble
 from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
-from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, mark_parts, to_cpu
+from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.launching.environment import naming_the_port
@@ -66,7 +66,6 @@ class SDPipeStrategy(CheckpointHooks):
 
     _plan: tuple[nn.Module, plan.Plan] | None = None
     _undo: Sequence[Callable[[], None]] = ()
-    _unmark: Callable[[], None] | None = None
     _failed = _gathers = False
     _turns: DealtTurns | JointTurns | None = None
 
@@ -152,9 +151,6 @@ class SDPipeStrategy(CheckpointHooks):
         self._assembled = assemble(
             self.module, stages, self.groups, self.pipeline_options, self._initialisation, self.root_device
         )
-        if self._unmark is not None:
-            self._unmark()
-        self._unmark = mark_parts(self.module)
         ownership = self._assembled.ownership
         self._checkpoints = Checkpoints(self.module, ownership, self.groups, self.save_distributed_checkpoint)
 
@@ -375,8 +371,6 @@ class SDPipeStrategy(CheckpointHooks):
         if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
             with self._first_failure():
                 make_whole(self.module, parts.ownership, self.groups, self.global_rank in keepers)
-        if self.global_rank in keepers and self._unmark is not None:
-            self._unmark()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -9,6 +9,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.sync.methods import ByPolicy
 from lightning_sdpipe.trainer import loop
 
@@ -18,6 +19,11 @@ _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
 def check_options(options: SDPipeOptions) -> None:
     """Raises ConfigurationError for options of the strategy that an elastic job cannot carry out."""
     method = options._method
+    if isinstance(method.policy, PHDPSGD):
+        raise ConfigurationError(
+            f"sync={options.sync!r} does not work {_HOW} yet: its groups are those of all pipelines of one world. Use "
+            "SemiDecentralized(), PartialReduce() or NoSync()."
+        )
     if isinstance(method, ByPolicy) and isinstance(method.policy, ADPSGD):
         raise ConfigurationError(
             f"sync={options.sync!r} does not work {_HOW} yet: its averaging threads do not survive the loss of a "

@@ -65,16 +65,15 @@ class _Pipeline:
 
 
 class Membership:
-    """Decides for one run of pipelines of ``num_stages`` stages, ``num_pipelines`` of them by plan."""
+    """Decides for one run of pipelines of ``num_stages`` stages; ``now`` is when it begins to listen."""
 
-    def __init__(self, num_stages: int, num_pipelines: int, terms: Terms, now: float = 0.0) -> None:
+    def __init__(self, num_stages: int, terms: Terms, now: float = 0.0) -> None:
         self.terms = terms
         self.epoch = Epoch(0, (), "nobody has come yet")
         self.holds = ""
         """Why nobody may train now, if so."""
         self.over: w.RunOver | None = None
         self._num_stages = num_stages
-        self._num_pipelines = num_pipelines
         self._settled = now + terms.settle
         self._pipelines: dict[int, _Pipeline] = {}
         self._rivals: dict[int, dict[Worker, w.Enrolled]] = {}
@@ -434,7 +433,7 @@ class Membership:
                 self._bury(member, reason)
                 return [w.Gone(member.pipeline, member.incarnation, reason, was_member=False)]
             return []
-        returning.early.append(event)
+        returning.keep(event)
         return []
 
     def _end_recovery(self, returning: Returning, now: float) -> list[MemberDecision]:

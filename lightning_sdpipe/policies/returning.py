@@ -24,7 +24,16 @@ class Returning:
         """A process resumes."""
         if event.epoch.number > self.epoch.number:
             self.epoch = event.epoch
-        self._back.setdefault(Member(event.worker.pipeline, event.incarnation), set()).add(event.worker.stage)
+        member = Member(event.worker.pipeline, event.incarnation)
+        self.early = [early for early in self.early if not _rivals(_of(early), member)]
+        self._back.setdefault(member, set()).add(event.worker.stage)
+
+    def keep(self, event: MemberEvent) -> None:
+        """``event`` is to be decided later, unless it is of a job whose number another one has: that asks again."""
+        member = _of(event)
+        there = [*self._back, *map(_of, self.early)]
+        if member is None or not any(_rivals(other, member) for other in there):
+            self.early.append(event)
 
     def is_there(self, member: Member, stage: int) -> bool:
         """Has that process resumed, or come anew?"""
@@ -55,3 +64,8 @@ def _of(event: MemberEvent) -> Member | None:
     if isinstance(event, Unreachable | Passed):
         return None
     return Member(event.worker.pipeline, event.incarnation)
+
+
+def _rivals(other: Member | None, member: Member) -> bool:
+    """Are they two starts of one pipeline?"""
+    return other is not None and other.pipeline == member.pipeline and other != member

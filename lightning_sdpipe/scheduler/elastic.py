@@ -20,6 +20,7 @@ from lightning_sdpipe.scheduler import answers
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.early import Early
+from lightning_sdpipe.scheduler.membership_status import MembershipStatus, membership_status
 from lightning_sdpipe.scheduler.presence import Presence
 from lightning_sdpipe.scheduler.rendezvous import Full, Rendezvous
 
@@ -96,6 +97,10 @@ class Elastic:
     def in_use(self) -> bool:
         """Is this an elastic run, as far as is known?"""
         return bool(self._presence.incarnations) or self.membership.epoch.number > 0
+
+    def status(self) -> MembershipStatus | None:
+        """Who is in the run; None if nobody has enrolled."""
+        return membership_status(self.membership) if self.in_use else None
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""

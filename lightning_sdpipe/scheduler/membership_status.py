@@ -26,12 +26,14 @@ class MembershipStatus(msgspec.Struct, frozen=True):
     """Why nobody may train now; empty if they may."""
     over: str | None
     """Why the run has failed, if it has."""
+    states: dict[int, str] = {}
+    """Of each pipeline that is there, in a word or two."""
 
 
 def membership_status(membership: Membership) -> MembershipStatus | None:
-    """None until a pipeline has been a member."""
-    epoch, over = membership.epoch, membership.over
-    if not epoch.number and over is None:
+    """None until a pipeline has come."""
+    epoch, over, states = membership.epoch, membership.over, membership.states()
+    if not epoch.number and over is None and not states:
         return None
     return MembershipStatus(
         epoch.number,
@@ -41,4 +43,5 @@ def membership_status(membership: Membership) -> MembershipStatus | None:
         [(member.pipeline, member.incarnation) for member in membership.buried(GONE)],
         membership.holds,
         over.reason if over is not None and over.failed else None,
+        states,
     )

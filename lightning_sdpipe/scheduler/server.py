@@ -68,6 +68,7 @@ class Server:
             num_pipelines,
             now,
             datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            elastic,
         )
         self.service = SchedulerService(
             policy,

@@ -30,7 +30,6 @@ from lightning_sdpipe.scheduler.decider import Decider, PolicyFailed
 from lightning_sdpipe.scheduler.elastic import Elastic
 from lightning_sdpipe.scheduler.elastic_run import ElasticRun
 from lightning_sdpipe.scheduler.event_log import EventLog
-from lightning_sdpipe.scheduler.membership_status import membership_status
 from lightning_sdpipe.scheduler.recovery import Recovery
 from lightning_sdpipe.scheduler.session import (
     COMPUTING,
@@ -108,8 +107,9 @@ class SchedulerService:
         self._next_roll_call = now + worker_timeout / 4
         self.elastic: Elastic | None = None
         if elastic is not None:
-            membership = Membership(num_stages, num_pipelines, elastic, now)
+            membership = Membership(num_stages, elastic, now)
             self.elastic = Elastic(membership, ElasticRun(self), num_pipelines, worker_timeout)
+            self.elastic.on_decided = self.log.record_members
 
     # ------------------------------------------------------------------ inputs
 
@@ -227,7 +227,7 @@ class SchedulerService:
                 {session.worker: round(now - session.heard, 3) for session in self._sessions},
                 self._sync_graphs(),
             ),
-            membership=None if self.elastic is None else membership_status(self.elastic.membership),
+            membership=None if self.elastic is None else self.elastic.status(),
         )
 
     def validate(self) -> None:

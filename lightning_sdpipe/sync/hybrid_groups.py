@@ -97,6 +97,9 @@ class HybridGroups(Synchronizer):
                 "from its last checkpoint."
             )
         self._trained += 1
+        if self._mates is not None:
+            members, size = len(self._mates.pipelines), sum(parameter.nbytes for parameter in self.replica.trained)
+            self.statistics.traffic.add(2 * (members - 1) * size // members)  # torch sends them around a ring
         return outcome.gradients
 
     # -------------------------------------------------------------- meetings

@@ -23,8 +23,8 @@ SAME = {"model": "linear", "seed": "1"}
 class Run:
     """A scheduler's core, spoken to by name; it is looked for contradictions after each event."""
 
-    def __init__(self, stages: int = 1, pipelines: int = 4, **terms: float) -> None:
-        self.core = Membership(stages, pipelines, Terms(**{"settle": 0.0, **terms}))  # type: ignore[arg-type]
+    def __init__(self, stages: int = 1, **terms: float) -> None:
+        self.core = Membership(stages, Terms(**{"settle": 0.0, **terms}))  # type: ignore[arg-type]
         self.stages = stages
         self.incarnations: dict[int, int] = {}
 
@@ -443,7 +443,7 @@ def keep_the_promises(seed: int) -> None:
     rng = random.Random(seed)
     stages, now = rng.randint(1, 3), 0.0
     core = Membership(
-        stages, 4, Terms(rng.randint(1, 2), rng.choice([None, 2, 3]), 5.0, 40.0, 6.0, rng.choice([0.0, 1.0]))
+        stages, Terms(rng.randint(1, 2), rng.choice([None, 2, 3]), 5.0, 40.0, 6.0, rng.choice([0.0, 1.0]))
     )
     promises = Promises(core)
     for _ in range(rng.randint(5, 120)):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ import pytest
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.leases import Segment
+from lightning_sdpipe.policies.members import Enrolled
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.elastic_client import (
     CancelledError,
@@ -33,7 +36,9 @@ from lightning_sdpipe.scheduler.elastic_client import (
     Start,
     Told,
 )
+from lightning_sdpipe.scheduler.event_log import differences, read_log
 from lightning_sdpipe.scheduler.server import Server
+from lightning_sdpipe.scheduler.status_page import render, to_plain
 from tests.scheduler.live_scheduler import serving
 
 SAME = {"model": "linear", "version": "1"}
@@ -130,14 +135,25 @@ def comes(fleet: Fleet, donors: list[ElasticClient], pipeline: int, incarnation:
     return client
 
 
-def test_a_newcomer_is_given_a_state_and_everybody_hears_of_the_new_epoch() -> None:
-    with running(terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+def test_a_newcomer_is_given_a_state_and_everybody_hears_of_the_new_epoch(tmp_path: Path) -> None:
+    log = tmp_path / "scheduler.jsonl"
+    with running(terms=Terms(settle=0.0, start_pipelines=2), log=log) as fleet:
         first, second = fleet.start(0, 1)
         third = comes(fleet, [first, second], 5, 900)
         for client in (first, second, third):
             wait_for(lambda c=client: c.epoch.number == 2)  # type: ignore[misc]
             assert client.epoch.pipelines == (0, 1, 5), "numbered beyond those that were planned"
             assert client.epoch.leader == 0
+        status = ask_status(fleet.server.address)
+        here = status.membership
+        assert here is not None
+        assert (here.epoch, here.reason, here.holds) == (2, "pipeline 5 has come", "")
+        assert here.states == {0: "leader", 1: "member", 5: "member"}
+        assert "members         epoch 2: pipeline 5 has come\n                0 leader, 1 member" in render(status)
+        assert to_plain(status)["membership"]
+    (record,) = read_log(log)
+    assert list(differences(record.policy(), record.dealer(), record.entries, record.membership())) == []
+    assert any(isinstance(entry.event, Enrolled) for entry in record.entries)
 
 
 def test_groups_name_a_process_group_that_all_members_hold() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
+from lightning_sdpipe.elastic.refusals import check_options
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity import Delays
@@ -245,3 +246,8 @@ def test_groups_that_do_not_fit_are_refused_before_any_process_starts() -> None:
         start(PHDPSGD(groups=[[0, 1], [2]], sharded=False))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="data='dealt' does not go with sync=PHDPSGD"):
         start(PHDPSGD(group_size=1), data="dealt")
+
+
+def test_pipelines_that_come_and_go_form_no_groups() -> None:
+    with pytest.raises(ConfigurationError, match=r"sync=PHDPSGD.*does not work in an elastic job"):
+        check_options(SDPipeStrategy(2, sync=PHDPSGD(group_size=1)))

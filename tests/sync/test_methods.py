@@ -124,7 +124,7 @@ class Momentum(Regression):
     """The step depends on the gradients before it; they are seen, averaged, where Lightning promises gradients."""
 
     def on_after_backward(self) -> None:
-        self.seen = [p.grad.clone() for p in self.parameters() if p.grad is not None]
+        self.seen = [p.grad.clone() for p in self.parameters() if not p.is_meta and p.grad is not None]
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(self.trainer.strategy, SDPipeStrategy):
