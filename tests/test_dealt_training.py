@@ -150,6 +150,7 @@ def train(
     ckpt_path: Path | None = None,
     by_speed: dict[str, Any] | None = None,
     seconds: float = SECONDS,
+    start_method: Any = "fork",
     **options: Any,
 ) -> None:
     """``factors`` are those of the ranks, ``batches`` those of each pipeline."""
@@ -161,7 +162,7 @@ def train(
         data=data,
         **(by_speed or {}),
         delays=Static(factors),
-        start_method="fork",
+        start_method=start_method,
         timeout=timedelta(seconds=30),
     )
     trainer = L.Trainer(
@@ -239,7 +240,7 @@ def every_method(directory: Path) -> None:
         saver = ModelCheckpoint(place, every_n_train_steps=8, save_top_k=-1)
         options = {"callbacks": (saver,), "max_epochs": 4, "val_check_interval": 6, "data": "auto", **options}
         options["seconds"] = SECONDS / 4 if name.startswith("in step") else SECONDS
-        train(place, sync, GENERATIONS, 12, **options)
+        train(place, sync, GENERATIONS, 12, start_method="popen", **options)  # by whoever has called this
 
 
 @pytest.fixture(scope="module")
