@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import hydra
 
