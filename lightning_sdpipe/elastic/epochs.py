@@ -1,6 +1,6 @@
 """The process groups of a stage's replicas: one for each epoch of membership, made beside the training.
 
-Making one takes milliseconds, and longer if somebody is gone; so a thread does it, and the groups of earlier epochs
+Making one takes milliseconds, and longer if somebody is gone; so threads do it, and the groups of earlier epochs
 stay in use meanwhile. gloo has no way to end a wait for a message of a process that lives and will not send it, except
 that a receive in another thread runs into its timeout, which closes all connections of this process in that group. That
 is done to the group in which this worker exchanges with somebody who is lost, and to no other.
@@ -9,7 +9,6 @@ is done to the group in which this worker exchanges with somebody who is lost, a
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -66,9 +65,7 @@ class EpochGroups:
         self._groups: dict[int, Any] = {}  # of gloo, by themselves: parts of no world
         self._newest = 0
         self._in_use: Group | None = None
-        self._work: queue.SimpleQueue[Epoch | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._make_all, name="groups of replicas", daemon=True)
-        self._thread.start()
+        self._closed = False
 
     def enter(self, epoch: Epoch) -> None:
         """Those of ``epoch`` are the members from now on. Any thread may call it; it does not wait."""
@@ -81,7 +78,10 @@ class EpochGroups:
         present = set(epoch.pipelines)
         if used is not None and not {member.pipeline for member in used.members} <= present:
             self._poison(used.epoch)
-        self._work.put(epoch)
+        if self._worker.pipeline in present and len(present) > 1:
+            # A thread for each: who is connecting to somebody that has gone on to the next epoch waits in vain.
+            name = f"group of epoch {epoch.number}"
+            threading.Thread(target=self._make, args=[epoch], name=name, daemon=True).start()
 
     @property
     def held(self) -> list[int]:
@@ -126,9 +126,7 @@ class EpochGroups:
 
     def close(self) -> None:
         """No more groups are made."""
-        self._work.put(None)
-        self._newest += 1  # ends a wait
-        self._thread.join(5)
+        self._closed = True
 
     def _present(self) -> set[int]:
         epoch = self._epochs.get(self._newest)
@@ -144,17 +142,10 @@ class EpochGroups:
                 group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
             self._report(self.held)
 
-    def _make_all(self) -> None:
-        while (epoch := self._work.get()) is not None:
-            if epoch.number == self._newest and len(epoch.pipelines) > 1:
-                self._make(epoch)
-
     def _make(self, epoch: Epoch) -> None:
         stage, pipeline = self._worker.stage, self._worker.pipeline
         number, places = epoch.number, {i: place for place, i in enumerate(epoch.pipelines)}
-        if pipeline not in places:
-            return
-        store = self._make_store(f"epoch-{number}-{stage}", lambda: number != self._newest)
+        store = self._make_store(f"epoch-{number}-{stage}", lambda: self._closed or number != self._newest)
         try:
             group: Any = dist.ProcessGroupGloo(store, places[pipeline], len(places), CONNECTING)
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
@@ -164,6 +155,8 @@ class EpochGroups:
         replicas = Replicas(group, places, stage, pipeline)
         old: list[Any] = []
         with self._lock:
+            if self._closed:
+                return
             self._groups[number], self._movers[number] = group, GroupMean(replicas)
             in_use = self._in_use.epoch if self._in_use is not None else number
             for earlier in sorted(self._groups)[:-KEPT]:

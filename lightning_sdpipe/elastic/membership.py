@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,9 @@ from lightning_sdpipe.membership import SchedulerAddress
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.elastic_client import ElasticClient, Told
+
+log = logging.getLogger(__name__)
+_LAST_WORDS = 5.0  # seconds
 
 
 class ElasticMembership:
@@ -80,7 +84,10 @@ class ElasticMembership:
         """This worker ends with notice."""
         if not self._departed:
             self._departed = True
-            self.line.depart(finished=finished)
+            try:
+                self.line.depart(finished=finished, timeout=_LAST_WORDS)
+            except (SchedulerError, WorkerFailedError) as error:  # what there was to do is done
+                log.warning("the scheduler was not told that this worker ends: %s", error)
 
     def close(self) -> None:
         self._watchdog.disarm()

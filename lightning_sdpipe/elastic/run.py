@@ -122,7 +122,7 @@ class ElasticRun(Run):
         if self._membership is not None:
             members = [member.pipeline for member in self._line.line.epoch.members]
             leads = [i for i in members if i in self._here(members)][:1] == [self._job.pipeline]
-            if leads != self._leads:
+            if members and leads != self._leads:
                 self._leads = leads
                 leading.take_place(self._job.rank, leads)
                 if leads and self._others_led:

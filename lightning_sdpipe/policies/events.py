@@ -40,10 +40,12 @@ class Progress(msgspec.Struct, frozen=True, gc=False, tag="progress"):
     waiting: float
 
 
-class Joined(msgspec.Struct, frozen=True, gc=False, tag="joined"):
-    """``worker`` takes part from now on; its iterations may start anywhere."""
+class Joined(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="joined"):
+    """``worker`` takes part from now on; its iterations may start anywhere, or after ``answered``, which another
+    scheduler has answered."""
 
     worker: Worker
+    answered: int | None = None
 
 
 class Left(msgspec.Struct, frozen=True, gc=False, tag="left"):

@@ -42,10 +42,10 @@ class GroupPolicy:
         match event:
             case Tick():
                 return self.time_passed(now)
-            case Joined(worker):
+            case Joined(worker, answered):
                 participants.check_joins(worker)
                 decisions = self.time_passed(now)
-                participants.joins(worker)
+                participants.joins(worker, answered)
                 return decisions + self.worker_joined(worker, now)
             case Left(worker) | Lost(worker):
                 participants.check_takes_part(worker, "left")

@@ -51,11 +51,13 @@ class Participants:
         if worker.pipeline in self.active[worker.stage]:
             raise RefusedEvent(f"worker {worker} joined twice; it must leave before it joins again")
 
-    def joins(self, worker: Worker) -> None:
-        """``worker`` takes part from now on; its iterations may start anywhere."""
+    def joins(self, worker: Worker, answered: int | None = None) -> None:
+        """``worker`` takes part from now on; its iterations may start anywhere, or after ``answered``."""
         self.check_joins(worker)
         self.active[worker.stage].add(worker.pipeline)
         self._answered[worker.stage].pop(worker.pipeline, None)
+        if answered is not None:
+            self._answered[worker.stage][worker.pipeline] = answered
 
     def check_takes_part(self, worker: Worker, what: str) -> None:
         """Raise :class:`RefusedEvent` when ``worker``, which did ``what``, does not take part."""

@@ -140,7 +140,7 @@ class Answers:
         if any(kept.met == met for kept in self._met):
             return
         workers = [Worker(met.stage, i) for i in met.pipelines]
-        who = {worker: self._here[worker] for worker in workers if worker in self._here}
+        who = {w: self._here[w] for w in workers if w in self._here and w.pipeline in self._since}
         self._met.append(_KeptMet(met, now + REMAKE_AFTER, who))
 
     def is_gone(self, worker: Worker, sequence: int) -> bool:

@@ -114,6 +114,8 @@ class SchedulerClient:
         self._joined = False
         self._iteration: int | None = None
         self._heard = HeardAnswers(worker)
+        self._answered: int | None = None
+        """The iteration whose group was heard of last, since it joined."""
         self._early: m.Answer | None = None
         """To the unanswered ready, if it came while something else was waited for."""
         self._leases = HeardLeases()
@@ -180,6 +182,7 @@ class SchedulerClient:
         self._iteration = self._early = None
         with self._lock:
             self._joined = False
+            self._answered = None
             self._heard.forget()
         self._wait_for_invitations(self._ask(self._leave, m.Acknowledged, "the scheduler to let it leave").invitations)
 
@@ -211,6 +214,7 @@ class SchedulerClient:
         self._iteration = self._early = None
         with self._lock:
             self._heard.hear(answer)
+            self._answered = iteration
         self._wait_for_invitations(answer.invitations_of(self.worker))
         return answer.group
 
@@ -374,8 +378,10 @@ class SchedulerClient:
                 return None
             self._number += 1
             heard, elastic, number = self._heard, self._incarnation is not None, self._number
-            answers = heard.to_report()
-            return m.Join(self.worker, self._session, number, self._mesh, True, heard.highest, answers, elastic)
+            answers, answered = heard.to_report(), self._answered
+            return m.Join(
+                self.worker, self._session, number, self._mesh, True, heard.highest, answers, elastic, answered
+            )
 
     def _wait_for_invitations(self, sent: int) -> None:
         if self._invited < sent:

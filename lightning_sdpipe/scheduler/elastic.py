@@ -352,11 +352,13 @@ class Elastic:
         if core.recovering:
             return
         for worker, request in self._early.first():
-            if core.tombstone(worker.pipeline, request.session) is None:
-                if not core.is_member(worker.pipeline, request.session):
-                    continue
-                if isinstance(request, m.Join) and not self._shares_a_group(worker, now):
-                    continue
-            for peer, kept in self._early.take(worker):
-                self._run.again(peer, kept, now)
+            if (reason := core.tombstone(worker.pipeline, request.session)) is not None:
+                for peer, _ in self._early.take(worker):
+                    self._run.say(peer, e.MustEnd(reason))
+                continue
+            if not core.is_member(worker.pipeline, request.session):
+                continue
+            if not isinstance(request, m.Join) or self._shares_a_group(worker, now):
+                for peer, kept in self._early.take(worker):
+                    self._run.again(peer, kept, now)
         self._answers.proceed(now)

@@ -99,7 +99,7 @@ class Join(_Request, frozen=True, gc=False, tag="join"):
 
     ``heard`` is the highest number of a group that it heard of, -1 if it heard of none, None if it has not joined
     before; ``answers`` are those that another member could still ask for. ``elastic``: the session is the incarnation
-    of the worker's job, which has enrolled.
+    of the worker's job, which has enrolled. ``answered`` is the iteration whose group it has heard of last.
     """
 
     mesh: tuple[int, int] | None
@@ -107,6 +107,7 @@ class Join(_Request, frozen=True, gc=False, tag="join"):
     heard: int | None = None
     answers: tuple[Answer, ...] = ()
     elastic: bool = False
+    answered: int | None = None
 
 
 class Ready(_Request, frozen=True, gc=False, tag="ready"):

@@ -253,6 +253,8 @@ class SchedulerService:
             case m.Heartbeat(joined=False):
                 self._hear_dealt(request, peer, now)
                 self._say(peer, m.Pulse(self.failure))
+            case m.Leave():
+                self._say(peer, m.Acknowledged(request.number))  # it takes no part in anything here
             case m.Hello() | m.Failed() | m.AskFailure() | m.AskMissing() | m.AskLease() | m.TellLeases():
                 self._from_anybody(request, peer, now)
             case _:
@@ -425,7 +427,7 @@ class SchedulerService:
             self._let_time_pass(now)
             if request.heard is not None:
                 self._carry_out(self._decider.number_from(request.heard + 1, now), now)
-            decisions = self._decider.tell(Joined(session.worker), now)
+            decisions = self._decider.tell(Joined(session.worker, request.answered if request.resumed else None), now)
             session.move(JOINS)
             if not request.resumed:
                 session.iteration = session.answer = session.answered = None

@@ -11,11 +11,11 @@ def seen(status: Status, asked: float) -> Seen:
     members = status.membership
     if members is None:
         return Seen(asked, {}, failure=status.failure)
-    steps = [
-        min(known)
-        for pipeline, _ in members.members
-        if None not in (known := [stage.iterations[pipeline] for stage in status.stages])
-    ]
+    steps = []
+    for pipeline, _ in members.members:
+        known = [step for stage in status.stages if (step := stage.iterations[pipeline]) is not None]
+        if len(known) == len(status.stages):
+            steps.append(min(known))
     return Seen(
         asked,
         {pipeline: _life(incarnation) for pipeline, incarnation in members.members},

@@ -140,3 +140,22 @@ def test_too_few_wait_for_more(tmp_path: Path) -> None:
         codes = run.finish()
         assert codes == {0: [0], 1: [0]}, run.said()
         check_that_nothing_is_lost(run)
+
+
+def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 8)
+        run.start(5, work)  # two at once, above the number by which an epoch is counted
+        run.start(3, work)
+        run.wait(lambda: all(run.turns(i) > 8 for i in (3, 5)), "the newcomers' turns")
+        run.jobs[0].signal(signal.SIGKILL)  # two at once, all but newcomers
+        run.jobs[1].signal(signal.SIGKILL)
+        run.wait_for_turns([3, 5], 12)
+        codes = run.finish()
+        assert codes == {0: [-9], 1: [-9], 3: [0], 5: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [3, 5])
+        assert run.rows(3)[-1][-1]["leads"] != run.rows(5)[-1][-1]["leads"]

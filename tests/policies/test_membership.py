@@ -425,6 +425,8 @@ class Promises:
                 case w.Started(pipeline, epoch, fresh):
                     (member,) = (member for member in epoch.members if member.pipeline == pipeline)
                     assert not fresh or member in self.started or not before, "nobody starts anew beside a member"
+                    if fresh and member not in self.started:
+                        self.met.clear()  # nobody is left of those who met
                     self.started.add(member)
                 case w.Gone(pipeline, incarnation):
                     self.gone.add(Member(pipeline, incarnation))

@@ -311,7 +311,9 @@ class World:
                 if process.state in ("training", "exchanging", "regrouping"):
                     process.number += 1
                     heard, worker, number = process.heard, process.worker, process.number
-                    self.say(process, m.Join(worker, process.incarnation, number, None, True, heard, (), True))
+                    answered = process.iteration - ("ready" in asks)
+                    join = m.Join(worker, process.incarnation, number, None, True, heard, (), True, answered)
+                    self.say(process, join)
             case m.Answer(group=group) if "ready" in asks and reply.iteration_of(process.worker) == process.iteration:
                 del asks["ready"]
                 self.exchange(process, group)
