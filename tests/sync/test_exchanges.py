@@ -23,6 +23,7 @@ from lightning_sdpipe import (
     SDPipeStrategy,
     SemiDecentralized,
 )
+from lightning_sdpipe.elastic.refusals import check_options
 from lightning_sdpipe.optim import FrozenVariance
 from lightning_sdpipe.placement.roll_call import HOST_VARIABLE
 from lightning_sdpipe.trainer.optimizers import refuse_unfit_momentum
@@ -146,3 +147,19 @@ def test_a_resumed_run_goes_on_with_the_outer_momentum(tmp_path: Path, fragments
 def _two_pipelines(directory: Path, sync: Any, stages: int, **options: Any) -> tuple[Any, Regression]:
     strategy = SDPipeStrategy(stages, sync=sync, start_method="fork")
     return fit(directory, strategy, 2 * stages, 4, Gentle(), **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"exchange": Exchange(EightBit(), "step")}, "overlap='step' does not work in an elastic job"),
+        ({"exchange": Exchange(hierarchy="hosts")}, "hierarchy='hosts' does not work in an elastic job"),
+        (
+            {"sync": AllReduce(), "exchange": Exchange(OneBit())},
+            r"OneBit\(.*with sync=AllReduce.*does not work in an elastic job.*use SemiDecentralized",
+        ),
+    ],
+)
+def test_what_elastic_jobs_cannot_do_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_options(SDPipeStrategy(2, **given))
