@@ -7,7 +7,7 @@ BIN := .venv/bin
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-demo: .venv/ready  ## train on handwritten digits with 2 pipelines × 2 stages, SDPipe against all-reduce
+demo: .venv/ready  ## train on handwritten digits, SDPipe against all-reduce: workers that stall, and a slower device
 	$(BIN)/python -m recipes.demo
 
 test: lint  ## ruff, mypy and pytest

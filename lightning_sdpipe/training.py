@@ -31,7 +31,7 @@ from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.pipeline.data import check_equal, check_equal_split
-from lightning_sdpipe.pipeline.micro_batches import split
+from lightning_sdpipe.pipeline.micro_batches import Portion, split
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.sync.rendezvous import Meeting, Place, Rendezvous
@@ -70,6 +70,8 @@ class Training:
         whereabouts: is told when a step runs.
         watch: looks for numbers that are not finite; None if nobody does.
         first_failure: around what waits for others, who may have failed.
+        portion: what the batch of this turn is of one that all pipelines train together.
+        make_rendezvous: says where it is beside the others.
     """
 
     trainer: Trainer
@@ -82,8 +84,12 @@ class Training:
     whereabouts: Whereabouts
     watch: Watch | None
     first_failure: Callable[[], AbstractContextManager[None]]
+    portion: Callable[[], Portion | None] = lambda: None
+    make_rendezvous: Callable[[Synchronizer], Rendezvous] = Rendezvous
     mini_batches: int = 0
     """That this worker has begun since training started."""
+    first_update: int = 0
+    """Its number, for one that goes on where another was."""
     updates: int = 0
     """Its next one, counted alike in all pipelines: absences count."""
     updating: bool = False
@@ -98,7 +104,7 @@ class Training:
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
-        self.rendezvous = Rendezvous(self.sync)
+        self.rendezvous = self.make_rendezvous(self.sync)
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.readiness = Readiness(last, self.announce)
 
@@ -120,7 +126,7 @@ class Training:
 
     def begin(self) -> None:
         """Training starts."""
-        self.mini_batches = self.updates = 0
+        self.mini_batches, self.updates = 0, self.first_update
         self._accumulated = False
 
     def begin_batch(self, batch: Any) -> None:
@@ -147,7 +153,7 @@ class Training:
         with self._running("training_step"), freezing.refused():
             context, scale = precision.train_step_context, loss_scale(precision, self._device)
             stream, closes = self.draws.stream, self._closes
-            step = Step("training_step", arguments, context, stream, scale, closes, freezing.generation)
+            step = Step("training_step", arguments, context, stream, scale, closes, freezing.generation, self.portion())
             exchange = self.sync.gradients if self.updating else None
             accumulated = self._accumulated and not loop.zeroes_gradients(self.trainer)
             loss = self.parts.pipeline.train(
@@ -275,8 +281,8 @@ class Training:
         if self.underway and not self.together:
             raise ConfigurationError(
                 "Something communicates with the other pipelines, saves a checkpoint, or ends the epoch between two "
-                "pauses, where with data='dealt' each pipeline is at another batch. Do it at validation, at the end of "
-                "an epoch, or by ModelCheckpoint; or give data='sharded'."
+                "pauses, where batches are dealt and each pipeline is at another one. Do it at validation, at the end "
+                "of an epoch, or by ModelCheckpoint; or give SDPipeStrategy(data='sharded')."
             )
 
     # ---------------------------------------------------------------- within

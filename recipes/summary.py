@@ -36,6 +36,7 @@ class Summary(L.Callback):
         figures = {
             "workers": dist.get_world_size(),
             "samples_per_second": self._meter.samples_per_second,
+            "epoch_seconds": self._meter.epoch_seconds,
             "mean_group_size": strategy.statistics.mean_group_size,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "seconds": time.perf_counter() - self._start,

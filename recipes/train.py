@@ -27,7 +27,7 @@ def train(config: DictConfig, output: Path) -> dict[str, Any]:
     data = hydra.utils.instantiate(config.data)
     strategy = hydra.utils.instantiate(config.strategy)
     trainer: L.Trainer = hydra.utils.instantiate(config.trainer, strategy=strategy)
-    meter = ThroughputMeter(trainer.world_size // strategy.num_stages)
+    meter = ThroughputMeter()
     summary = Summary(output / "summary.json", meter)
     trainer.callbacks += [meter, summary, TrainingCurve(output / "training_curve.png")]  # type: ignore[attr-defined]
     trainer.fit(model, datamodule=data)

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("shared host", deadline=None)  # where an example may wait long for a core
 settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypothesis-profile=long, before a release
 settings.load_profile("shared host")
+torch.set_num_threads(1)  # test files run side by side, and threads of small tensors would only wait for each other
 
 # What takes longest, first: else one process of xdist would end with it alone. They wait for other processes mostly.
 LONG = [

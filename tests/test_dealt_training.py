@@ -33,6 +33,7 @@ from lightning_sdpipe.sync import (
     SemiDecentralized,
 )
 from lightning_sdpipe.sync.rendezvous import Rendezvous
+from tests.features.running import on_four_ranks
 
 SECONDS = 0.02
 BATCH = 2
@@ -53,19 +54,23 @@ class Numbered(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Slow(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            time.sleep(SECONDS)
+            time.sleep(self.seconds)
         return x
 
 
 class Model(L.LightningModule):
     """Takes about as long for each batch, notes those that it trains, and follows OneCycleLR."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = SECONDS) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(2, 4), Slow(), nn.Linear(4, 1))
+        self.net = nn.Sequential(nn.Linear(2, 4), Slow(seconds), nn.Linear(4, 1))
         self.seen: list[Any] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -124,7 +129,13 @@ class Diary(Callback):
         (self.directory / f"{trainer.global_rank}.json").write_text(json.dumps(record))
 
 
-def fit(
+def fit(directory: Path, sync: Any, factors: tuple[float, ...], batches: int, **options: Any) -> list[dict[str, Any]]:
+    """What each rank wrote down of :func:`train`."""
+    train(directory, sync, factors, batches, **options)
+    return read(directory, len(factors))
+
+
+def train(
     directory: Path,
     sync: Any,
     factors: tuple[float, ...],
@@ -137,17 +148,21 @@ def fit(
     draws: bool = True,
     callbacks: tuple[Callback, ...] = (),
     ckpt_path: Path | None = None,
+    by_speed: dict[str, Any] | None = None,
+    seconds: float = SECONDS,
+    start_method: Any = "fork",
     **options: Any,
-) -> list[dict[str, Any]]:
-    """What each rank wrote down; ``factors`` are those of the ranks, ``batches`` those of each pipeline."""
+) -> None:
+    """``factors`` are those of the ranks, ``batches`` those of each pipeline."""
     directory.mkdir(exist_ok=True)
     strategy = SDPipeStrategy(
         stages,
         sync,
         schedule,
         data=data,
+        **(by_speed or {}),
         delays=Static(factors),
-        start_method="fork",
+        start_method=start_method,
         timeout=timedelta(seconds=30),
     )
     trainer = L.Trainer(
@@ -164,8 +179,11 @@ def fit(
     )
     size = batches * BATCH * len(factors) // stages
     loader = DataLoader(Numbered(size, draws), BATCH, shuffle=True, num_workers=workers)
-    trainer.fit(Model(), loader, DataLoader(Numbered(8), BATCH), ckpt_path=ckpt_path)
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(len(factors))]
+    trainer.fit(Model(seconds), loader, DataLoader(Numbered(8), BATCH), ckpt_path=ckpt_path)
+
+
+def read(directory: Path, ranks: int) -> list[dict[str, Any]]:
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def once_each(records: list[dict[str, Any]], epochs: list[int], samples: int) -> list[int]:
@@ -199,19 +217,51 @@ def one_cycle(steps: int, total: int) -> float:
     return float(schedule.get_last_lr()[0])
 
 
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SemiDecentralized": (SemiDecentralized(window=0.002), {}),
+    "NoSync": (NoSync(), {}),
+    "PartialReduce": (PartialReduce(group_size=2), {}),
+    "ADPSGD": (ADPSGD(asynchronous=True), {}),
+    "in step: SemiDecentralized": (SemiDecentralized(window="inf"), {}),
+    "in step: AllReduce": (AllReduce(), {}),
+    "in step: AllReduce by speed": (AllReduce(), {"by_speed": {"batch_by_speed": True, "num_micro_batches": 2}}),
+    "in step: LocalSGD": (LocalSGD(2), {}),
+    "in step: ADPSGD": (ADPSGD(asynchronous=False), {}),
+    "in step: HetPipe": (HetPipe(combine="mean"), {}),
+    "in step: BSP": (ParameterServer(combine="mean"), {}),
+    "in step: ASP": (ParameterServer(combine="mean", staleness=None), {}),
+}
+GENERATIONS = (1.0, 1.0, 2.0, 4.0)
+
+
+def every_method(directory: Path) -> None:
+    for name, (sync, options) in METHODS.items():
+        place = directory / name
+        saver = ModelCheckpoint(place, every_n_train_steps=8, save_top_k=-1)
+        options = {"callbacks": (saver,), "max_epochs": 4, "val_check_interval": 6, "data": "auto", **options}
+        options["seconds"] = SECONDS / 4 if name.startswith("in step") else SECONDS
+        train(place, sync, GENERATIONS, 12, start_method="popen", **options)  # by whoever has called this
+
+
+@pytest.fixture(scope="module")
+def generations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all methods in turn, on the same processes."""
+    directory = tmp_path_factory.mktemp("generations")
+    on_four_ranks(every_method, directory, timeout=240)
+    return directory
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "sync",
-    [SemiDecentralized(window=0.002), NoSync(), PartialReduce(group_size=2), ADPSGD(asynchronous=True)],
-    ids=lambda sync: type(sync).__name__,
-)
-def test_four_epochs_on_devices_of_several_generations(tmp_path: Path, sync: Any) -> None:
-    """The schedule ends exactly, and validation and checkpoints come at the same progress everywhere."""
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1)
-    factors = (1.0, 1.0, 2.0, 4.0)
-    records = fit(tmp_path, sync, factors, 12, callbacks=(saver,), max_epochs=4, val_check_interval=6)
+@pytest.mark.parametrize("name", METHODS)
+def test_four_epochs_on_devices_of_several_generations(generations: Path, name: str) -> None:
+    """By default, with every method: the schedule ends exactly, and validation and checkpoints come at the same
+    progress everywhere."""
+    records = read(generations / name, 4)
     counts = once_each(records, [0, 1, 2, 3], 12 * BATCH * 4)
-    assert min(counts[:2]) > counts[3]
+    if not name.startswith("in step"):
+        assert min(counts[:2]) > counts[3]
+    elif not name.endswith("by speed"):
+        assert counts == [48] * 4
     events = agreed(records)
     assert [event[1] for event in events if event[0] == "validation"] == [6, 12, 18, 24, 30, 36, 42, 48]
     assert [event[1] for event in events if event[0] == "epoch"] == [12, 24, 36, 48]
@@ -234,9 +284,12 @@ def test_equal_devices_train_what_a_sharded_run_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_resuming_in_mid_epoch_neither_repeats_nor_skips(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("error:.*dataloader is not resumable")  # Lightning's, which would be wrong here
+@pytest.mark.parametrize("data", ["dealt", "sharded"])
+def test_resuming_in_mid_epoch_neither_repeats_nor_skips(tmp_path: Path, data: str) -> None:
+    """Whoever has written the checkpoint."""
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
-    first = fit(tmp_path / "first", NoSync(), (1.0, 3.0), 8, callbacks=(saver,), max_epochs=1)
+    first = fit(tmp_path / "first", NoSync(), (1.0, 3.0), 8, data=data, callbacks=(saver,), max_epochs=1)
     for record in first:
         record["seen"] = record["seen"][: record["saved"][0]]
     path = tmp_path / "step=5.ckpt"
@@ -244,8 +297,31 @@ def test_resuming_in_mid_epoch_neither_repeats_nor_skips(tmp_path: Path) -> None
     assert sum(once_each([*first, *rest], [0], 8 * BATCH * 2)) == 16
     assert sum(len(record["seen"]) for record in first) == 10
     assert agreed(rest) == [["validation", 8, 7], ["epoch", 8]]
-    with pytest.raises(Exception, match="it is not known which samples remain"):
+    with pytest.raises(
+        Exception, match=r"of the middle of an epoch of 2 pipelines × 8 batches of 2, and this run has 1"
+    ):
         fit(tmp_path / "other", NoSync(), (1.0,), 8, ckpt_path=path, max_epochs=1)
+
+
+@pytest.mark.distributed
+def test_resuming_on_other_pipelines(tmp_path: Path) -> None:
+    """At the end of an epoch nothing is in the way. In the middle of one, batches are dealt by default from the next
+    epoch on."""
+    savers = (
+        ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=6, save_top_k=-1),
+        ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1),
+    )
+    fit(tmp_path / "first", NoSync(), (1.0, 1.0), 9, callbacks=savers)
+    factors = (1.0, 1.0, 3.0)
+    middle, end = tmp_path / "step=6.ckpt", tmp_path / "epoch=0.ckpt"
+    records = fit(tmp_path / "end", NoSync(), factors, 6, ckpt_path=end)
+    once_each(records, [1], 6 * BATCH * 3)
+    assert agreed(records)[-1] == ["epoch", 9 + 6]
+    with pytest.raises(Exception, match="it is not known which samples remain"):
+        fit(tmp_path / "dealt", NoSync(), factors, 8, ckpt_path=middle)
+    records = fit(tmp_path / "auto", NoSync(), factors, 8, data="auto", ckpt_path=middle)
+    once_each(records, [1], 8 * BATCH * 3)
+    assert [len([e for e, *_ in record["seen"] if e == 0]) for record in records] == [2, 2, 2]
 
 
 @pytest.mark.distributed

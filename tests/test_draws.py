@@ -68,7 +68,7 @@ def test_losses_are_the_same_wherever_the_model_is_cut(tmp_path: Path, pipelines
         trainer = L.Trainer(
             accelerator="cpu",
             devices=stages * pipelines,
-            strategy=SDPipeStrategy(stages, sync=NoSync(), num_micro_batches=4, start_method="fork"),
+            strategy=SDPipeStrategy(stages, sync=NoSync(), data="sharded", num_micro_batches=4, start_method="fork"),
             max_epochs=2,
             logger=False,
             **{f"enable_{name}": False for name in ("checkpointing", "progress_bar", "model_summary")},

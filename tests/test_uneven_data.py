@@ -91,6 +91,7 @@ class Diary(Callback):
 
 def sdpipe(sync: Any = None, **options: Any) -> SDPipeStrategy:
     sync = sync or SemiDecentralized(window=0.002, connectivity=2)  # waits for others every other step
+    options = {"data": "sharded", **options}
     return SDPipeStrategy(2, sync, start_method="fork", timeout=timedelta(seconds=30), **options)
 
 
@@ -298,7 +299,9 @@ class Gathering(Regression):
 )
 @pytest.mark.distributed
 def test_users_may_communicate_between_pipelines(tmp_path: Path) -> None:
-    same_for_all(fit(tmp_path, DataLoader(data(40), 4), module=Gathering(), max_epochs=1), [5, 5])
+    """Where they do, batches are not dealt."""
+    loader, strategy = DataLoader(data(40), 4), sdpipe(data="auto")
+    same_for_all(fit(tmp_path, loader, module=Gathering(), strategy=strategy, max_epochs=1), [5, 5])
 
 
 @refused(

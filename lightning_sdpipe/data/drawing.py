@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
@@ -26,7 +26,9 @@ class DrawingDataset:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, drawn: Drawn) -> Any:
+    def __getitems__(self, drawn: Drawn | Sequence[Drawn]) -> Any:
+        if not isinstance(drawn, Drawn):
+            return [sample for each in drawn for sample in self.__getitems__(each)]
         seed_generators(drawn.seed)
         together = getattr(self.dataset, "__getitems__", None)
         return together(drawn.indices) if together else [self.dataset[index] for index in drawn.indices]

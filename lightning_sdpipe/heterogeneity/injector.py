@@ -60,6 +60,8 @@ class DelayInjector:
         self._sleep = sleep
         self._clock = clock
         self._core_wait = core_wait or seconds_without_a_core
+        self.measures = False
+        """Is :attr:`computed_seconds` used to tell how fast the device is? Then it waits for what that was given."""
         self._start: float | None = None
         self._iteration = 0
         self._by_iteration: defaultdict[int, float] = defaultdict(float)
@@ -83,7 +85,7 @@ class DelayInjector:
             self._start = start
         waited = self._core_wait() if self._track else 0.0
         yield
-        if self._track is not None and self._settle is not None:
+        if self._settle is not None and (self.measures or self._track is not None):
             self._settle()
         passed = work = self._clock() - start
         if self._track is not None:

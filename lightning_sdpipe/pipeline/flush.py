@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from lightning_sdpipe.pipeline.gradients import (
     set_aside,
 )
 from lightning_sdpipe.pipeline.loss import SharedLoss
-from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split
+from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split, take_apart
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
 from lightning_sdpipe.pipeline.stage_runner import AFTER_THE_STEP, StageRunner, Step
@@ -71,7 +71,8 @@ class FlushPipeline:
             CutStage(runner.module, runner.link.stage, len(runner.link.ranks), num_workers, runner.link)
             for runner in runners
         ]
-        self._schedule = _schedule(schedule, self._stages, num_micro_batches)
+        self._schedule_of = cache(lambda parts: _schedule(schedule, self._stages, parts))
+        self._schedule_of(num_micro_batches)  # refuses what cannot be ordered
         self._num_micro_batches = num_micro_batches
         self._loss = SharedLoss(runners[-1].link, num_workers)
 
@@ -94,13 +95,16 @@ class FlushPipeline:
         gradients have come. See :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
         """
         self.settle()
-        micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
+        if step.portion is None:
+            micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
+        else:
+            micro_batches = take_apart(batch, step.portion)
         log = StepLog()
 
         before = set_aside(self._parameters)
         self._delays.before_forward(iteration)
         keys = [step.key(micro_batch) for micro_batch in micro_batches]
-        backwards = len(self._stages) * self._num_micro_batches
+        backwards = len(self._stages) * len(micro_batches)
         waits_for_owners = self._shared.train
         before_backward = _first_and_last(
             backwards,
@@ -111,8 +115,8 @@ class FlushPipeline:
         for runner, stage in zip(self._runners, self._stages, strict=True):
             forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
             stage.begin(keys, forward, before_backward, self._delays.computing, last_backward)
-        indices = torch.arange(self._num_micro_batches)  # the schedules want a target to call the loss function
-        self._schedule.step(target=indices, return_outputs=False)
+        indices = torch.arange(len(micro_batches))  # the schedules want a target to call the loss function
+        self._schedule_of(len(micro_batches)).step(target=indices, return_outputs=False)
         self._runners[0].cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
         self._shared.sum_gradients()
         if waits_for_owners:
@@ -120,9 +124,8 @@ class FlushPipeline:
         log.replay(self._runners[0].module.log)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
-        return loss_with_gradients(
-            self._loss.take(), self._parameters, gradients, step.loss_scale, exchange, accumulated
-        )
+        loss = self._loss.take() / (1.0 if step.portion is None else step.portion.share)
+        return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale, exchange, accumulated)
 
     def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
         """Never called, since the pipeline is never ``draining``."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.pipeline.samples import find_samples, shapes
+from lightning_sdpipe.pipeline.samples import Samples, find_samples, shapes
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,29 @@ class MicroBatch:
     """A part of the mini-batch, and how much its loss counts in that of the mini-batch."""
 
     batch: Any
-    weight: float  # those of a mini-batch add up to 1
+    weight: float  # those of a mini-batch add up to 1, or to the share of a portion
     signature: tuple[Any, ...]  # the shapes of its tensors; equal signatures give messages of equal shape
+    place: tuple[int, int] | None = None  # of a portion: which micro-batch of the epoch it is
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a pipeline trains of the batch that all pipelines train together.
+
+    Args:
+        places: of its micro-batches, in order: the position of a batch in the epoch, and the number of its part.
+        sizes: samples of each.
+        samples: of a pipeline on average; what a pipeline trains counts by how it compares with that.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+    samples: float
+
+    @property
+    def share(self) -> float:
+        """By which its gradient counts among those of all; 1 on average."""
+        return sum(self.sizes) / self.samples
 
 
 def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -> list[MicroBatch]:
@@ -49,19 +70,49 @@ def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -
         weights = _weights(parts, module)
     else:
         samples = find_samples(batch, _ADVICE)
-        if samples.count < num_micro_batches:
-            raise ConfigurationError(
-                f"A batch of {samples.count} samples cannot be split into num_micro_batches={num_micro_batches}. Use a "
-                "larger batch or fewer micro-batches; if only the last batch of an epoch is that small, set "
-                "drop_last=True."
-            )
-        each, more = divmod(samples.count, num_micro_batches)
-        sizes = [each + (index < more) for index in range(num_micro_batches)]
-        ends = [sum(sizes[: index + 1]) for index in range(num_micro_batches)]
-        parts = [samples[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        sizes = part_sizes(samples.count, num_micro_batches)
+        parts = _cut(samples, sizes)
         weights = _weights(parts, module) if hasattr(module, "weigh_batch") else sizes
     total = sum(weights)
     return [MicroBatch(part, weight / total, shapes(part)) for part, weight in zip(parts, weights, strict=True)]
+
+
+def part_sizes(samples: int, num_micro_batches: int) -> list[int]:
+    """Of the micro-batches of a batch of so many samples: they differ by at most one, larger ones first.
+
+    Raises:
+        ConfigurationError: there are fewer samples than micro-batches.
+    """
+    if samples < num_micro_batches:
+        raise ConfigurationError(
+            f"A batch of {samples} samples cannot be split into num_micro_batches={num_micro_batches}. Use a larger "
+            "batch or fewer micro-batches; if only the last batch of an epoch is that small, set drop_last=True."
+        )
+    each, more = divmod(samples, num_micro_batches)
+    return [each + (index < more) for index in range(num_micro_batches)]
+
+
+def take_apart(batch: Any, portion: Portion) -> list[MicroBatch]:
+    """The micro-batches that ``batch`` was put together from.
+
+    Raises:
+        ConfigurationError: it has other samples than the portion.
+    """
+    samples = find_samples(batch, _ADVICE)
+    if samples.count != sum(portion.sizes):
+        raise ConfigurationError(
+            f"The loader was asked for {sum(portion.sizes)} samples and gave {samples.count}. With batch_by_speed=True "
+            "a batch must have one sample for each index: let collate_fn and on_after_batch_transfer keep their number."
+        )
+    return [
+        MicroBatch(part, size / portion.samples, shapes(part), place)
+        for part, size, place in zip(_cut(samples, portion.sizes), portion.sizes, portion.places, strict=True)
+    ]
+
+
+def _cut(samples: Samples, sizes: Sequence[int]) -> list[Any]:
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [samples[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def whole(batch: Any) -> MicroBatch:

@@ -16,7 +16,7 @@ from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.sending import Travel
 from lightning_sdpipe.pipeline.link import StageLink
-from lightning_sdpipe.pipeline.micro_batches import MicroBatch, whole
+from lightning_sdpipe.pipeline.micro_batches import MicroBatch, Portion, whole
 from lightning_sdpipe.pipeline.step_log import Log, StepLog, logging_through
 
 StepContext = Callable[[], AbstractContextManager[Any]]
@@ -33,6 +33,7 @@ class Step:
     loss_scale: Tensor | None = None  # of training in 16-bit mixed precision
     closes: bool = True  # does the optimizer step after it?
     generation: int = 0  # of the choice of layers that train, on which it depends what needs a gradient
+    portion: Portion | None = None  # if the batch is one of the batch that all pipelines train together
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """What identifies the shapes of the messages that this step sends for a micro-batch, on both ends."""
@@ -97,7 +98,8 @@ class StageRunner:
     def _run(self, micro_batch: MicroBatch, number: int, step: Step, received: Message | None) -> Any:
         method = getattr(self.module, step.name)
         travel = self.travel.get(step.name)
-        self.cut_model.streams.begin(*step.stream, number)
+        stream = (*step.stream, number) if micro_batch.place is None else (*step.stream[:-1], *micro_batch.place)
+        self.cut_model.streams.begin(*stream)
         with step.context():
             return self.cut_model.run(self.span, lambda: method(micro_batch.batch, *step.arguments), received, travel)
 

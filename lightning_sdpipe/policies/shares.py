@@ -44,13 +44,14 @@ def shares(pieces: int, workers: Mapping[Key, tuple[float, float]]) -> dict[Key,
     return given
 
 
-def micro_batches_by_speed(seconds: Sequence[float], total: int, least: int = 1) -> list[int]:
+def micro_batches_by_speed(seconds: Sequence[float], total: int, least: int = 1, bubble: float = 0) -> list[int]:
     """Micro-batches k_i of each pipeline with Σ k_i = ``total``, such that the slowest is done as soon as can be.
 
     Args:
         seconds: that each pipeline takes for a micro-batch.
         total: of all pipelines: N times the number that each has when speeds are equal.
         least: that a pipeline's schedule needs.
+        bubble: micro-batches' time that a pipeline stands still in each mini-batch, M − 1 with a flush.
 
     Raises:
         ConfigurationError: there are fewer than everybody needs, or seconds that are not above 0.
@@ -62,5 +63,5 @@ def micro_batches_by_speed(seconds: Sequence[float], total: int, least: int = 1)
         )
     if not all(math.isfinite(s) and s > 0 for s in seconds):
         raise ConfigurationError(f"seconds={list(seconds)} is not allowed; give finite numbers above 0")
-    more = shares(total - least * len(seconds), {i: (least * s, s) for i, s in enumerate(seconds)})
+    more = shares(total - least * len(seconds), {i: ((least + bubble) * s, s) for i, s in enumerate(seconds)})
     return [least + more[i] for i in range(len(seconds))]

@@ -15,12 +15,11 @@ from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch.utils._pytree import tree_unflatten
-from torch.utils.data import DataLoader
 
 from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
 from lightning_sdpipe.data.shards import refuse_to_deal, why_sharded
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.policies.leases import Segment
@@ -28,6 +27,7 @@ from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.equal_split import EqualSplit
 from lightning_sdpipe.trainer.pauses import next_pause, save_at_pauses
+from lightning_sdpipe.trainer.split import Split, goes_on_in_another, refuse_other_split
 
 
 class DealtTraining(Protocol):
@@ -72,6 +72,9 @@ class DealtTurns:
         run: a number of this fit, equal on all workers and no other fit's.
         seed: of the run.
         origin: which split of the data a checkpoint counts by, if one was loaded.
+        required: the user asked for it; else what cannot be dealt is trained as shards.
+        anybody: is it so on any worker? Every worker must ask.
+        reason: why this run should not, whatever its loader.
     """
 
     def __init__(
@@ -83,35 +86,71 @@ class DealtTurns:
         checks: ClockChecks,
         run: int,
         seed: Callable[[], int],
-        origin: Callable[[], list[int] | None],
+        origin: Callable[[], Split | None],
+        required: bool,
+        anybody: Callable[[bool], bool],
+        reason: str | None = None,
     ) -> None:
         self._trainer, self._training, self._client = trainer, training, client
         self._checks, self._run, self._seed, self._origin = checks, run, seed, origin
+        self._required, self._anybody, self._reason = required, anybody, reason
         self._num_pipelines = groups.mesh.num_pipelines
-        _, self._pipeline = groups.mesh.locate(groups.rank)
+        _, pipeline = groups.mesh.locate(groups.rank)
+        self._home = pipeline % self._num_pipelines  # there may be more pipelines than shards
         self._counters = EqualSplit(trainer, lambda: self._closes)
-        self.split: list[int] | None = None
-        """Of the data that batches are counted by: pipelines, and batches of each."""
-        self._dealt: DealtBatches | None = None
+        self._split: Split | None = None
+        self._dealt: DealtBatches | None = None  # None if the loader's batches cannot be
         self._segment: Segment | None = None
         self._next: DealtBatch | None = None
         self._now: DealtBatch | None = None
         self._looked = False  # is `_next` what follows the batch of this turn?
+        self._over = False  # has everybody trained what there was in this segment?
         self._trained = 0  # in this segment
         self._accumulated = 0  # batches of this pipeline whose gradients wait for an update
         self._closes = False
 
-    def deal(self, loader: DataLoader[Any]) -> None:
-        """The batches of ``loader`` from now on.
+    def deal(self, loader: Any, split: Split | None) -> None:
+        """The batches of ``loader`` from now on, whose data are ``split`` so, if they can be dealt.
 
         Raises:
-            ConfigurationError: it cannot be dealt.
+            ConfigurationError: they cannot, and the user asked for it.
         """
-        if (reason := why_sharded(loader, self._pipeline, self._num_pipelines)) is not None:
-            raise refuse_to_deal(reason)
-        self._loader = loader
+        self._dealt = self._segment = self._next = self._now = None
+        reason = self._reason or why_sharded(loader, self._home, self._num_pipelines)
+        refused = self._refused(reason)
+        if not self._required and self._anybody(refused):
+            return
+        self._loader, self._split = loader, split
         self._dealt = DealtBatches(loader, self._num_pipelines, self._client.lease)
-        self.split = [self._num_pipelines, len(self._dealt.shards)]
+
+    def _refused(self, reason: str | None) -> bool:
+        """Whether there is a ``reason`` not to deal, which is an error if the user asked for it."""
+        if reason is not None and self._required:
+            raise refuse_to_deal(reason)
+        if reason is not None:
+            rank_zero_debug(f"Each pipeline trains its own shard: {reason}.")
+        return reason is not None
+
+    def take_over(self, fetcher: _DataFetcher) -> _DataFetcher:
+        """What gives the batches of the epoch that begins: ``fetcher``, if they are not dealt."""
+        if isinstance(fetcher, DealtFetcher) or self._dealt is None:
+            return fetcher
+        several = len(fetcher.combined_loader.flattened) > 1
+        if self._refused("there are several train dataloaders, whose batches belong together" if several else None):
+            self._dealt = None
+            return fetcher
+        before = self._origin()
+        if goes_on_in_another(self._trainer, before, self._split):
+            if self._required:
+                raise refuse_other_split(before, self._split)
+            return fetcher  # for the rest of this epoch, of which Lightning warns
+        rank_zero_info("Batches go to the pipelines by their speed. data='sharded' gives each its own shard instead.")
+        return DealtFetcher(fetcher, self)
+
+    @property
+    def resumes(self) -> bool:
+        """Does an epoch of a checkpoint go on where it ended?"""
+        return isinstance(self._trainer.fit_loop._data_fetcher, DealtFetcher)
 
     @property
     def position(self) -> int | None:
@@ -135,6 +174,8 @@ class DealtTurns:
             return self._training.underway
 
         def run(optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
+            if self._segment is None:
+                return type(optimization).run(optimization, optimizer, batch_idx, kwargs)
             whole = batch_idx - batch_idx % self._trainer.accumulate_grad_batches
             output = type(optimization).run(optimization, optimizer, whole + self._accumulated, kwargs)
             self._end_turn()
@@ -163,6 +204,9 @@ class DealtTurns:
         """What the next turn trains, or shows to hooks if it trains nothing."""
         if not self._training.underway:
             self._begin_segment()
+        return self._begin_turn()
+
+    def _begin_turn(self) -> Any:
         training, self._now, self._looked = self._training, self._next, False
         if self._now is None:
             training.begin_absence()
@@ -176,17 +220,10 @@ class DealtTurns:
         return self._now.data
 
     def _begin_segment(self) -> None:
-        trainer, dealt = self._trainer, self._dealt
+        dealt = self._dealt
         assert dealt is not None
         start = self._counters.number
-        before = self._origin()
-        if start and self._segment is None and before not in (None, self.split):
-            raise ConfigurationError(
-                f"The checkpoint is of the middle of an epoch that was split into {before} pipelines and batches of "
-                f"each; this run splits it into {self.split}, so it is not known which samples remain. Resume with the "
-                "same number of pipelines, batch size and data, or from the end of an epoch."
-            )
-        self._segment = Segment(self._run, trainer.current_epoch, start, next_pause(trainer, self._checks))
+        self._segment = self._segment_from(start)
         self._counters.begin()
         self._trained = 0
         if start == 0:
@@ -196,10 +233,13 @@ class DealtTurns:
         with training.first_failure():
             self._client.greet()
             dealt.begin(self._segment, self._seed())
-        self._looked = False
+        self._looked = self._over = False
         self._look()
         if self._next is None:
-            self._wait()
+            self._run_out()
+
+    def _segment_from(self, start: int) -> Segment:
+        return Segment(self._run, self._trainer.current_epoch, start, next_pause(self._trainer, self._checks))
 
     @property
     def _final(self) -> bool:
@@ -215,15 +255,24 @@ class DealtTurns:
                 self._next = self._dealt.take()
             self._looked = True
 
+    def _run_out(self) -> None:
+        """There is nothing for now."""
+        self._rest()
+        self._wait()
+
+    def _rest(self) -> None:
+        """Everything is finished, and nobody held up."""
+        self._training.rest()
+        self._client.trained(self._trained)
+
     def _wait(self) -> None:
-        """There is nothing: everything is finished, then others are waited for, until there is, or will not be."""
+        """Waits for others, until there is something to train, or will not be in this segment."""
         training, dealt = self._training, self._dealt
         assert dealt is not None
-        training.rest()
-        self._client.trained(self._trained)
         with training.first_failure():
             while self._next is None and dealt.wait():
                 self._next = dealt.take()
+        self._over = self._next is None
         if self._next is not None:
             training.go_on()
 
@@ -236,14 +285,18 @@ class DealtTurns:
             self._client.trained(self._trained - training.unfinished)
             self._look()
             if self._next is None:
-                self._wait()
+                self._run_out()
         self._accumulated = 0 if self._closes else self._accumulated + (self._now is not None)
-        if self._next is None:
+        if self._over:
             split.advance(before, segment.stop)
             training.end_dealt()
         else:
-            progress = math.floor(self._next.progress / self._num_pipelines + 1e-9)
-            split.advance(before, min(max(progress, before), segment.stop - 1))
+            split.advance(before, min(max(self._reached(before), before), segment.stop - 1))
+
+    def _reached(self, before: int) -> int:
+        """What each of equal pipelines has trained before the next batch of this one."""
+        assert self._next is not None
+        return math.floor(self._next.progress / self._num_pipelines + 1e-9)
 
 
 class DealtFetcher(_DataFetcher):
@@ -251,8 +304,6 @@ class DealtFetcher(_DataFetcher):
 
     def __init__(self, fetcher: _DataFetcher, turns: DealtTurns) -> None:
         self.__dict__.update(fetcher.__dict__)
-        if len(self.combined_loader.flattened) > 1:
-            raise refuse_to_deal("there are several train dataloaders, whose batches belong together")
         self.turns = turns
         self.done = False  # the turns know which is the last
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -27,23 +28,29 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.dealt_turns import DealtFetcher, DealtTurns
+from lightning_sdpipe.trainer.joint_turns import JointFetcher, JointTurns
 from lightning_sdpipe.trainer.uneven_data import Turns, UnevenFetcher
 
 
 def change(
-    trainer: Trainer, turns: Turns, together: Callable[[], bool], checks: ClockChecks, dealt: DealtTurns | None = None
+    trainer: Trainer,
+    turns: Turns,
+    together: Callable[[], bool],
+    checks: ClockChecks,
+    by_speed: DealtTurns | JointTurns | None = None,
 ) -> None:
     """Changes ``trainer``'s loop and callbacks so; ``together`` says whether all workers are at this batch, and
-    ``dealt`` takes the turns if batches are dealt.
+    ``by_speed`` takes the turns if pipelines train by their speed.
 
     Must run before the Trainer registers its signal handlers, as ``Strategy.setup`` does; and again before each run.
     """
     _fail_on_sigterm(trainer)
-    _end_together(trainer, turns, dealt)
+    _end_together(trainer, turns, by_speed)
     _stop_together(trainer, together, checks)
     _look_together(trainer, checks)
-    if dealt is not None:
-        dealt.change()
+    if by_speed is not None:
+        by_speed.change()
+        _resume_quietly(trainer, by_speed)
 
 
 def clocks(trainer: Any) -> list[Callable[[], float]]:
@@ -102,20 +109,33 @@ def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
     )
 
 
-def _end_together(trainer: Trainer, turns: Turns, dealt: DealtTurns | None) -> None:
+def _end_together(trainer: Trainer, turns: Turns, by_speed: DealtTurns | JointTurns | None) -> None:
     loop: Any = trainer.fit_loop
 
     def advance() -> None:
         loaders = loop._combined_loader.flattened
         fetcher = loop._data_fetcher
-        if dealt is not None:
-            if not isinstance(fetcher, DealtFetcher):
-                loop._data_fetcher = DealtFetcher(fetcher, dealt)
-        elif not isinstance(fetcher, UnevenFetcher) and not all(loader.even for loader in loaders):
+        if by_speed is not None:
+            fetcher = loop._data_fetcher = by_speed.take_over(fetcher)
+        known = isinstance(fetcher, DealtFetcher | JointFetcher | UnevenFetcher)
+        if not known and not all(loader.even for loader in loaders):
             loop._data_fetcher = UnevenFetcher(fetcher, turns)
         type(loop).advance(loop)
 
     loop.advance = advance
+
+
+def _resume_quietly(trainer: Trainer, by_speed: DealtTurns | JointTurns) -> None:
+    """Lightning warns that nobody knows which batches remain of an epoch that it goes on with. ``by_speed`` does."""
+    loop: Any = trainer.fit_loop.epoch_loop
+
+    def reset() -> None:
+        with warnings.catch_warnings():
+            if by_speed.resumes:
+                warnings.filterwarnings("ignore", ".*dataloader is not resumable")
+            type(loop).reset(loop)
+
+    loop.reset = reset
 
 
 def _stop_together(trainer: Trainer, together: Callable[[], bool], checks: ClockChecks) -> None:

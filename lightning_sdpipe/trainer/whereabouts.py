@@ -26,6 +26,8 @@ class Whereabouts:
         self._num_stages = num_stages
         self._now = ""
         self.rehearsing = False
+        self.communicates = False
+        """Does a step that was rehearsed here communicate with the other pipelines?"""
 
     @property
     def in_step(self) -> bool:

@@ -70,7 +70,7 @@ def measure(
             L.seed_everything(seed + repeat, verbose=False)
             model = LanguageModel("bert", network, lr=lr, warmup_steps=warmup_steps)
             data = PydocText(batch_size, length, network["vocab_size"])
-            strategy = SDPipeStrategy(1, sync=sync, variance_correction=corrected, start_method="fork")
+            strategy = SDPipeStrategy(1, sync=sync, data="sharded", variance_correction=corrected, start_method="fork")
             curves[name].append(_train(model, data, strategy, epochs))
     rows: list[Row] = [
         {"what": name, "seed": seed + repeat, "samples": max(curve), "val_loss": curve[max(curve)], "curve": curve}

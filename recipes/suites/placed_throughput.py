@@ -129,6 +129,7 @@ def _train(
         strategy = SDPipeStrategy(
             placed.asked.num_stages,
             SemiDecentralized(window=window),
+            data="sharded",
             num_micro_batches=placed.asked.micro_batches,
             placement=path if follows else None,
             timeout=TIMEOUT,

@@ -30,7 +30,7 @@ OURS, BASELINE = "all_reduce", "lightning_ddp"
 STRATEGIES: Mapping[str, Callable[[], DDPStrategy]] = {
     BASELINE: lightning_ddp,
     OURS: lambda: SDPipeStrategy(1, sync=AllReduce(), start_method="fork"),
-    "sdpipe": lambda: SDPipeStrategy(1, sync=SemiDecentralized(), start_method="fork"),
+    "sdpipe": lambda: SDPipeStrategy(1, sync=SemiDecentralized(), data="sharded", start_method="fork"),
 }
 
 Timing = tuple[float, float]  # seconds of wall clock and of processor time, per step

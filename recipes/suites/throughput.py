@@ -185,6 +185,9 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
                 "what": f"{method}, median",
                 **{name: group[0][name] for name in ("panel", "workload", "shape", "schedule", "heterogeneity")},
                 "samples_per_s": statistics.median(speeds),
+                "visible_samples_per_s": _median(
+                    [row["visible_samples_per_s"] for row in group if row.get("visible_samples_per_s")]
+                ),
                 "low": min(speeds),
                 "high": max(speeds),
                 "over_all_reduce": _median(within((method, condition), ("all_reduce", condition))),

@@ -45,6 +45,7 @@ class WorkerReport:
     pipeline: int
     iterations: int
     used: Counters
+    epoch: tuple[int, float] | None = None  # all iterations, and the seconds of the whole epoch with its end
 
 
 def counters(injector: DelayInjector, averaging: float = 0.0) -> Counters:
@@ -81,6 +82,7 @@ class Probe(L.Callback):
         self._directory = directory
         self._warm_up = warm_up
         self._iterations = 0
+        self._epoch: tuple[int, float] | None = None
         self._before: Counters | None = None
         self._after: Counters | None = None
 
@@ -93,6 +95,12 @@ class Probe(L.Callback):
         assert isinstance(trainer.strategy, SDPipeStrategy)
         return trainer.strategy.mesh.locate(trainer.global_rank)
 
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._epoch = self._iterations, time.perf_counter() - self._start
+
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._iterations += 1
         self._after = self.now(trainer)
@@ -103,7 +111,8 @@ class Probe(L.Callback):
         assert self._before is not None
         assert self._after is not None
         stage, pipeline = self.place(trainer)
-        report = WorkerReport(stage, pipeline, self._iterations - self._warm_up, self._after - self._before)
+        used = self._after - self._before
+        report = WorkerReport(stage, pipeline, self._iterations - self._warm_up, used, self._epoch)
         (self._directory / f"{trainer.global_rank}.json").write_text(json.dumps(asdict(report)))
 
 
@@ -117,8 +126,8 @@ def read_reports(directory: Path) -> list[WorkerReport]:
 def summary(reports: Sequence[WorkerReport], samples: int, cores: int) -> Row:
     """Throughput and shares of a training.
 
-    Each pipeline is timed over its own iterations, so that all methods are judged by the same delays; the throughput
-    is the sum of theirs.
+    Each pipeline is timed over its own iterations, so that all methods are judged by the same delays; samples_per_s is
+    the sum of their rates. A user sees less: an epoch has all samples once the last pipeline has trained its own.
 
     Args:
         reports: of all workers.
@@ -126,10 +135,11 @@ def summary(reports: Sequence[WorkerReport], samples: int, cores: int) -> Row:
         cores: of the machine.
 
     Returns:
-        samples_per_s; iteration_ms, of one pipeline; group_size; the mean shares of the workers' time: compute,
-        delays, group_wait, averaging, pipeline_wait (for other stages, with what Lightning does in between); busy,
-        the share of the cores' time that these processes used; processor_s, what one iteration of all pipelines used;
-        and the shares of each worker.
+        samples_per_s; visible_samples_per_s, all samples of the epoch over its wall time with the first iterations and
+        its end, None where nobody timed it; iteration_ms, of one pipeline; group_size; the mean shares of the workers'
+        time: compute, delays, group_wait, averaging, pipeline_wait (for other stages, with what Lightning does in
+        between); busy, the share of the cores' time that these processes used; processor_s, what one iteration of all
+        pipelines used; and the shares of each worker.
     """
     first_stages = [report for report in reports if report.stage == 0]
     iterations = first_stages[0].iterations
@@ -139,6 +149,7 @@ def summary(reports: Sequence[WorkerReport], samples: int, cores: int) -> Row:
     processor = sum(report.used.processor for report in reports)
     return {
         "samples_per_s": samples * sum(rates),
+        "visible_samples_per_s": _visible(first_stages, samples),
         "iteration_ms": 1e3 / statistics.fmean(rates),
         "group_size": sum(report.used.members for report in reports) / groups if groups else 1.0,
         **{name: statistics.fmean(share[name] for share in shares) for name in shares[0]},
@@ -150,6 +161,13 @@ def summary(reports: Sequence[WorkerReport], samples: int, cores: int) -> Row:
             for report, share in zip(reports, shares, strict=True)
         ],
     }
+
+
+def _visible(first_stages: Sequence[WorkerReport], samples: int) -> float | None:
+    epochs = [report.epoch for report in first_stages if report.epoch is not None]
+    if len(epochs) < len(first_stages):
+        return None
+    return samples * sum(iterations for iterations, _ in epochs) / max(seconds for _, seconds in epochs)
 
 
 def _shares(used: Counters) -> dict[str, float]:

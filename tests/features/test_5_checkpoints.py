@@ -59,7 +59,7 @@ def _train(
 ) -> tuple[dict[str, Tensor], int]:
     """Trains and saves ``directory/last.ckpt``, and draws random numbers that an uninterrupted run would not."""
     torch.manual_seed(len(str(directory)))
-    strategy = SDPipeStrategy(num_stages, sync or AllReduce(), save_distributed_checkpoint=distributed)
+    strategy = SDPipeStrategy(num_stages, sync or AllReduce(), data="sharded", save_distributed_checkpoint=distributed)
     saving = ModelCheckpoint(directory, save_last=True)
     trainer, model = pipelines(directory, strategy, max_epochs=epochs, callbacks=[saving]), module()
     trainer.fit(model, train_loader(), ckpt_path=resume)

@@ -138,10 +138,11 @@ def test_times_are_stretched_until_the_cores_are_less_than_half_busy(processor: 
 def test_a_summary_adds_up() -> None:
     def report(stage: int, pipeline: int, clock: float) -> WorkerReport:
         used = Counters(clock, 0.5, 0.4 * clock, 0.1 * clock, 0.2 * clock, 0.05 * clock, 10, 20)
-        return WorkerReport(stage, pipeline, 10, used)
+        return WorkerReport(stage, pipeline, 10, used, (15, 2.0 + pipeline))
 
     found = summary([report(stage, pipeline, 1.0 + pipeline) for pipeline in (0, 1) for stage in (0, 1)], 8, 2)
     assert found["samples_per_s"] == pytest.approx(8 * (10 / 1.0 + 10 / 2.0))
+    assert found["visible_samples_per_s"] == pytest.approx(8 * 2 * 15 / 3.0)
     assert found["iteration_ms"] == pytest.approx(1e3 / 7.5)
     assert found["group_size"] == 2.0
     assert sum(found[share] for share in SHARES) == pytest.approx(1.0)
@@ -247,6 +248,8 @@ def test_the_suite_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert ours["injected_s"] == nosync["injected_s"] == bare["injected_s"] > 0
     for found in (ours, nosync, bare):
         assert found["samples_per_s"] > 0
+        assert (found["visible_samples_per_s"] or 0) < found["samples_per_s"]
+        assert (found["visible_samples_per_s"] is None) == (found["what"] == "bare_torch")
         assert len(found["workers"]) == 4
         assert found["compute"] > 0.01
         assert found["workload"] == "emulated"

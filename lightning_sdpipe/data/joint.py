@@ -1,0 +1,129 @@
+"""The batch that all pipelines train together, whose micro-batches they divide among themselves by their speed.
+
+Round r joins batch r of every home shard. Each of them is cut into P micro-batches as always, so there are N × P at
+fixed positions, whoever trains them. Pipeline i trains k_i, with Σ k_i = N × P: those of its own shard first, then what
+others leave of theirs. Equal speeds give everybody its own shard.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
+
+from lightning_sdpipe.data.drawing import DrawingDataset, Drawn, WorkerStart
+from lightning_sdpipe.data.shards import Shards
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
+from lightning_sdpipe.random_streams import mix
+
+Counts = Callable[[int], Sequence[int]]
+"""How many micro-batches of a round each pipeline trains."""
+
+
+def divide(counts: Sequence[int], parts: int) -> list[list[tuple[int, int]]]:
+    """Which micro-batches each pipeline trains, as (home shard, number), in order.
+
+    Args:
+        counts: of each pipeline; they add up to ``parts`` times their number.
+        parts: of each shard's batch.
+    """
+    kept = [[(home, number) for number in range(min(count, parts))] for home, count in enumerate(counts)]
+    left = iter([(home, number) for home, count in enumerate(counts) for number in range(min(count, parts), parts)])
+    return [own + [next(left) for _ in range(count - len(own))] for own, count in zip(kept, counts, strict=True)]
+
+
+class JointBatches:
+    """What ``loader`` gives of the micro-batches that are this pipeline's.
+
+    Args:
+        loader: with a DistributedSampler of this pipeline; :func:`~lightning_sdpipe.data.shards.why_sharded` has no
+            objection. It is left as it is.
+        num_pipelines: N.
+        pipeline: this one.
+        parts: P, micro-batches of a shard's batch.
+    """
+
+    def __init__(self, loader: DataLoader[Any], num_pipelines: int, pipeline: int, parts: int) -> None:
+        self._given: deque[Portion] = deque()
+        self._sampler = _PortionSampler(Shards(loader), num_pipelines, pipeline, parts, self._given)
+        self._iterator: Iterator[Any] | None = None
+        inner = self._loader = copy.copy(loader)
+        changes = {
+            "batch_sampler": self._sampler,
+            "dataset": DrawingDataset(loader.dataset),
+            "worker_init_fn": WorkerStart(loader.worker_init_fn) if loader.num_workers else None,
+            "generator": None,
+            "_iterator": None,
+        }
+        vars(inner).update(changes)  # a DataLoader's own assignments refuse some of them
+        self.ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        """So many rounds before a batch is taken, it is settled what it holds."""
+
+    def begin(self, epoch: int, start: int, counts: Counts, seed: int) -> None:
+        """Rounds from ``start`` on follow; ``seed`` is that of the run, equal on all workers."""
+        self._iterator = None
+        self._given.clear()
+        self._sampler.begin(epoch, start, counts, seed)
+
+    def take(self) -> tuple[Any, Portion]:
+        """The batch of the next round, and what it is.
+
+        Raises:
+            ConfigurationError: the loader gives fewer batches than it is asked for.
+        """
+        with isolate_rng(include_cuda=False):
+            if self._iterator is None:
+                self._iterator = iter(self._loader)
+            data = next(self._iterator, _NOTHING)
+        if data is _NOTHING:
+            raise ConfigurationError(
+                f"{type(self._loader).__name__} gave fewer batches than its sampler. With batch_by_speed=True each "
+                "must belong to one batch of indices; leave it out otherwise."
+            )
+        return data, self._given.popleft()
+
+
+_NOTHING = object()
+
+
+class _PortionSampler:
+    """Indices of this pipeline's portion of one round after the other."""
+
+    def __init__(self, shards: Shards, num_pipelines: int, pipeline: int, parts: int, given: deque[Portion]) -> None:
+        self._shards, self._num_pipelines, self._pipeline = shards, num_pipelines, pipeline
+        self._parts, self._given = parts, given
+        self._epoch: int | None = None
+
+    def begin(self, epoch: int, start: int, counts: Counts, seed: int) -> None:
+        if epoch != self._epoch:
+            self._shards.begin(mix(seed, epoch))
+        self._epoch, self._round, self._counts, self._seed = epoch, start, counts, seed
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __iter__(self) -> _PortionSampler:
+        return self
+
+    def __next__(self) -> list[Drawn]:
+        number = self._round
+        if number == len(self):
+            raise StopIteration
+        self._round += 1
+        batches = [self._shards.batch(home, number) for home in range(self._num_pipelines)]
+        sizes = [part_sizes(len(batch), self._parts) for batch in batches]
+        mine = divide(self._counts(number), self._parts)[self._pipeline]
+        places = tuple((number * self._num_pipelines + home, part) for home, part in mine)
+        samples = sum(map(len, batches)) / self._num_pipelines
+        self._given.append(Portion(places, tuple(sizes[home][part] for home, part in mine), samples))
+        drawn = []
+        for (home, part), place in zip(mine, places, strict=True):
+            start = sum(sizes[home][:part])
+            indices = batches[home][start : start + sizes[home][part]]
+            drawn.append(Drawn(mix(self._seed, self._epoch or 0, *place), indices))
+        return drawn

@@ -1,0 +1,209 @@
+"""Turns of Lightning's loop in which all pipelines train one batch together, each as many micro-batches of it as its
+speed allows.
+
+Pipelines tell each other how long they compute for a micro-batch: after a few rounds, then after ever more, up to
+:data:`LONGEST`. What they divide next follows from that, equally on all workers. Loaders prefetch, so a division holds
+from the round on that nobody has asked its loader for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from torch.utils._pytree import tree_unflatten
+
+from lightning_sdpipe.data.joint import JointBatches
+from lightning_sdpipe.data.shards import why_sharded
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.heterogeneity.injector import DelayInjector
+from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.pipeline.micro_batches import Portion
+from lightning_sdpipe.policies.shares import micro_batches_by_speed
+from lightning_sdpipe.trainer.split import Split, goes_on_in_another, refuse_other_split
+
+LONGEST = 32
+"""Rounds between two looks at the speeds, once these are known."""
+
+WORTH = 0.95
+"""A division is changed where the slowest pipeline would be done in this part of the time, or less."""
+
+
+class JointTurns:
+    """This worker's.
+
+    Args:
+        trainer: about to fit.
+        groups: this worker's place.
+        delays: how long this worker computes.
+        parts: P, micro-batches of a mini-batch at equal speeds.
+        unit: what a schedule needs a multiple of.
+        seed: of the run.
+        origin: which split of the data a checkpoint counts by, if one was loaded.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        groups: ProcessGroups,
+        delays: DelayInjector,
+        parts: int,
+        unit: int,
+        seed: Callable[[], int],
+        origin: Callable[[], Split | None],
+    ) -> None:
+        self._trainer, self._groups, self._delays = trainer, groups, delays
+        self._parts, self._unit, self._seed, self._origin = parts, unit, seed, origin
+        self._stage, self._pipeline = groups.mesh.locate(groups.rank)
+        self.counts = [parts] * groups.mesh.num_pipelines
+        """Micro-batches of each pipeline, as last decided."""
+        self.portion: Portion | None = None
+        """What this turn's batch is."""
+        self.position = None  # its micro-batches have their own
+        self.resumes = True
+        self._plan: list[tuple[int, Sequence[int]]] = []  # from which round of the epoch on
+        self._at: tuple[int, int] | None = None  # epoch and round that come next
+        self._rounds, self._look_at = 0, 1  # of this fit
+        self._trained = 0  # micro-batches since the last look
+        self._computed = 0.0
+
+    def deal(self, loader: Any, split: Split | None) -> None:
+        """The batches of ``loader`` from now on, whose data are ``split`` so.
+
+        Raises:
+            ConfigurationError: they cannot be divided.
+        """
+        reason = why_sharded(loader, self._pipeline, self._groups.mesh.num_pipelines)
+        if reason is None and loader.batch_sampler is None:
+            reason = "a loader with batch_size=None gives whole batches"
+        if reason is not None:
+            raise _refuse(reason)
+        self._loader, self._split, self._at = loader, split, None
+        self._batches = JointBatches(loader, self._groups.mesh.num_pipelines, self._pipeline, self._parts)
+        self._ahead = int(self._largest([float(self._batches.ahead)])[0])
+
+    def change(self) -> None:
+        """Begins a fit.
+
+        Raises:
+            ConfigurationError: the module splits or weighs its batches itself.
+        """
+        module = self._trainer.lightning_module
+        for name in ("split_batch", "weigh_batch"):
+            if hasattr(module, name):
+                raise _refuse(f"{type(module).__name__} has a {name}, and here each sample counts alike")
+        self._delays.measures = True
+        self._computed = self._seconds
+
+    def close(self) -> None:
+        """The fit is over; workers of the loader may end."""
+        self._batches = self.portion = None  # type: ignore[assignment]  # nobody asks any more
+        self._delays.measures = False
+
+    def take_over(self, fetcher: _DataFetcher) -> _DataFetcher:
+        """What gives the batches of the epoch that begins."""
+        if isinstance(fetcher, JointFetcher):
+            return fetcher
+        if len(fetcher.combined_loader.flattened) > 1:
+            raise _refuse("there are several train dataloaders, whose batches belong together")
+        before = self._origin()
+        if goes_on_in_another(self._trainer, before, self._split):
+            raise refuse_other_split(before, self._split)
+        return JointFetcher(fetcher, self)
+
+    def fetch(self) -> tuple[Any, int]:
+        """What the next turn trains, and how many of the epoch there are with it."""
+        here = self._trainer.current_epoch, int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        epoch, number = here
+        if here != self._at:
+            self._plan = [(number, self.counts)]
+            self._batches.begin(epoch, number, self._counts, self._seed())
+        if self._rounds == self._look_at:
+            self._look(number + self._ahead)
+        data, self.portion = self._batches.take()
+        self._at = epoch, number + 1
+        self._rounds += 1
+        self._trained += len(self.portion.sizes)
+        return data, number + 1
+
+    @property
+    def rounds_of_an_epoch(self) -> int:
+        return int(self._trainer.num_training_batches)
+
+    def _counts(self, number: int) -> Sequence[int]:
+        return next(counts for start, counts in reversed(self._plan) if start <= number)
+
+    def _look(self, number: int) -> None:
+        """At how fast everybody was. What is divided anew holds from round ``number`` on."""
+        first, bubble = self._rounds == 1, self._groups.mesh.num_stages - 1
+        self._look_at += min(2 * self._rounds, LONGEST)
+        seconds = self._measured()
+        if first or min(seconds) <= 0:  # a first round makes what the others find
+            return
+        new = divided(seconds, self._parts, self._unit, bubble)
+        if _longest(new, seconds, bubble) < WORTH * _longest(self.counts, seconds, bubble):
+            self.counts = new
+            self._plan.append((number, new))
+
+    def _measured(self) -> list[float]:
+        """Seconds that each pipeline has computed for a micro-batch since the last look: its slowest stage."""
+        computed, self._computed = self._computed, self._seconds
+        mine = [0.0] * len(self.counts)
+        mine[self._pipeline] = (self._computed - computed) / max(1, self._trained)
+        self._trained = 0
+        return self._largest(mine)
+
+    @property
+    def _seconds(self) -> float:
+        return self._delays.computed_seconds + self._delays.injected_seconds
+
+    def _largest(self, numbers: Sequence[float]) -> list[float]:
+        """Each of ``numbers``, where it is largest; every worker must call it."""
+        mine = torch.tensor(numbers, device=self._trainer.strategy.root_device)
+        with waiting_for(self._groups.everybody, "comparing speeds"):
+            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._groups.everybody)
+        found: list[float] = mine.tolist()
+        return found
+
+
+class JointFetcher(_DataFetcher):
+    """Takes over from Lightning's ``fetcher``, which has fetched nothing."""
+
+    def __init__(self, fetcher: _DataFetcher, turns: JointTurns) -> None:
+        self.__dict__.update(fetcher.__dict__)
+        self.turns = turns
+
+    def __iter__(self) -> JointFetcher:
+        self.fetched = 0
+        self.done = False
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        self._start_profiler()
+        try:
+            batch, self.fetched = self.turns.fetch()
+        finally:
+            self._stop_profiler()
+        self.done = self.fetched == self.turns.rounds_of_an_epoch
+        return tree_unflatten([batch], self.combined_loader._spec), self.fetched - 1, 0
+
+
+def divided(seconds: Sequence[float], parts: int, unit: int, bubble: int) -> list[int]:
+    """Micro-batches of each pipeline, by the ``seconds`` that each takes for one: ``parts`` on average."""
+    total = parts * len(seconds) // unit
+    return [unit * count for count in micro_batches_by_speed([unit * s for s in seconds], total, 1, bubble / unit)]
+
+
+def _longest(counts: Sequence[int], seconds: Sequence[float], bubble: int) -> float:
+    return max((count + bubble) * each for count, each in zip(counts, seconds, strict=True))
+
+
+def _refuse(reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"batch_by_speed=True was given, but {reason}. Leave it out: each pipeline then trains its own batch."
+    )

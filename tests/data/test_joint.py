@@ -1,0 +1,74 @@
+"""Which micro-batches each pipeline trains of a batch that all train together."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_sdpipe.data.joint import JointBatches, divide
+from lightning_sdpipe.trainer.joint_turns import divided
+
+SPEEDS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
+
+
+@given(seconds=SPEEDS, units=st.integers(1, 8), unit=st.integers(1, 3), bubble=st.integers(0, 3))
+def test_every_micro_batch_is_somebodys(seconds: list[float], units: int, unit: int, bubble: int) -> None:
+    parts, number = units * unit, len(seconds)
+    counts = divided(seconds, parts, unit, bubble)
+    portions = divide(counts, parts)
+    assert [len(portion) for portion in portions] == counts
+    assert min(counts) >= unit
+    assert all(count % unit == 0 for count in counts)
+    assert sorted(chain(*portions)) == [(home, part) for home in range(number) for part in range(parts)]
+    for pipeline, portion in enumerate(portions):
+        own = min(counts[pipeline], parts)
+        assert portion[:own] == [(pipeline, part) for part in range(own)]
+
+
+def test_equal_speeds_give_everybody_its_own() -> None:
+    assert divided([0.3] * 4, 8, 1, 0) == [8] * 4
+
+
+def test_who_is_twice_as_slow_trains_half() -> None:
+    assert divided([1, 1, 1, 2], 7, 1, 0) == [8, 8, 8, 4]
+    assert divided([1, 3], 8, 1, 1) == [13, 3]  # with two stages: 14 and 12 micro-batches' time, not 13 and 15
+
+
+class Drawing(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), torch.rand(()).item()])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_loaded_does_not_depend_on_who_loads_it(workers: int) -> None:
+    """What was decided before the loader was asked holds, however far it looks ahead; draws belong to micro-batches."""
+
+    def loaded(counts: dict[int, list[int]], start: int = 0) -> dict[tuple[int, int], Any]:
+        found = {}
+        for pipeline in range(2):
+            sampler: Any = DistributedSampler(Drawing(), 2, pipeline, drop_last=True)
+            loader = DataLoader(Drawing(), 4, sampler=sampler, num_workers=workers)
+            batches = JointBatches(loader, 2, pipeline, 2)
+            assert batches.ahead == 2 * workers
+            batches.begin(3, start, lambda number: counts[number], 7)
+            for _ in range(start, 3):
+                data, portion = batches.take()
+                for place, samples in zip(portion.places, data.split(portion.sizes), strict=True):
+                    found[place] = samples.tolist()
+                assert portion.share == pytest.approx(len(data) / portion.samples)
+        return found
+
+    equal = loaded({0: [2, 2], 1: [2, 2], 2: [2, 2]})
+    assert len(equal) == 12
+    assert len({tuple(sample) for samples in equal.values() for sample in samples}) == 22
+    assert loaded({0: [2, 2], 1: [3, 1], 2: [1, 3]}) == equal
+    assert loaded({1: [1, 3], 2: [3, 1]}, start=1) == {place: equal[place] for place in equal if place[0] >= 2}

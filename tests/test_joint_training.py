@@ -1,0 +1,245 @@
+"""All-reduce over micro-batches that are divided by speed, on real processes: exact, whoever trains what."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import chain, cycle
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
+from lightning_sdpipe.heterogeneity.slowdowns import Static
+from lightning_sdpipe.trainer.joint_turns import JointTurns
+
+SECONDS = 0.001
+BATCH = 6
+SAMPLES = 12 * 2 * BATCH + 8  # of two pipelines; their last batch is smaller
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor([index / self.size, (index % 7) / 7]), torch.tensor(index)
+
+
+class Slow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(SECONDS)
+        return x
+
+
+class Model(L.LightningModule):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(2, 6), Slow(), nn.Dropout(dropout), nn.Linear(6, 6), Slow(), nn.Linear(6, 1))
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, indices = batch
+        self.seen.append((self.current_epoch, batch_idx, indices.tolist()))
+        loss = nn.functional.mse_loss(self.net(x), x.sum(1, keepdim=True))
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.5)
+
+
+class Diary(Callback):
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.rounds: list[int] = []
+        self.saved: list[int] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.rounds.append(len(batch[0]))
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.saved.append(len(module.seen))
+
+    def on_fit_end(self, trainer: L.Trainer, module: Any) -> None:
+        record = {
+            "seen": module.seen,
+            "rounds": self.rounds,
+            "saved": self.saved,
+            "loss": float(trainer.callback_metrics["loss"]),
+            "weights": {name: value.tolist() for name, value in module.state_dict().items() if not value.is_meta},
+        }
+        (self.directory / f"{trainer.global_rank}.json").write_text(json.dumps(record))
+
+
+def fit(
+    directory: Path,
+    factors: tuple[float, ...],
+    *,
+    by_speed: bool = True,
+    stages: int = 1,
+    dropout: float = 0.0,
+    workers: int = 0,
+    callbacks: tuple[Callback, ...] = (),
+    ckpt_path: Path | None = None,
+    strategy: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """What each rank wrote down; one rank is one process that trains the batches of two pipelines."""
+    directory.mkdir(exist_ok=True)
+    if len(factors) > 1:
+        given: dict[str, Any] = {"sync": AllReduce(), "num_micro_batches": 4, "batch_by_speed": by_speed}
+        chosen: Any = SDPipeStrategy(
+            stages,
+            delays=Static(factors),
+            start_method="fork",
+            timeout=timedelta(seconds=30),
+            **{**given, **(strategy or {})},
+        )
+        loader = DataLoader(Numbered(SAMPLES), BATCH, shuffle=True, num_workers=workers)
+    else:
+        chosen, data = "auto", Numbered(SAMPLES)
+        loader = DataLoader(data, 2 * BATCH, sampler=DistributedSampler(data, 1, 0))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=len(factors),
+        strategy=chosen,
+        default_root_dir=directory,
+        callbacks=[*callbacks, Diary(directory)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **{"max_epochs": 2, "enable_checkpointing": bool(callbacks), **options},
+    )
+    trainer.fit(Model(dropout), loader, DataLoader(Numbered(8), 2), ckpt_path=ckpt_path)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(len(factors))]
+
+
+def assert_same_weights(records: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
+    expected = {name: value for record in whole for name, value in record["weights"].items()}
+    for record in records:
+        for name, value in record["weights"].items():
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[name]), rtol=1e-5, atol=1e-6)
+
+
+def once_each(records: list[dict[str, Any]], epochs: list[int]) -> None:
+    for epoch in epochs:
+        trained = [indices for record in records for e, _, indices in record["seen"] if e == epoch]
+        assert sorted(chain.from_iterable(trained)) == list(range(SAMPLES))
+
+
+@pytest.fixture
+def changing_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First one pipeline is said to be faster, then the other, whatever this machine has to do meanwhile."""
+    said = cycle([[9.0, 1.0], [1.0, 3.0], [4.0, 1.0], [1.0, 9.0], [1.0, 1.0]])
+    monkeypatch.setattr(JointTurns, "_measured", lambda _: next(said))
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("changing_speeds")
+@pytest.mark.parametrize(("stages", "workers"), [(1, 1), (2, 0)])
+def test_it_computes_what_one_process_computes(tmp_path: Path, stages: int, workers: int) -> None:
+    """With accumulation that the epoch cuts short, micro-batches of unlike sizes and a smaller last batch."""
+    factors = (1.0,) * 2 * stages
+    options = {"accumulate_grad_batches": 2}
+    records = fit(tmp_path / "ours", factors, stages=stages, workers=workers, **options)
+    (whole,) = fit(tmp_path / "whole", (1.0,), **options)
+    assert_same_weights(records, [whole])
+    for record in records:
+        assert record["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    for stage in range(stages):
+        once_each(records[stage::stages], [0, 1])
+    counts = [max(record["rounds"]) for record in records[::stages]]
+    assert min(counts) > BATCH
+
+
+@pytest.mark.distributed
+def test_who_trains_a_micro_batch_does_not_change_what_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with equal speeds everybody trains its own shard."""
+    shards = fit(tmp_path / "shards", (1.0, 1.0), by_speed=False, dropout=0.3)
+    monkeypatch.setattr(JointTurns, "_measured", lambda _: [1.0, 1.02])
+    equal = fit(tmp_path / "equal", (1.0, 1.0), dropout=0.3)
+    monkeypatch.setattr(JointTurns, "_measured", lambda _: [1.0, 3.0])
+    unequal = fit(tmp_path / "unequal", (1.0, 1.0), dropout=0.3)
+    assert_same_weights(equal, shards)
+    assert_same_weights(unequal, shards)
+    assert [record["seen"] for record in equal] == [record["seen"] for record in shards]
+    assert [max(record["rounds"]) for record in unequal] == [8, BATCH]
+    assert [min(record["rounds"][3:12]) for record in unequal] == [8, 4]
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("changing_speeds")
+def test_resuming_in_mid_epoch_neither_repeats_nor_skips(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
+    first = fit(tmp_path / "first", (1.0, 1.0), callbacks=(saver,), max_epochs=1)
+    path = tmp_path / "step=5.ckpt"
+    rest = fit(tmp_path / "rest", (1.0, 1.0), ckpt_path=path, max_epochs=1)
+    assert_same_weights(rest, first)
+    for record in first:
+        record["seen"] = record["seen"][: record["saved"][0]]
+    once_each([*first, *rest], [0])
+    with pytest.raises(Exception, match="it is not known which samples remain"):
+        fit(tmp_path / "other", (1.0, 1.0, 1.0), ckpt_path=path, max_epochs=1)
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.zeros(2)])
+
+
+class Weighs(Model):
+    def weigh_batch(self, batch: Any) -> float:
+        return 1.0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("module", "loader", "message"),
+    [
+        (Model(), DataLoader(Endless(), BATCH), "an IterableDataset is read in order"),
+        (Model(), DataLoader(Numbered(8), None), "a loader with batch_size=None gives whole batches"),
+        (Model(), [DataLoader(Numbered(8)), DataLoader(Numbered(8))], "there are several train dataloaders"),
+        (Weighs(), DataLoader(Numbered(8), 4), "Weighs has a weigh_batch, and here each sample counts alike"),
+        (Model(), DataLoader(Numbered(6), 4), "A batch of 2 samples cannot be split into num_micro_batches=4"),
+    ],
+    ids=["iterable", "unbatched", "several", "weighs", "small"],
+)
+def test_what_cannot_be_divided_is_refused(tmp_path: Path, module: Any, loader: Any, message: str) -> None:
+    strategy = SDPipeStrategy(sync=AllReduce(), num_micro_batches=4, batch_by_speed=True, start_method="fork")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, default_root_dir=tmp_path, **quiet)
+    with pytest.raises(Exception, match=message):
+        trainer.fit(module, loader)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "does not go with sync=SemiDecentralized"),
+        ({"sync": AllReduce()}, "num_micro_batches is 1"),
+        ({"sync": AllReduce(), "schedule": "pipedream", "num_stages": 2}, "does not go with schedule='pipedream'"),
+    ],
+)
+def test_where_nothing_can_be_divided(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        SDPipeStrategy(batch_by_speed=True, **given)
