@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_sdpipe.errors import ConfigurationError as ConfigurationError
+    from lightning_sdpipe.exchange.payloads import EightBit as EightBit
+    from lightning_sdpipe.exchange.payloads import Full as Full
+    from lightning_sdpipe.exchange.payloads import Half as Half
+    from lightning_sdpipe.exchange.payloads import OneBit as OneBit
+    from lightning_sdpipe.exchange.payloads import TopK as TopK
+    from lightning_sdpipe.exchange.value import Exchange as Exchange
     from lightning_sdpipe.partition.plan import Balanced as Balanced
     from lightning_sdpipe.strategy import SDPipeStrategy as SDPipeStrategy
     from lightning_sdpipe.sync import ADPSGD as ADPSGD
     from lightning_sdpipe.sync import PHDPSGD as PHDPSGD
     from lightning_sdpipe.sync import AllReduce as AllReduce
+    from lightning_sdpipe.sync import Decentralized as Decentralized
+    from lightning_sdpipe.sync import DiLoCo as DiLoCo
     from lightning_sdpipe.sync import HetPipe as HetPipe
     from lightning_sdpipe.sync import LocalSGD as LocalSGD
     from lightning_sdpipe.sync import NoSync as NoSync
@@ -29,11 +37,19 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ConfigurationError": "lightning_sdpipe.errors",
+    "EightBit": "lightning_sdpipe.exchange.payloads",
+    "Exchange": "lightning_sdpipe.exchange.value",
+    "Full": "lightning_sdpipe.exchange.payloads",
+    "Half": "lightning_sdpipe.exchange.payloads",
+    "OneBit": "lightning_sdpipe.exchange.payloads",
+    "TopK": "lightning_sdpipe.exchange.payloads",
     "Balanced": "lightning_sdpipe.partition.plan",
     "SDPipeStrategy": "lightning_sdpipe.strategy",
     "ADPSGD": "lightning_sdpipe.sync",
     "PHDPSGD": "lightning_sdpipe.sync",
     "AllReduce": "lightning_sdpipe.sync",
+    "Decentralized": "lightning_sdpipe.sync",
+    "DiLoCo": "lightning_sdpipe.sync",
     "HetPipe": "lightning_sdpipe.sync",
     "LocalSGD": "lightning_sdpipe.sync",
     "NoSync": "lightning_sdpipe.sync",

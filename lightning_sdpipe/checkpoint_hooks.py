@@ -9,7 +9,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from torch.optim import Optimizer
 
-from lightning_sdpipe.checkpoints import random_states
+from lightning_sdpipe.checkpoints import beside_optimizer
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
@@ -42,7 +42,8 @@ class CheckpointHooks(Collectives):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._assembled is None:  # other processes have run, and this one has the whole module
             return self.module.state_dict()
-        if self._membership is not None:  # else the run is over, and nothing under way
+        alone = self._checkpoints.only_held or self._run.membership is None  # else the run is over, nothing under way
+        if not alone:
             self._whereabouts.check("save_checkpoint")
             self.training.pause()
         return self._checkpoints.module_state()
@@ -54,11 +55,18 @@ class CheckpointHooks(Collectives):
         self._checkpoints.load_module(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoints.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+        own = getattr(optimizer, "_optimizer", optimizer)
+        states = {} if self._training is None else self._training.sync.parameter_states()
+        with beside_optimizer.added_to(own, states):
+            gathered = self._checkpoints.optimizer_state(own)
+            if "state" in gathered:  # of its own: what is added goes again
+                gathered["state"] = {place: dict(state) for place, state in gathered["state"].items()}
+            return gathered
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         finetuning.restore_groups(self._trainer, self.optimizers[0])
         self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
+        self.training.sync.load_parameter_states(beside_optimizer.taken_from(self.optimizers[0]))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._assembled is not None and self._checkpoints.distributed:
@@ -80,4 +88,4 @@ class CheckpointHooks(Collectives):
         super().remove_checkpoint(filepath)
 
     def _random_states(self) -> dict[str, Any]:
-        return {"data_seed": self._data_seed, "split": self._split, **random_states.gather(self.groups)}
+        return {"data_seed": self._data_seed, "split": self._split, **self._run.random_states()}

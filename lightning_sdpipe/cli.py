@@ -1,5 +1,6 @@
 """``sdpipe``: the operator's commands. Starts without torch.
 
+``sdpipe run`` trains on one machine with several pipelines, whoever of them dies.
 ``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, ``sdpipe status ADDRESS`` shows
 how it goes, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe
 partition`` shows how a model would be cut, ``sdpipe check`` whether it then computes the same, and ``sdpipe record
@@ -22,6 +23,8 @@ from statistics import fmean
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.terms import Terms
+from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     WorkerKeys,
@@ -41,6 +44,7 @@ _OWN_OPTIONS = {  # commands that parse their own
     "simulate": "simulate.__main__",
     "measure": "placement.measure",
     "place": "placement.command",
+    "run": "supervision.command",
 }
 
 
@@ -62,10 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="sdpipe", description="The scheduler of lightning_sdpipe: keys, service, status."
+        prog="sdpipe", description="lightning_sdpipe: elastic runs, the scheduler, models, placement."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    commands.add_parser("run", help="train with pipelines that are started again when they die", add_help=False)
     commands.add_parser("partition", help="show the chain of a model and where it would be cut", add_help=False)
     commands.add_parser("check", help="compare what a cut model computes with the whole one", add_help=False)
     commands.add_parser("simulate", help="run a policy under stragglers, in virtual time", add_help=False)
@@ -102,8 +107,36 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="a value of the policy, as in --set window=0.05 --set connectivity=5; may be repeated",
     )
+    scheduler.add_argument("--policy-file", type=Path, help="the policy as `sdpipe run` hands it over, instead")
     scheduler.add_argument(
         "--worker-timeout", type=float, default=30.0, help="seconds of silence until a worker counts as left"
+    )
+    scheduler.add_argument(
+        "--min-pipelines",
+        type=int,
+        default=1,
+        help="of an elastic run: with fewer, the others wait instead of training (default: %(default)s)",
+    )
+    scheduler.add_argument(
+        "--start-pipelines", type=int, help="of an elastic run: how many begin together (default: --min-pipelines)"
+    )
+    scheduler.add_argument(
+        "--gather",
+        type=float,
+        default=60.0,
+        help="seconds after which an elastic run begins with fewer than that, if there are --min-pipelines",
+    )
+    scheduler.add_argument(
+        "--hold-limit",
+        type=float,
+        default=1800.0,
+        help="seconds of waiting for --min-pipelines that end an elastic run (default: %(default)s)",
+    )
+    scheduler.add_argument(
+        "--lifeline-port",
+        type=int,
+        default=0,
+        help="to which the processes of an elastic run connect, besides the scheduler's own (default: any)",
     )
     scheduler.add_argument("--log", type=Path, help="file that gets every event and decision, as lines of JSON")
     scheduler.add_argument(
@@ -149,8 +182,9 @@ def _scheduler(options: argparse.Namespace) -> int:
         format="%(asctime)s %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    by_file = None if options.policy_file is None else policy_file.read(options.policy_file)
     server = Server(
-        registry.from_text(options.policy, options.set),
+        by_file or registry.from_text(options.policy, options.set),
         options.num_stages,
         options.num_pipelines,
         options.bind,
@@ -158,6 +192,8 @@ def _scheduler(options: argparse.Namespace) -> int:
         worker_timeout=options.worker_timeout,
         log=options.log,
         journal=options.journal,
+        elastic=Terms(options.min_pipelines, options.start_pipelines, options.gather, options.hold_limit),
+        lifeline_port=options.lifeline_port,
     )
     with stop_signals(signal.SIGINT, signal.SIGTERM) as stop, server:
         print(f"scheduler listens at {server.address}", flush=True)
@@ -196,18 +232,18 @@ def _replay(options: argparse.Namespace) -> int:
     differs = False
     for record in read_log(options.file):
         beginning, entries = record.beginning, record.entries
-        decided = sum(len(entry.decisions) + len(entry.leases) for entry in entries)
+        decided = sum(len(entry.decisions) + len(entry.leases) + len(entry.members) for entry in entries)
         print(
             f"scheduler of {beginning.time}: {beginning.policy['type']} for {beginning.num_stages} × "
             f"{beginning.num_pipelines}, {len(entries)} events, {decided} decisions"
         )
-        first = next(differences(record.policy(), record.dealer(), entries), None)
+        first = next(differences(record.policy(), record.dealer(), entries, record.membership()), None)
         if first is None:
             print("the policy decides the same again")
             continue
         differs = True
         print(f"event {first.number} at {first.entry.at:.6f}: {first.entry.event}")
-        print(f"  recorded  {first.entry.decisions or first.entry.leases}")
+        print(f"  recorded  {first.entry.decisions or first.entry.leases or first.entry.members}")
         print(f"  now       {first.decisions}")
     return int(differs)
 

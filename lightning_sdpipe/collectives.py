@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,12 +13,15 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sdpipe.assembly import Assembled
+from lightning_sdpipe.elastic.run import ElasticRun
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.membership import Membership
+from lightning_sdpipe.launching.launcher import give_up
+from lightning_sdpipe.membership import Member
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.run import Run
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
 from lightning_sdpipe.training import Training
 
@@ -28,12 +31,15 @@ _T = TypeVar("_T")
 class Collectives(SDPipeOptions):
     """Lightning's collectives, for workers that need not be at the same point of training."""
 
-    _groups: ProcessGroups | None = None
-    _membership: Membership | None = None
     _assembled: Assembled | None = None
     _training: Training | None = None
 
     # ------------------------------------------------ what this worker has of a run
+
+    @cached_property
+    def _run(self) -> Run:
+        end = partial(lambda: give_up(self._launcher))
+        return Run(self, end) if self._job is None else ElasticRun(self, self._job, end)
 
     @property
     def module(self) -> LightningModule:
@@ -46,13 +52,12 @@ class Collectives(SDPipeOptions):
 
     @property
     def groups(self) -> ProcessGroups:
-        assert self._groups is not None, "setup_environment opens the groups"
-        return self._groups
+        return self._run.groups
 
     @property
-    def membership(self) -> Membership:
-        assert self._membership is not None, "setup_environment connects to the scheduler"
-        return self._membership
+    def membership(self) -> Member:
+        assert self._run.membership is not None, "setup_environment connects to the scheduler"
+        return self._run.membership
 
     @property
     def training(self) -> Training:
@@ -86,10 +91,8 @@ class Collectives(SDPipeOptions):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._whereabouts.check("reduce_boolean_decision")
-        votes = torch.tensor(int(decision), device=self.root_device)
         with self._together("a decision"):
-            dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else bool(votes)
+            return self._run.vote(decision, all)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor from each pipeline, of the replicas of this stage.
@@ -121,13 +124,13 @@ class Collectives(SDPipeOptions):
         others have been started there is nobody to wait for."""
         if self._training is not None:
             self._training.come_together()
-        if self._groups is None:
+        if not self._run.opened:
             yield
         else:
-            with self._first_failure(), waiting_for(group or self._groups.everybody, purpose):
+            with self._first_failure(), waiting_for(group or self.groups.everybody, purpose):
                 yield
 
     def _first_failure(self) -> AbstractContextManager[None]:
-        if self._membership is None:  # the run is over
+        if self._run.membership is None:  # the run is over
             return nullcontext()
-        return self._membership.first_failure(lambda: self._trainer.received_sigterm)
+        return self._run.membership.first_failure(lambda: self._trainer.received_sigterm)

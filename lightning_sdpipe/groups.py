@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -12,14 +13,33 @@ import torch.distributed as dist
 from lightning_sdpipe.mesh import Mesh
 
 
+class Traffic:
+    """Bytes that were sent to other replicas; several threads may add to it."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, sent: int) -> None:
+        with self._lock:
+            self.bytes += sent
+
+
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of a stage, as one of them reaches the others: by the rank of each pipeline in a process group."""
+    """Replicas of a stage, all or some, as one of them reaches the others: by the rank of each pipeline in a process
+    group."""
 
     group: dist.ProcessGroup
-    ranks: Sequence[int]  # of each pipeline, in ``group``
+    ranks: Sequence[int] | Mapping[int, int]  # of each pipeline that ``group`` holds, in it
     stage: int
     pipeline: int  # this worker's
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
+
+    @property
+    def pipelines(self) -> Sequence[int]:
+        """Whose replicas they are, in order."""
+        return sorted(self.ranks) if isinstance(self.ranks, Mapping) else range(len(self.ranks))
 
     def name(self, pipeline: int) -> str:
         """Of another one, for messages."""
@@ -37,33 +57,58 @@ class Replicas:
 @dataclass(frozen=True)
 class ProcessGroups:
     """This worker's place in the mesh and its groups: ``pipeline`` holds the stages of its pipeline, ``stage`` the
-    replicas of its stage in all pipelines."""
+    replicas of its stage in all pipelines of this world (in an elastic job, itself)."""
 
     mesh: Mesh
     rank: int
     pipeline: dist.ProcessGroup
     stage: dist.ProcessGroup
     _side_channels: list[dist.ProcessGroup] = field(default_factory=list)
+    _parts: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     @classmethod
     def open(cls, mesh: Mesh, timeout: timedelta | None) -> ProcessGroups:
         """Every rank must call it. ``timeout`` bounds each transfer: a sub-group does not inherit the world's."""
         rank = dist.get_rank()
-        stage, pipeline = mesh.locate(rank)
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        rows = [tuple(mesh.pipeline_ranks(i)) for i in range(mesh.num_pipelines)]
         columns = [tuple(mesh.stage_ranks(j)) for j in range(mesh.num_stages)]
-        for ranks in (*rows, *columns):
+        for ranks in (*mesh.ranks, *columns):
             if ranks not in groups:
                 groups[ranks] = dist.new_group(sorted(ranks), timeout=timeout)
-        return cls(mesh, rank, groups[rows[pipeline]], groups[columns[stage]])
+        row, column = (next(ranks for ranks in those if rank in ranks) for those in (mesh.ranks, columns))
+        return cls(mesh, rank, groups[row], groups[column])
 
     def replicas(self, group: dist.ProcessGroup | None = None) -> Replicas:
         """Of this worker's stage, over ``group``, which holds them all: that of the stage if it is None."""
         stage, pipeline = self.mesh.locate(self.rank)
         ranks = self.mesh.stage_ranks(stage)
         in_order = sorted(ranks)
-        return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline)
+        return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
+
+    def part(self, parts: Sequence[Sequence[int]], timeout: timedelta | None) -> Replicas | None:
+        """The replicas of this worker's stage in those pipelines of ``parts`` that this worker's is one of; None if it
+        is the only one.
+
+        Every rank must call it with the same ``parts``, which do not overlap; they are opened once.
+        """
+        stage, pipeline = self.mesh.locate(self.rank)
+        key = tuple(tuple(sorted(part)) for part in parts)
+        if key not in self._parts:
+            self._parts[key] = None
+            for j in range(self.mesh.num_stages):
+                for part in key:
+                    if 1 < len(part) < self.mesh.num_pipelines:
+                        ranks = sorted(self.mesh.rank(j, i) for i in part)
+                        group = dist.new_group(ranks, timeout=timeout)
+                        if self.rank in ranks:
+                            self._parts[key] = group
+        own = next(part for part in key if pipeline in part)
+        if len(own) == 1:
+            return None
+        in_order = sorted(self.mesh.rank(stage, i) for i in own)
+        ranks_of = {i: in_order.index(self.mesh.rank(stage, i)) for i in own}
+        return Replicas(self._parts[key] or self.stage, ranks_of, stage, pipeline, self.traffic)
 
     def side_channel(self, timeout: timedelta | None) -> dist.ProcessGroup:
         """A second group of the replicas of this worker's stage, on gloo, for threads beside the training.
@@ -80,7 +125,7 @@ class ProcessGroups:
 
     @property
     def everybody(self) -> dist.ProcessGroup:
-        """All workers of the run."""
+        """All workers of the run; of the pipeline, in an elastic job."""
         world = dist.group.WORLD
         assert world is not None, "open() has been called, so the world exists"
         return world

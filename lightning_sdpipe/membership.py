@@ -7,9 +7,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch.distributed as dist
@@ -114,6 +115,21 @@ def connect(
         client.close()
         raise
     return client
+
+
+class Member(Protocol):
+    """One worker's place in a run, of any kind."""
+
+    client: SchedulerClient
+
+    def first_failure(self, told_to_end: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Around what waits for others, who may have failed."""
+
+    def fail(self, exception: BaseException) -> None:
+        """This worker ends by ``exception``."""
+
+    def close(self) -> None:
+        """The run is over."""
 
 
 class Membership:

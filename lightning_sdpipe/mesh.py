@@ -68,3 +68,33 @@ class Mesh:
     def pipeline_ranks(self, pipeline: int) -> Sequence[int]:
         """The workers of one pipeline, by stage."""
         return self.ranks[pipeline]
+
+
+@dataclass(frozen=True)
+class OnePipeline(Mesh):
+    """The mesh as a pipeline of an elastic job sees it. Its world has its own ranks; others are in worlds of theirs."""
+
+    number: int = 0
+    """Of this pipeline; it may be above N, if more came than were planned."""
+    counted: int = 1
+    """N, the pipelines by which an epoch is counted, however many train."""
+
+    @classmethod
+    def of(cls, num_stages: int, number: int, counted: int) -> OnePipeline:
+        """Rank 0 has the last stage, as in other meshes."""
+        return cls((tuple(range(num_stages - 1, -1, -1)),), number, counted)
+
+    @property
+    def num_pipelines(self) -> int:
+        return self.counted
+
+    def locate(self, rank: int) -> tuple[int, int]:
+        return self.ranks[0].index(rank), self.number
+
+    def rank(self, stage: int, pipeline: int) -> int:
+        return self.pipeline_ranks(pipeline)[stage]
+
+    def pipeline_ranks(self, pipeline: int) -> Sequence[int]:
+        if pipeline != self.number:
+            raise ValueError(f"pipeline {pipeline} is in another world than pipeline {self.number}")
+        return self.ranks[0]

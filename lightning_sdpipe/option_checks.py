@@ -18,6 +18,7 @@ LOOPED = ("interleaved_1f1b", "zero_bubble")  # schedules that give a worker sev
 # How to write what is easily written otherwise.
 _FOR_EXAMPLE = {
     "sync": "AllReduce()",
+    "exchange": 'Exchange(EightBit(), overlap="step")',
     "delays": "Delays(probability=0.1, seconds=0.3)",
     "partition": '"parameters", or [3, 2]: the number of blocks of each stage',
     "blocks": '["model.embeddings", "model.layers.*"]',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -12,17 +13,21 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sdpipe import option_checks
 from lightning_sdpipe.assembly import Options
+from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
+from lightning_sdpipe.launching import elastic_job
+from lightning_sdpipe.launching.elastic_environment import ElasticEnvironment
 from lightning_sdpipe.membership import scheduler_log, standing_scheduler
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.placement.placed import placed_blocks, read_placement
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
-from lightning_sdpipe.sync.methods import method_of, refuse_in_step, refuse_to_divide
+from lightning_sdpipe.sync.methods import method_of, refuse_exchange, refuse_in_step, refuse_to_divide
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
@@ -35,6 +40,9 @@ class SDPipeOptions(DDPStrategy):
         num_stages: M, the stages of a pipeline; must divide the number of workers.
         sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default. Or the values of a
             policy of your own, or its import path, as in ``"my_package.policies:RoundRobin"``.
+        exchange: how tensors move between the replicas of a stage, as
+            ``Exchange(EightBit(), overlap="step", hierarchy="hosts")``; in full precision, at once and between any two
+            workers alike by default.
         schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
             optimizer steps, and so do ``"interleaved_1f1b"`` and ``"zero_bubble"``, which cut the model into
             ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
@@ -89,6 +97,7 @@ class SDPipeOptions(DDPStrategy):
         self,
         num_stages: int = 1,
         sync: SyncMethod | PolicyConfig | str | None = None,
+        exchange: Exchange | None = None,
         schedule: Schedule = "1f1b",
         stages_per_worker: int = 2,
         num_micro_batches: int | None = None,
@@ -118,6 +127,9 @@ class SDPipeOptions(DDPStrategy):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
         option_checks.check(given, unknown, get_type_hints(SDPipeOptions.__init__))
+        self._job = job = elastic_job.from_environment(os.environ)
+        if job is not None:
+            num_stages, data, cluster_environment = job.num_stages(num_stages), "dealt", ElasticEnvironment(job)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=None if parallel_devices is None else list(parallel_devices),
@@ -147,6 +159,8 @@ class SDPipeOptions(DDPStrategy):
         self.on_nonfinite = on_nonfinite
         self._run_timeout = timeout
         self._method = method_of(self.sync)
+        self.exchange = exchange if exchange is not None else Exchange()
+        refuse_exchange(self.sync, self._method, self.exchange)
         self.data = data
         self.batch_by_speed = batch_by_speed
         if data == "dealt":
@@ -154,7 +168,23 @@ class SDPipeOptions(DDPStrategy):
         if batch_by_speed:
             refuse_to_divide(self.sync, schedule, self.num_micro_batches)
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
+        if job is not None:
+            standing = self._standing_scheduler
+            elastic_job.require_scheduler(job, None if standing is None else standing.address)
         self._scheduler_log = scheduler_log(log_dir, self._standing_scheduler)
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """Of this machine: those of the Trainer, or of them those of an elastic job."""
+        return super().parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if self._job is not None and devices:
+            if (said := self._job.overrides(len(devices), self.num_nodes)) is not None:
+                rank_zero_info(said)
+            devices = self._job.devices(devices)
+        self._parallel_devices = devices
 
     @property
     def total_stages(self) -> int:

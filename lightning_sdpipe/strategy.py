@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,22 +17,17 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe.assembly import Assembled, assemble
 from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
-from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, mark_parts, to_cpu
+from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.launching.environment import naming_the_port, where_to_listen
-from lightning_sdpipe.launching.launcher import end_after_failure, give_up, launcher_for
-from lightning_sdpipe.membership import Membership
+from lightning_sdpipe.launching.environment import naming_the_port
+from lightning_sdpipe.launching.launcher import end_after_failure, launcher_for
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
-from lightning_sdpipe.pipeline.data import PipelineLoader, shared, shared_seed
-from lightning_sdpipe.placement.placed import check_shape, mesh_of
-from lightning_sdpipe.placement.roll_call import roll_call
-from lightning_sdpipe.policies import registry
+from lightning_sdpipe.pipeline.data import PipelineLoader, shared_seed
 from lightning_sdpipe.sync.methods import deals
-from lightning_sdpipe.sync.synchronizer import Replica, SyncStatistics
+from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.adaptation import adapt
 from lightning_sdpipe.trainer.clock import ClockChecks
@@ -41,8 +35,15 @@ from lightning_sdpipe.trainer.dealt_turns import DealtTurns
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.joint_turns import JointTurns
+from lightning_sdpipe.trainer.loss_scale import current_scale
 from lightning_sdpipe.trainer.nonfinite import Watch
-from lightning_sdpipe.trainer.optimizers import corrected, refuse_unfit
+from lightning_sdpipe.trainer.optimizers import (
+    OptimizerProgress,
+    corrected,
+    follow,
+    refuse_unfit,
+    refuse_unfit_momentum,
+)
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import (
@@ -63,10 +64,8 @@ class SDPipeStrategy(CheckpointHooks):
     The arguments are those of :class:`~lightning_sdpipe.options.SDPipeOptions`.
     """
 
-    _placed: Mesh | None = None
     _plan: tuple[nn.Module, plan.Plan] | None = None
     _undo: Sequence[Callable[[], None]] = ()
-    _unmark: Callable[[], None] | None = None
     _failed = _gathers = False
     _turns: DealtTurns | JointTurns | None = None
 
@@ -79,15 +78,10 @@ class SDPipeStrategy(CheckpointHooks):
     @property
     def mesh(self) -> Mesh:
         """Who is which worker. Where devices are placed, that is known once the ranks have met."""
-        if self._placed is not None:
-            return self._placed
-        if self.placement is not None:
-            check_shape(self.placement, self.num_stages, self.num_nodes * self.num_processes)
-        return Mesh.build(self.num_nodes * self.num_processes, self.num_stages)
+        return self._run.mesh
 
     def _configure_launcher(self) -> None:
-        mesh = self.mesh  # refuses a number of workers that does not fit
-        registry.build(self._method.policy, mesh.num_stages, mesh.num_pipelines)  # and values that do not fit the mesh
+        self._run.check()
         timeout = self._run_timeout.total_seconds()
         self._launcher = launcher_for(self, self._start_method, self._check_module, timeout)
 
@@ -101,20 +95,8 @@ class SDPipeStrategy(CheckpointHooks):
         assert environment is not None
         with naming_the_port(environment):
             super().setup_environment()
-        if self._groups is None:
-            if self.placement is not None:
-                self._placed = mesh_of(self.placement, roll_call(self.local_rank, self.root_device))
-            self._groups = ProcessGroups.open(self.mesh, self._run_timeout)
+        self._run.open()
         self._data_seed = shared_seed()
-        self._membership = Membership(
-            self.mesh,
-            self._method.policy,
-            self._standing_scheduler,
-            lambda: where_to_listen(environment, self.num_nodes),
-            self._run_timeout.total_seconds(),
-            lambda: give_up(self._launcher),
-            self._scheduler_log,
-        )
 
     def _get_process_group_backend(self) -> str:
         """By default both kinds of tensors can travel: headers and metrics are on the CPU."""
@@ -131,12 +113,14 @@ class SDPipeStrategy(CheckpointHooks):
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer)
         refuse_waiting_for_later_batches(trainer, self.schedule, self._method.policy)
+        self._run.check_trainer(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
         self._prepare_training(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._run.set_out(trainer)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -167,28 +151,25 @@ class SDPipeStrategy(CheckpointHooks):
         self._assembled = assemble(
             self.module, stages, self.groups, self.pipeline_options, self._initialisation, self.root_device
         )
-        if self._unmark is not None:
-            self._unmark()
-        self._unmark = mark_parts(self.module)
         ownership = self._assembled.ownership
         self._checkpoints = Checkpoints(self.module, ownership, self.groups, self.save_distributed_checkpoint)
 
     def _prepare_training(self, trainer: Trainer) -> None:
         """Makes what the hooks below call, and Lightning's loop and callbacks fit for it."""
-        parts, client, changing = self._parts, self.membership.client, self._parts.freezing
+        parts = self._parts
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         watch = self.on_nonfinite == "stop"
         where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
-        streams = parts.cut_model.streams
-        draws = Draws(trainer, streams, lambda: self._data_seed, self.groups, self._position)
-        timeout, buckets = self._run_timeout, changing.buckets
+        draws = Draws(trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, self._position)
+        buckets = parts.freezing.buckets
+        progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
         self._training = Training(
             trainer,
             parts,
             self._method.build(
-                Replica(client, self.groups, buckets, parts.buffers, changing.trained, timeout, watch and not scaled)
+                self._run.replica(parts, watch and not scaled, lambda: current_scale(self.precision_plugin), progress)
             ),
-            client,
+            self.membership.client,
             self.groups,
             self.num_micro_batches,
             draws,
@@ -196,6 +177,7 @@ class SDPipeStrategy(CheckpointHooks):
             Watch(where, buckets, self.root_device, losses=not scaled) if watch else None,
             self._first_failure,
             lambda: self._turns.portion if isinstance(self._turns, JointTurns) else None,
+            self._run.rendezvous,
         )
         self._undo = [
             draws.undo,
@@ -215,10 +197,10 @@ class SDPipeStrategy(CheckpointHooks):
         if self._turns is not None:
             self._undo = [*self._undo, self._turns.close]
         loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
-        pause = self._training.pause
-        EpochCallback(
-            self.groups, pause, self._random_states, checks, self._first_failure, lambda: self.training.underway
-        ).put_first(trainer)
+        pause, share, underway = self._training.pause, self._run.share, lambda: self.training.underway
+        EpochCallback(self.groups, pause, share, self._random_states, checks, self._first_failure, underway).put_first(
+            trainer
+        )
 
     def _turns_by_speed(self, trainer: Trainer, checks: ClockChecks) -> DealtTurns | JointTurns | None:
         def seed() -> int:
@@ -234,17 +216,16 @@ class SDPipeStrategy(CheckpointHooks):
             return JointTurns(trainer, self.groups, self._parts.delays, *self.division, seed, origin)
         if not deals(self.data, self._method, self.mesh.num_pipelines):
             return None
-        run, client, asked = shared(secrets.randbits(62)), self.membership.client, self.data == "dealt"
+        asked = self.data == "dealt"
         in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
-        return DealtTurns(
-            trainer, self.training, client, self.groups, checks, run, seed, origin, asked, anybody, in_step
-        )
+        return self._run.dealt_turns(trainer, self.training, checks, seed, origin, asked, anybody, in_step)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():
             super().setup_optimizers(trainer)
         (optimizer,) = self.optimizers
         refuse_unfit(optimizer, self.precision_plugin, self.num_stages)
+        refuse_unfit_momentum(optimizer, self.exchange.payload)
         if self.variance_correction:
             self.optimizers = [corrected(optimizer, self.training.sync.models_averaged, self.sync)]
         self._checkpoints.take_part_of(self.optimizers[0])
@@ -259,7 +240,7 @@ class SDPipeStrategy(CheckpointHooks):
         """Every stage of a pipeline sees the same batches. For prediction, whole batches are dealt out later."""
         if self.module.trainer.predicting:
             return {"num_replicas": 1, "rank": 0}
-        return {"num_replicas": self.mesh.num_pipelines, "rank": self._worker.pipeline}
+        return self._run.sampler if self.module.trainer.training else self._run.evaluation_sampler
 
     @property
     def reads_inputs(self) -> bool:
@@ -307,6 +288,8 @@ class SDPipeStrategy(CheckpointHooks):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        if self.variance_correction:
+            follow(self.optimizers[0], self.training.sync.models_averaged)
         return self.training.update(optimizer, closure, model=model, **kwargs)
 
     def validation_step(self, batch: Any, *arguments: Any) -> Any:
@@ -328,6 +311,10 @@ class SDPipeStrategy(CheckpointHooks):
         loop = self.module.trainer.predict_loop
         if loop.return_predictions and loop._combined_loader is not None:
             collect(loop._predictions, loop._combined_loader.flattened, self.groups)
+
+    @property
+    def is_global_zero(self) -> bool:
+        return bool(self.global_rank == 0 and self._run.leads)
 
     @property
     def has_results(self) -> bool:
@@ -357,8 +344,8 @@ class SDPipeStrategy(CheckpointHooks):
         self._failed = True
         if self._training is not None:
             self._training.rendezvous.abandon()
-        if self._membership is not None:
-            self._membership.fail(exception)
+        if self._run.membership is not None:
+            self._run.membership.fail(exception)
         end_after_failure(self._launcher)
 
     def teardown(self) -> None:
@@ -372,9 +359,7 @@ class SDPipeStrategy(CheckpointHooks):
             self._assembled.freezing.buckets.clear()  # memory that only they hold
             if self._gathers and not self._failed:
                 self._make_whole(self._assembled)
-        if self._membership is not None:
-            self._membership.close()
-            self._membership = None
+        self._run.close()
         module, self._lightning_module = self._lightning_module, None
         super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
         self._lightning_module = module
@@ -386,8 +371,6 @@ class SDPipeStrategy(CheckpointHooks):
         if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
             with self._first_failure():
                 make_whole(self.module, parts.ownership, self.groups, self.global_rank in keepers)
-        if self.global_rank in keepers and self._unmark is not None:
-            self._unmark()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -71,6 +71,7 @@ class Training:
         watch: looks for numbers that are not finite; None if nobody does.
         first_failure: around what waits for others, who may have failed.
         portion: what the batch of this turn is of one that all pipelines train together.
+        make_rendezvous: says where it is beside the others.
     """
 
     trainer: Trainer
@@ -84,8 +85,11 @@ class Training:
     watch: Watch | None
     first_failure: Callable[[], AbstractContextManager[None]]
     portion: Callable[[], Portion | None] = lambda: None
+    make_rendezvous: Callable[[Synchronizer], Rendezvous] = Rendezvous
     mini_batches: int = 0
     """That this worker has begun since training started."""
+    first_update: int = 0
+    """Its number, for one that goes on where another was."""
     updates: int = 0
     """Its next one, counted alike in all pipelines: absences count."""
     updating: bool = False
@@ -100,7 +104,7 @@ class Training:
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
-        self.rendezvous = Rendezvous(self.sync)
+        self.rendezvous = self.make_rendezvous(self.sync)
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.readiness = Readiness(last, self.announce)
 
@@ -122,7 +126,7 @@ class Training:
 
     def begin(self) -> None:
         """Training starts."""
-        self.mini_batches = self.updates = 0
+        self.mini_batches, self.updates = 0, self.first_update
         self._accumulated = False
 
     def begin_batch(self, batch: Any) -> None:

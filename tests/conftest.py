@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,23 @@ settings.register_profile("shared host", deadline=None)  # where an example may 
 settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypothesis-profile=long, before a release
 settings.load_profile("shared host")
 torch.set_num_threads(1)  # test files run side by side, and threads of small tensors would only wait for each other
+
+# What takes longest, first: else one process of xdist would end with it alone. They wait for other processes mostly.
+LONG = [
+    *("test_launching.py", "test_sweep.py", "recipes/test_train.py", "test_failures.py", "placement/test_measure.py"),
+    *("features/test_5_checkpoints.py", "test_wheel.py", "test_strategy.py", "pipeline/test_models.py"),
+    *("recipes/test_throughput_suite.py", "scheduler/test_bench_suite.py", "placement/test_in_trainer.py"),
+]
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests that start processes wait for them about half of the time."""
+    return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: first.get(item.path, len(LONG)))
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +30,6 @@ class Machine:
         with Path("/run/netns", self.name).open() as namespace:
             if libc.setns(namespace.fileno(), _NETWORK):
                 raise OSError(ctypes.get_errno(), f"entering {self.name}")
-
-    def running(self, command: Sequence[str]) -> list[str]:
-        return ["ip", "netns", "exec", self.name, *command]
 
 
 @contextmanager

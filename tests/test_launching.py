@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +14,49 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
 from tests.features.table import supported
-from tests.namespaces import machines
+from tests.namespaces import Machine, machines
+from tests.own_session import script
 from tests.scripts import launched
 from tests.test_strategy import Regression, fit
 from tests.workers import free_port, run_workers
 
-ROOT = Path(__file__).parents[1]
-SCRIPT = ["-m", "tests.scripts.launched"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+def node(machine: Machine | None, rank: int, address: str, port: int, each: int) -> None:
+    """What torchrun does for one of two nodes, with workers that are copies of this process instead of new ones: it
+    prints their places."""
+    if machine is not None:
+        machine.enter()
+        os.environ["GLOO_SOCKET_IFNAME"] = machine.interface  # gloo would look its address up by the host name
+    config = LaunchConfig(
+        min_nodes=2,
+        max_nodes=2,
+        nproc_per_node=each,
+        run_id="tests",
+        rdzv_backend="static",
+        rdzv_endpoint=f"{address}:{port}",
+        rdzv_configs={"rank": rank, "timeout": 60},
+        max_restarts=0,
+        start_method="fork",
+    )
+    for place in elastic_launch(config, launched.main)(2, each).values():
+        print("PLACE " + json.dumps(place), flush=True)
 
 
-def places(commands: list[list[str]], environments: list[dict[str, str]] | None = None) -> list[dict[str, Any]]:
-    """What the ranks of all ``commands``, run at the same time, printed, by rank."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command, environment in zip(commands, environments or [{}] * len(commands), strict=True)
-    ]
-    try:
-        printed = [process.communicate(timeout=100)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(printed)
-    decoder = json.JSONDecoder()  # ranks may print on one line
-    parts = [part for output in printed for part in output.split("PLACE ")[1:]]
-    return sorted((decoder.raw_decode(part)[0] for part in parts), key=lambda place: place["rank"])
+def places(directory: Path, nodes: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """What the ranks of all ``nodes``, run at the same time, printed, by rank."""
+    with ExitStack() as stack:
+        running = []
+        for number, arguments in enumerate(nodes):
+            own = directory / str(number)
+            own.mkdir()
+            running.append(stack.enter_context(script(own, node, *arguments)))
+        assert [agent.wait(100) for agent in running] == [0] * len(nodes), [agent.printed() for agent in running]
+        found = [json.loads(line) for agent in running for line in re.findall(r"^PLACE (.*)$", agent.printed(), re.M)]
+    return sorted(found, key=lambda place: place["rank"])
 
 
 def check(found: list[dict[str, Any]], size: int = 4, host: str = "127.0.0.1") -> None:
@@ -63,26 +69,19 @@ def check(found: list[dict[str, Any]], size: int = 4, host: str = "127.0.0.1") -
     assert address.startswith(f"tcp://{host}:")
 
 
-def node(rank: int, address: str, port: int, each: int) -> list[str]:
-    where = ["--master-addr", address, "--master-port", str(port), "--nproc-per-node", str(each)]
-    return [*TORCHRUN, "--nnodes", "2", "--node-rank", str(rank), *where, *SCRIPT, "2", str(each)]
-
-
 @supported("Launching", "torchrun with one node or two", "rank 0 listens at the address of `--master-addr`")
 @pytest.mark.distributed
-def test_two_nodes_of_torchrun_on_loopback() -> None:
+def test_two_nodes_of_torchrun_on_loopback(tmp_path: Path) -> None:
     port = free_port()
-    check(places([node(rank, "127.0.0.1", port, each=2) for rank in range(2)]))
+    check(places(tmp_path, [(None, rank, "127.0.0.1", port, 2) for rank in range(2)]))
 
 
 @supported("Launching", "two machines", "two network namespaces with a cable between them")
 @pytest.mark.distributed
-def test_two_machines() -> None:
-    """Gloo looks its address up by the host name, which both namespaces share: it is told the interface."""
+def test_two_machines(tmp_path: Path) -> None:
     with machines(2) as both:
-        commands = [machine.running(node(rank, both[0].address, 29555, each=1)) for rank, machine in enumerate(both)]
-        interfaces = [{"GLOO_SOCKET_IFNAME": machine.interface} for machine in both]
-        check(places(commands, interfaces), size=2, host=both[0].address)
+        nodes = [(machine, rank, both[0].address, 29555, 1) for rank, machine in enumerate(both)]
+        check(places(tmp_path, nodes), size=2, host=both[0].address)
 
 
 def slurm(rank: int, nodes: int, tasks_per_node: int) -> dict[str, str]:

@@ -16,11 +16,13 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 
 # From the top down: what is further left imports what is further right.
 HOUSE = (
-    *("cli", "sweep", "configuration", "check"),
+    *("cli", "supervision", "sweep", "configuration", "check"),
     *(
         "strategy",
         "checkpoint_hooks",
         "collectives",
+        "elastic",
+        "run",
         "options",
         "training",
         "assembly",
@@ -36,6 +38,8 @@ HOUSE = (
 )
 
 LONG = {
+    "policies/membership.py": "who is in an elastic run: rules that depend on each other",
+    "scheduler/elastic_client.py": "what a worker of an elastic run asks and tells the scheduler",
     "scheduler/service.py": "what the scheduler does with each kind of message",
     "scheduler/client.py": "what a worker asks and tells the scheduler, over one connection that may be lost",
 }

@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.mesh import Mesh, OnePipeline
 
 
 def test_consecutive_ranks_form_a_pipeline_with_its_last_stage_first() -> None:
@@ -24,3 +24,13 @@ def test_a_number_of_stages_that_does_not_divide_is_refused(stages: int) -> None
 def test_a_mesh_that_is_none_is_refused(ranks: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ConfigurationError):
         Mesh(ranks)
+
+
+def test_a_pipeline_of_an_elastic_job_knows_its_own_ranks_and_its_number() -> None:
+    mesh = OnePipeline.of(3, number=7, counted=2)
+    assert (mesh.num_stages, mesh.num_pipelines) == (3, 2)
+    assert [mesh.locate(rank) for rank in range(3)] == [(2, 7), (1, 7), (0, 7)]
+    assert [mesh.rank(stage, 7) for stage in range(3)] == [2, 1, 0]
+    assert list(mesh.stage_ranks(0)) == [2]
+    with pytest.raises(ValueError, match="another world"):
+        mesh.pipeline_ranks(0)

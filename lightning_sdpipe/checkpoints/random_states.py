@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,8 @@ def restore(saved: Mapping[str, Any], groups: ProcessGroups) -> None:
     before = [list(row) for row in saved.get("mesh", ())]
     if [len(row) for row in before] != [len(row) for row in groups.mesh.ranks] or saved["sizes"] != sizes:
         return
-    stage, pipeline = groups.mesh.locate(groups.rank)
-    parts = torch.split(saved["states"][before[pipeline][stage]], list(sizes.values()))
+    places = dict(zip(chain(*groups.mesh.ranks), chain(*before), strict=True))
+    parts = torch.split(saved["states"][places[groups.rank]], list(sizes.values()))
     states = dict(zip(sizes, parts, strict=True))
     torch.set_rng_state(states["torch"].clone())
     if "cuda" in states:

@@ -56,6 +56,12 @@ def part_of_module_state(module: nn.Module, ownership: Ownership, stage: int) ->
     return {name: value for name, value in state.items() if ownership.stages.get(name, (0,))[-1] == stage}
 
 
+def held_module_state(module: nn.Module, ownership: Ownership, stage: int) -> dict[str, Any]:
+    """All that this stage holds of the module's ``state_dict``; of what it does not, the names (None)."""
+    state = module.state_dict()
+    return {name: value if stage in ownership.stages.get(name, (stage,)) else None for name, value in state.items()}
+
+
 def load_module_state(
     module: nn.Module, ownership: Ownership, stage: int, state: Mapping[str, Any], strict: bool
 ) -> None:
@@ -143,6 +149,11 @@ class OptimizerParts:
         """The ``state_dict`` of the whole optimizer with the states of which ``stage`` is the first holder."""
         local = {i: optimizer.state[p] for i, p in self._local.items() if p in optimizer.state}
         state = {i: value for i, value in local.items() if self._owners[i][0] == stage}
+        return {"state": state, "param_groups": self._packed(optimizer)}
+
+    def held(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The ``state_dict`` of the whole optimizer with all states that this stage has."""
+        state = {i: optimizer.state[p] for i, p in self._local.items() if p in optimizer.state}
         return {"state": state, "param_groups": self._packed(optimizer)}
 
     def gather(self, optimizer: Optimizer, groups: ProcessGroups) -> dict[str, Any]:

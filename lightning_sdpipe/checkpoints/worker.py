@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ class Checkpoints:
         distributed: bool | Literal["async"],
     ) -> None:
         self.distributed = distributed
+        self.only_held = False
+        """Is the state that is asked for that of this stage, as it is in memory?"""
         self._module = module
         self._ownership = ownership
         self._groups = groups
@@ -51,9 +54,20 @@ class Checkpoints:
 
     def module_state(self) -> dict[str, Any]:
         """The whole ``state_dict`` on rank 0; for distributed checkpoints this stage's part on every rank."""
+        if self.only_held:
+            return whole.held_module_state(self._module, self._ownership, self._stage)
         if self.distributed:
             return whole.part_of_module_state(self._module, self._ownership, self._stage)
         return whole.gather_module_state(self._module, self._ownership, self._groups)
+
+    @contextmanager
+    def of_this_stage(self) -> Iterator[None]:
+        """Around what asks for the state of this stage alone: nobody else is asked, nor waited for."""
+        self.only_held = True
+        try:
+            yield
+        finally:
+            self.only_held = False
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
         """Loads this stage's part of a whole ``state_dict``; raises ConfigurationError if the names do not fit."""
@@ -61,6 +75,8 @@ class Checkpoints:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As :meth:`module_state`, of the optimizer."""
+        if self.only_held:
+            return self._parts.held(optimizer)
         if self.distributed:
             return self._parts.part(optimizer, self._stage)
         return self._parts.gather(optimizer, self._groups)

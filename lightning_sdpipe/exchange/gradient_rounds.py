@@ -2,8 +2,9 @@
 
 The order of buckets is that of the parameters' numbers, so it is the same on all replicas, and a bucket never overtakes
 the one before it. After the last bucket every replica sends flags: whether it trains at all, whether its gradients are
-finite, and which parameters got one. So replicas that have nothing to add can take part, all know who broke, and a
-parameter that nobody used has no gradient afterwards, as in one process.
+finite, which parameters got one, and a number that is to be the same on all. So replicas that have nothing to add can
+take part, all know who broke and who came with another model, and a parameter that nobody used has no gradient
+afterwards, as in one process.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Averaged:
     nonfinite: list[int]  # pipelines whose gradients were not finite
     seconds_waiting: float  # until every replica had computed its gradients
     seconds_averaging: float  # from then on
+    marks: dict[int, int] = field(default_factory=dict)  # by pipeline, of those that train
 
 
 @dataclass
@@ -58,7 +60,9 @@ class GradientRounds:
     def __init__(self, parameters: Sequence[nn.Parameter], replicas: Replicas, cap: int, watch: bool = True) -> None:
         self._parameters = parameters
         self._replicas = replicas
-        self._size = len(replicas.ranks)
+        self._pipelines = list(replicas.pipelines)
+        self._size = len(self._pipelines)
+        self._place = self._pipelines.index(replicas.pipeline)
         self._watch = watch
         self._cap = cap
         self.arrange()
@@ -87,8 +91,8 @@ class GradientRounds:
         """
         if gradient.is_sparse:
             raise ConfigurationError(
-                f"A parameter of shape {tuple(gradient.shape)} has a sparse gradient, which sync=AllReduce() cannot "
-                "average. Use dense gradients (Embedding(sparse=False))."
+                f"A parameter of shape {tuple(gradient.shape)} has a sparse gradient, which cannot be "
+                "averaged. Use dense gradients (Embedding(sparse=False))."
             )
         bucket = self._buckets[self._bucket_of[number]]
         if bucket.work is not None:
@@ -102,12 +106,13 @@ class GradientRounds:
         if len(bucket.filled) == len(bucket.numbers):
             self._launch()
 
-    def complete(self, gradients: Sequence[Tensor | None], trains: bool = True) -> None:
+    def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
         """The backward is over: ``gradients`` are all there are, by number; :meth:`ready` may have had some before.
 
         Args:
             gradients: None for parameters that got none.
             trains: False for a replica that only takes part for the sake of the others.
+            mark: a number below 2²⁴ that the others get to see, if this one trains.
         """
         for number, gradient in enumerate(gradients):
             if gradient is not None and number not in self._used:
@@ -118,12 +123,14 @@ class GradientRounds:
                     self._views(bucket)[number].zero_()
                     bucket.filled.add(number)
         self._launch()
-        flags = torch.zeros(1 + self._size + len(self._parameters), dtype=torch.float32)
+        head = 1 + 2 * self._size
+        flags = torch.zeros(head + len(self._parameters), dtype=torch.float32)
         flags[0] = trains
-        flags[[1 + self._size + number for number in self._used]] = 1
+        flags[1 + self._size + self._place] = mark if trains else -1
+        flags[[head + number for number in self._used]] = 1
         flags = flags.to(self.device)
         if self._totals:
-            flags[1 + self._replicas.pipeline] = ~torch.isfinite(torch.stack(self._totals)).all()
+            flags[1 + self._place] = ~torch.isfinite(torch.stack(self._totals)).all()
         self._flags = flags, self._reduce(flags)
 
     def wait(self) -> Averaged:
@@ -136,8 +143,8 @@ class GradientRounds:
         start = time.perf_counter()
         flags, work = self._flags
         self._wait(work)
-        trains, *broken_and_used = flags.tolist()
-        broken, used = broken_and_used[: self._size], broken_and_used[self._size :]
+        trains, *values = flags.tolist()
+        broken, marks, used = values[: self._size], values[self._size : 2 * self._size], values[2 * self._size :]
         all_there = time.perf_counter()
         gradients: list[Tensor | None] = [None] * len(self._parameters)
         for bucket in self._buckets:
@@ -150,8 +157,10 @@ class GradientRounds:
                 if used[number]:
                     gradients[number] = bucket.views[number]
         self.abort()
-        nonfinite = [pipeline for pipeline, flag in enumerate(broken) if flag]
-        return Averaged(gradients, int(trains), nonfinite, all_there - start, time.perf_counter() - all_there)
+        averaging = time.perf_counter() - all_there
+        nonfinite = [pipeline for pipeline, flag in zip(self._pipelines, broken, strict=True) if flag]
+        seen = {p: int(mark) for p, mark in zip(self._pipelines, marks, strict=True) if mark >= 0}
+        return Averaged(gradients, int(trains), nonfinite, all_there - start, averaging, seen)
 
     def _views(self, bucket: _Bucket) -> dict[int, Tensor]:
         if bucket.flat is None:

@@ -52,6 +52,7 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
         WorkerFailedError: a member is gone already.
     """
     transfers = Transfers([], [], [])
+    replicas.traffic.add(sum(tensor.nbytes for tensor in outgoing.values()))
     operations = []
     for pipeline, aim in into.items():
         if aim.numel():

@@ -1,11 +1,12 @@
-"""Tensors with a shape and no values: what stands in, on one stage, for the output of another stage's block."""
+"""Tensors with a shape and no values: what stands in, on one stage, for the output of another stage's block, or for a
+weight that another stage holds."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -29,6 +30,10 @@ FROM_METADATA = {
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 
 
+class OtherStages(str):
+    """What a ghost stands for, if that is a weight of other stages."""
+
+
 class Ghost(Tensor):
     """A tensor that has the shape, dtype and device of a value which exists on an earlier stage only.
 
@@ -38,9 +43,10 @@ class Ghost(Tensor):
     """
 
     origin: str
+    meta: Tensor
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, origin: str) -> Ghost:
+    def __new__(cls, meta: Tensor, device: torch.device, origin: str, requires_grad: bool = False) -> Ghost:
         ghost: Ghost = Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -48,13 +54,16 @@ class Ghost(Tensor):
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
             device=device,
-            requires_grad=False,
+            requires_grad=requires_grad,
         )
         ghost.meta = meta
         ghost.origin = origin
         return ghost
 
-    meta: Tensor
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """So that code which goes through all weights knows those that are not here."""
+        return isinstance(self.origin, OtherStages)
 
     @classmethod
     def __torch_function__(
@@ -71,7 +80,7 @@ class Ghost(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         ghosts = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Ghost)]
-        if func in FROM_METADATA:
+        if func in FROM_METADATA and not ghosts[0].is_meta:  # what goes with a weight is where that is
             return func(*tree_map_only(Ghost, _without_values, args), **kwargs)
         if func is _aten._local_scalar_dense.default:
             raise SkippedCutError(ghosts[0], "is read as a Python number")
@@ -100,6 +109,14 @@ class Ghost(Tensor):
 
         return tree_map_only(Tensor, as_ghost, outcome)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(
+            "This worker holds only its own stage of the module, so what would be saved here is not the whole. During "
+            "a run, trainer.save_checkpoint(path), called on all ranks, writes all of it into one file. After a run "
+            "every worker has it whole, unless it was built on the meta device in configure_model: then set "
+            "SDPipeStrategy(gather_module=True) if it fits into the memory of every worker."
+        )
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Ghost({tuple(self.shape)}, dtype={self.dtype}, of={self.origin!r})"
 
@@ -121,13 +138,48 @@ class Absent:
     __getattr__ = __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __setattr__ = _refuse
 
 
+class WeightElsewhere(Ghost):
+    """A parameter or buffer that another stage holds, and on ``meta``. What is done to it alone is done where it is; it
+    says that it is where this stage computes, since user code asks any parameter of a module for its device."""
+
+    @staticmethod
+    def __new__(cls, weight: Tensor, device: torch.device, name: str) -> WeightElsewhere:
+        meta = weight.detach().to("meta")
+        ghost = Ghost.__new__(cls, meta, device, OtherStages(repr(name)), weight.requires_grad)
+        assert isinstance(ghost, WeightElsewhere)
+        ghost._is_param = isinstance(weight, nn.Parameter)  # what isinstance(ghost, nn.Parameter) says
+        return ghost
+
+    @property
+    def grad(self) -> Ghost | None:
+        """There is one on another stage: a norm of all gradients that left it out would be wrong."""
+        if not (self._is_param and self.requires_grad):
+            return None
+        return Ghost(self.meta, self.device, OtherStages(f"the gradient of {self.origin}"))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        """Is done where the gradient is."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightElsewhere:
+        copied = WeightElsewhere.__new__(type(self), self, self.device, "")
+        copied.origin, copied._is_param = self.origin, self._is_param
+        memo[id(self)] = copied
+        return copied
+
+
 class SkippedCutError(ConfigurationError):
-    """A value of an earlier stage's block is used past the cut without travelling through it."""
+    """A value of another stage is used where it is not."""
 
     def __init__(self, ghost: Ghost, use: str) -> None:
         super().__init__(
-            f"A value of block {ghost.origin!r}, which runs on an earlier stage, {use} on a later one, and it did not "
-            "travel there. Keep both places on one stage with partition=[...], or name one larger block that holds "
+            f"Another stage holds {ghost.origin}, of which this one has the shape only, and what was computed from it "
+            f"{use}. A norm over all gradients is known to Trainer(gradient_clip_val=...), and to "
+            "self.clip_gradients in configure_gradient_clipping; what each stage may do for its own weights can leave "
+            "out those for which weight.is_meta is true; else train with num_stages=1."
+            if ghost.is_meta
+            else f"A value of block {ghost.origin!r}, which runs on an earlier stage, {use} on a later one, and it did "
+            "not travel there. Keep both places on one stage with partition=[...], or name one larger block that holds "
             "them with blocks=[...]. `sdpipe check` compares a cut model with the whole one."
         )
 
@@ -146,7 +198,7 @@ def _writes_to_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return False
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     written = (given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return any(isinstance(t, Tensor) and not isinstance(t, Ghost) for t in written)
+    return any(isinstance(t, Tensor) and not isinstance(t, Ghost) for t in tree_leaves(list(written)))
 
 
 def _without_values(ghost: Ghost) -> Tensor:

@@ -66,7 +66,7 @@ def compute(
     gradients: dict[str, Tensor] = {}
     for module, _ in made:
         for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
+            if not parameter.is_meta and parameter.grad is not None:
                 gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad
     return Computed(outcomes, gradients, [module for module, _ in made])
 

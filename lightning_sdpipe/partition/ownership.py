@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe.partition.ghost import WeightElsewhere
+
 
 @dataclass(frozen=True)
 class Ownership:
@@ -58,42 +60,23 @@ def assign_owners(
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
     """Moves what ``stage`` holds to ``device`` and everything else to ``meta``; ties between names are kept.
 
-    Parameters on ``meta`` are :class:`WeightElsewhere`.
+    What is on ``meta`` is a :class:`~lightning_sdpipe.partition.ghost.WeightElsewhere`.
     """
     moved: dict[int, Tensor] = {}
     kept = {id(t) for name, t in _named_tensors(module) if stage in ownership.stages[name]}
-    for owner in module.modules():
+    for path, owner in module.named_modules():
         slots: Any
         for slots in (owner._parameters, owner._buffers):
             for name, tensor in slots.items():
                 if tensor is None:
                     continue
                 if id(tensor) not in moved:
-                    moved[id(tensor)] = _move(tensor, device) if id(tensor) in kept else _elsewhere(tensor, device)
+                    moved[id(tensor)] = (
+                        _move(tensor, device)
+                        if id(tensor) in kept
+                        else WeightElsewhere(tensor, device, f"{path}.{name}" if path else name)
+                    )
                 slots[name] = moved[id(tensor)]
-
-
-class WeightElsewhere(nn.Parameter):
-    """A parameter that another stage holds: on ``meta``, but it says that it is where this stage computes, since user
-    code asks any parameter of a module for its device."""
-
-    computes_on: torch.device
-
-    def __new__(cls, data: Tensor, requires_grad: bool = True, device: torch.device | None = None) -> WeightElsewhere:
-        weight: WeightElsewhere = torch.Tensor._make_subclass(cls, data, requires_grad)
-        weight.computes_on = device or data.device
-        return weight
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.computes_on
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
-def _elsewhere(tensor: Tensor, device: torch.device) -> Tensor:
-    meta = tensor.detach().to("meta")
-    return WeightElsewhere(meta, tensor.requires_grad, device) if isinstance(tensor, nn.Parameter) else meta
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,7 +2,8 @@
 
 Hooks get it on every rank (``on_train_batch_end``, ``on_before_backward``), and what they decide by it must not differ
 between stages. The last stage knows it before its last backward, and sends it before what that computes. So nobody
-waits for it who has waited for the gradients.
+waits for it who has waited for the gradients. It travels as a float64 with the number of its type, which nobody but the
+last stage knows in advance.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.pipeline.link import StageLink
 
 _TAG = 2**31 - 3
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class SharedLoss:
@@ -33,6 +35,7 @@ class SharedLoss:
         self._afterwards = link.device.type == "cuda" and dist.get_backend(link.group) != "gloo"
         self._sent: list[p2p.Transfer] = []
         self._parts: list[Tensor] = []
+        self._type: torch.dtype | None = None
 
     def add(self, part: Tensor) -> None:
         """A micro-batch's part of it, on the last stage."""
@@ -40,23 +43,28 @@ class SharedLoss:
 
     def exchange(self) -> None:
         """Sends it, when all parts are there, or waits for it; before the last backward."""
-        total = torch.stack(self._parts).sum() if self._parts else torch.zeros((), device=self._device)
-        self._parts = [total]
+        message = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._is_last:
+            total = torch.stack(self._parts).sum()
+            message[0], message[1] = total, _TYPES.index(total.dtype)
+        self._parts = [message]
         if self._afterwards:
             return
         last = self._ranks[-1]
         if self._is_last:
             others = [rank for rank in self._ranks if rank != last]
-            self._sent += [p2p.send([total], rank, self._group, _TAG, f"rank {rank}") for rank in others]
+            self._sent += [p2p.send([message], rank, self._group, _TAG, f"rank {rank}") for rank in others]
         else:
-            p2p.receive([total], last, self._group, _TAG, f"the last stage (rank {last})").wait()
+            p2p.receive([message], last, self._group, _TAG, f"the last stage (rank {last})").wait()
 
     def take(self) -> Tensor:
         """The loss; after the last backward."""
-        (total,), self._parts = self._parts, []
+        (message,), self._parts = self._parts, []
         if self._afterwards:
-            dist.broadcast(total, self._ranks[-1], group=self._group)
-        return total
+            dist.broadcast(message, self._ranks[-1], group=self._group)
+        if self._type is None or not self._afterwards:  # looking would keep the host waiting
+            self._type = _TYPES[int(message[1])]
+        return message[0].to(self._type)
 
     def settle(self) -> None:
         """Waits until the other stages have it."""

@@ -37,15 +37,15 @@ class SharedParameters:
     ) -> None:
         mesh = groups.mesh
         shared = ownership.shared_parameters(module)
-        stage, pipeline = mesh.locate(groups.rank)
+        stage, _ = mesh.locate(groups.rank)
         self._module = module
         self._stage = stage
         self._copies: list[_Copies] = []
         for owners in sorted({owners for owners, _ in shared}):
-            for row in range(mesh.num_pipelines):
-                ranks = [mesh.rank(j, row) for j in owners]
+            for row in mesh.ranks:
+                ranks = [row[j] for j in owners]
                 group = dist.new_group(sorted(ranks), timeout=timeout)
-                if row == pipeline and stage in owners:
+                if groups.rank in ranks:
                     names = [name for these, name in shared if these == owners]
                     self._copies.append(_Copies(group, ranks, owners, names))
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import ProcessGroups
 
 HOST_VARIABLE = "SDPIPE_HOST"
 LONGEST_NAME = 255
@@ -38,9 +39,35 @@ def roll_call(local_rank: int, device: torch.device) -> list[str]:
         local_rank: of this process, among those of its host.
         device: on which the default group can send tensors.
     """
-    mine = torch.zeros(LONGEST_NAME + 1 + 10, dtype=torch.uint8)
-    name = device_name(local_rank).encode()
-    mine[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    everybody = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, mine.to(device))
+    return _gathered(device_name(local_rank), LONGEST_NAME + 1 + 10, device, None)
+
+
+def hosts_of_replicas(groups: ProcessGroups, device: torch.device) -> list[str]:
+    """The machine of each pipeline's replica of this worker's stage. All of these must call it.
+
+    Args:
+        groups: this worker's place.
+        device: on which the stage's group can send tensors.
+
+    Raises:
+        ConfigurationError: machines cannot be told from each other.
+    """
+    by_rank = _gathered(this_host(), LONGEST_NAME, device, groups.stage)
+    names = [by_rank[rank] for rank in groups.replicas().ranks]
+    if unnamed := [i for i, name in enumerate(names) if name.partition(".")[0] in ("", "localhost")]:
+        raise ConfigurationError(
+            f"hierarchy='hosts' needs to tell machines apart, but those of pipelines {unnamed} are named "
+            f"{names[unnamed[0]]!r}. Give each machine a name, or set the environment variable {HOST_VARIABLE} to one; "
+            "or use hierarchy='flat'."
+        )
+    return names
+
+
+def _gathered(name: str, longest: int, device: torch.device, group: dist.ProcessGroup | None) -> list[str]:
+    """What every member of a group, all ranks if it is None, gives."""
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    written = name.encode()
+    mine[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+    everybody = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everybody, mine.to(device), group=group)
     return [bytes(sent.tolist()).rstrip(b"\0").decode() for sent in everybody]

@@ -89,7 +89,7 @@ class ADPSGDPolicy(GroupPolicy):
         """Answer the waiting worker if its partner has come or will not come."""
         participants = self.participants
         iteration = participants.waiting[stage][pipeline]
-        partner = matching(participants.num_pipelines, self._seed, iteration)[pipeline]
+        partner = self._partner(pipeline, iteration)
         if partner == pipeline:
             return self._goes_out(stage, {pipeline}, Reason.LOCAL_STEP)
         if partner not in participants.active[stage]:
@@ -101,6 +101,10 @@ class ADPSGDPolicy(GroupPolicy):
             return self._goes_out(stage, {pipeline}, Reason.LOCAL_STEP)
         self._waits_for[stage].setdefault(partner, set()).add(pipeline)
         return []
+
+    def _partner(self, pipeline: int, iteration: int) -> int:
+        """Whom it averages with then; itself if it goes on alone."""
+        return matching(self.participants.num_pipelines, self._seed, iteration)[pipeline]
 
     def _goes_out(self, stage: int, pipelines: set[int], reason: Reason) -> list[Decision]:
         return [self.participants.group(stage, sorted(pipelines), reason)]
@@ -116,6 +120,10 @@ class BoundedADPSGDPolicy(ADPSGDPolicy):
         self._replays = [Replay(j, self.participants, self.versions[j], self._last) for j in range(self._last)]
         self._held: set[int] = set()
         """Those that wait, on the last stage, for others that are behind them."""
+
+    def widened(self, num_pipelines: int) -> None:
+        for versions in self.versions:
+            versions.widen(num_pipelines)
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
         if worker.stage != self._last:

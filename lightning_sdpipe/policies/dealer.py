@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from lightning_sdpipe.policies.accounts import Account
-from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.events import Widened, Worker
 from lightning_sdpipe.policies.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.policies.shares import shares
@@ -33,7 +33,10 @@ LEAST_SECONDS = 1.0
 
 
 class Dealer:
-    """Deals one segment after the other to ``num_pipelines`` pipelines of ``num_stages`` stages each."""
+    """Deals one segment after the other to ``num_pipelines`` pipelines of ``num_stages`` stages each.
+
+    In an elastic run there may be more pipelines than home shards: those have none of their own.
+    """
 
     def __init__(self, num_stages: int, num_pipelines: int) -> None:
         self._num_stages = num_stages
@@ -44,7 +47,7 @@ class Dealer:
         self._retired = 0
         """Batches that pipelines have trained which returned the rest."""
         self.segment: Segment | None = None
-        self._previous: tuple[Segment, list[list[Lease]]] | None = None
+        self._previous: tuple[Segment, dict[int, list[Lease]]] | None = None
         """Answers of the segment before, which may have been lost on their way."""
         self._recovering = False
         self._over = False
@@ -78,15 +81,23 @@ class Dealer:
             case Returned(pipeline):
                 self._take_back(pipeline)
                 return self._settle(now)
+            case Widened(num_pipelines):
+                for _ in range(num_pipelines - len(self._accounts)):
+                    account = Account()
+                    account.present = False  # until it asks
+                    account.begin(now)
+                    self._accounts.append(account)
+                return []
 
     def answer(self, pipeline: int, segment: Segment, ordinal: int) -> Lease | None:
         """What was decided on that ask, if it was."""
         leases = self._accounts[pipeline].leases if segment == self.segment else []
         if self._previous is not None and segment == self._previous[0]:
-            leases = self._previous[1][pipeline]
+            leases = self._previous[1].get(pipeline, [])
             if ordinal == len(leases):  # it has all that it needs, and has not asked since
                 stop, end = segment.stop, float(self._num_pipelines * segment.stop)
-                return Lease(segment, pipeline, ordinal, pipeline, stop, stop, end, 0.0, over=True)
+                home = pipeline % self._num_pipelines
+                return Lease(segment, pipeline, ordinal, home, stop, stop, end, 0.0, over=True)
         return leases[ordinal] if 0 <= ordinal < len(leases) else None
 
     def asks_for_book(self, pipeline: int, segment: Segment) -> bool:
@@ -108,9 +119,9 @@ class Dealer:
     # ---------------------------------------------------------------- segments
 
     def _account(self, worker: Worker, done: Done) -> Account:
-        if not (0 <= worker.stage < self._num_stages and 0 <= worker.pipeline < self._num_pipelines):
+        if not (0 <= worker.stage < self._num_stages and 0 <= worker.pipeline < len(self._accounts)):
             raise RefusedEvent(
-                f"worker {worker} does not exist in {self._num_stages} stages × {self._num_pipelines} pipelines"
+                f"worker {worker} does not exist in {self._num_stages} stages × {len(self._accounts)} pipelines"
             )
         if not (done.batches >= 0 and 0 <= done.ago < math.inf and 0 <= (done.seconds or 0) < math.inf):
             raise RefusedEvent(f"worker {worker} says that it has trained {done}, which cannot be")
@@ -141,7 +152,7 @@ class Dealer:
     def _begin(self, segment: Segment, now: float) -> None:
         self._recovering = self._recovering or self.segment is None
         if self.segment is not None:
-            self._previous = self.segment, [account.leases for account in self._accounts]
+            self._previous = self.segment, {i: account.leases for i, account in enumerate(self._accounts)}
         self.segment, self._over, self._retired = segment, False, 0
         self._left = [[range(segment.start, segment.stop)] for _ in range(self._num_pipelines)]
         for account in self._accounts:
@@ -176,8 +187,8 @@ class Dealer:
         return self._settle(now)
 
     def _take_back(self, pipeline: int) -> None:
-        if not 0 <= pipeline < self._num_pipelines:
-            raise RefusedEvent(f"pipeline {pipeline} does not exist among {self._num_pipelines}")
+        if not 0 <= pipeline < len(self._accounts):
+            raise RefusedEvent(f"pipeline {pipeline} does not exist among {len(self._accounts)}")
         account = self._accounts[pipeline]
         trained = account.finished(self._num_stages)
         self._retired += trained
@@ -187,6 +198,8 @@ class Dealer:
             _put_back(self._left[lease.home], lease.start + kept, lease.stop)
         account.begin(account.base)
         account.present = False
+        if self._previous is not None:  # its next start has heard of none of them
+            self._previous[1].pop(pipeline, None)
 
     # ------------------------------------------------------------------ leases
 
@@ -249,12 +262,20 @@ class Dealer:
         end = float(self._num_pipelines * segment.stop)
         progress = end if over else self._even(account) if not account.leases else account.leases[-1].end
         return Lease(
-            segment, pipeline, len(account.leases), pipeline, segment.stop, segment.stop, min(progress, end), 0.0, over
+            segment,
+            pipeline,
+            len(account.leases),
+            pipeline % self._num_pipelines,
+            segment.stop,
+            segment.stop,
+            min(progress, end),
+            0.0,
+            over,
         )
 
     def _choose(self, pipeline: int, size: int, quotas: Mapping[int, int], now: float) -> tuple[int, range]:
         """At most ``size`` batches of one shard."""
-        if own := self._left[pipeline]:
+        if pipeline < self._num_pipelines and (own := self._left[pipeline]):
             return pipeline, own[0][:size]
         seconds = self._seconds()
 
@@ -282,7 +303,7 @@ class Dealer:
         would finish at the same time, one that has batches of its own left."""
         seconds = self._seconds()
         free = {
-            (not self._left[i], i): (account.free_at(now, seconds[i]), seconds[i])
+            (i >= self._num_pipelines or not self._left[i], i): (account.free_at(now, seconds[i]), seconds[i])
             for i, account in enumerate(self._accounts)
             if account.present
         }

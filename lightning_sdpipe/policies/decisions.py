@@ -37,6 +37,8 @@ class Reason(StrEnum):
     """The bound asks to wait, but another stage holds the token: waiting could deadlock."""
     LOCAL_STEP = "local step"
     """The policy has the worker go on alone this time."""
+    REGROUPED = "regrouped"
+    """The group that they were in broke, since a member of it was lost or could not be reached."""
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="group"):
@@ -46,8 +48,12 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     the weighted sum of all of them. ``sequence`` is unique in the run and increasing. ``reason`` is for people.
 
     ``passive`` members take part without being answered: they average while they compute (asynchronous AD-PSGD), or
-    before they wait on (PHD-PSGD under its bound). ``neighbours``, where it is not empty, has for each member, in
-    order, those members that it averages with instead of with all.
+    before they wait on (PHD-PSGD under its bound). The latter are ``standing``: the models that they give contain the
+    step that they are ready with. ``neighbours``, where it is not empty, has for each member, in order, those members
+    that it averages with instead of with all.
+
+    ``epoch`` is for elastic runs, and not a policy's to decide: the epoch of membership whose process group holds all
+    members; 0 in any other run.
     """
 
     members: tuple[Worker, ...]
@@ -56,6 +62,8 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     reason: str
     passive: tuple[Worker, ...] = ()
     neighbours: tuple[tuple[Worker, ...], ...] = ()
+    standing: tuple[Worker, ...] = ()
+    epoch: int = 0
 
     @property
     def stage(self) -> int:
@@ -93,3 +101,5 @@ def check_group(group: Group, next_sequence: int) -> None:
         )
     if group.passive and not set(group.passive) < set(members):
         raise BrokenRule(f"{group} cannot go out: some of its members must be passive, but not all")
+    if group.standing and not set(group.standing) <= set(group.passive):
+        raise BrokenRule(f"{group} cannot go out: those that are standing must be passive")

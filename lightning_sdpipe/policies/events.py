@@ -40,10 +40,12 @@ class Progress(msgspec.Struct, frozen=True, gc=False, tag="progress"):
     waiting: float
 
 
-class Joined(msgspec.Struct, frozen=True, gc=False, tag="joined"):
-    """``worker`` takes part from now on; its iterations may start anywhere."""
+class Joined(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="joined"):
+    """``worker`` takes part from now on; its iterations may start anywhere, or after ``answered``, which another
+    scheduler has answered."""
 
     worker: Worker
+    answered: int | None = None
 
 
 class Left(msgspec.Struct, frozen=True, gc=False, tag="left"):
@@ -70,8 +72,25 @@ class Restarted(msgspec.Struct, frozen=True, gc=False, tag="restarted"):
     next_sequence: int
 
 
+class Regrouped(msgspec.Struct, frozen=True, gc=False, tag="regrouped"):
+    """The group ``sequence`` broke; ``members`` of it, of which each had the part ``weights`` in it, try again.
+
+    They wait for that, but not for an answer to a ready. The one decision that follows is a group of just these.
+    """
+
+    sequence: int
+    members: tuple[Worker, ...]
+    weights: tuple[float, ...]
+
+
+class Widened(msgspec.Struct, frozen=True, gc=False, tag="widened"):
+    """From now on pipelines below ``num_pipelines`` may join: more than were planned, in an elastic run."""
+
+    num_pipelines: int
+
+
 class Tick(msgspec.Struct, frozen=True, gc=False, tag="tick"):
     """Time passed; due when the policy's deadline says so, harmless at any other time."""
 
 
-Event: TypeAlias = Ready | Progress | Joined | Left | Lost | Broken | Restarted | Tick
+Event: TypeAlias = Ready | Progress | Joined | Left | Lost | Broken | Restarted | Regrouped | Widened | Tick

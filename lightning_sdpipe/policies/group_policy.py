@@ -11,8 +11,10 @@ from lightning_sdpipe.policies.events import (
     Lost,
     Progress,
     Ready,
+    Regrouped,
     Restarted,
     Tick,
+    Widened,
     Worker,
 )
 from lightning_sdpipe.policies.participants import Participants
@@ -40,10 +42,10 @@ class GroupPolicy:
         match event:
             case Tick():
                 return self.time_passed(now)
-            case Joined(worker):
+            case Joined(worker, answered):
                 participants.check_joins(worker)
                 decisions = self.time_passed(now)
-                participants.joins(worker)
+                participants.joins(worker, answered)
                 return decisions + self.worker_joined(worker, now)
             case Left(worker) | Lost(worker):
                 participants.check_takes_part(worker, "left")
@@ -60,6 +62,12 @@ class GroupPolicy:
             case Restarted(next_sequence):
                 participants.next_sequence = max(participants.next_sequence, next_sequence)
                 return self.scheduler_restarted(now)
+            case Regrouped(_, members, weights):
+                return [participants.regroup(members, weights)]
+            case Widened(num_pipelines):
+                if num_pipelines > participants.num_pipelines:
+                    self.widened(num_pipelines)
+                    participants.widen(num_pipelines)
         return []
 
     def deadline(self) -> float | None:
@@ -94,6 +102,13 @@ class GroupPolicy:
     def scheduler_restarted(self, now: float) -> list[Decision]:
         """Another scheduler has decided before; what it knew is lost."""
         return []
+
+    def widened(self, num_pipelines: int) -> None:
+        """There may be so many pipelines from now on.
+
+        Raises:
+            RefusedEvent: this policy is for the number that was planned.
+        """
 
     def time_passed(self, now: float) -> list[Decision]:
         """It is ``now``; due when :meth:`deadline` says so, and called before each other event too."""

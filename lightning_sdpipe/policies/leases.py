@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.events import Widened, Worker
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -100,4 +100,4 @@ class Returned(msgspec.Struct, frozen=True, gc=False, tag="returned"):
     pipeline: int
 
 
-LeaseEvent: TypeAlias = Asked | Trained | Told | Returned
+LeaseEvent: TypeAlias = Asked | Trained | Told | Returned | Widened

@@ -135,6 +135,10 @@ class PartialReducePolicy(GroupPolicy):
         self._graph.forget(self._recorded_as.get(sequence, -1))
         return self._release(QUEUED)
 
+    def widened(self, num_pipelines: int) -> None:
+        self._clocks += [0] * (num_pipelines - len(self._clocks))
+        self._graph.widen(num_pipelines)
+
     def sync_graph(self, stage: int) -> SyncGraph:
         """Which pipelines met lately: in every stage the same."""
         return self._graph

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.decisions import Group, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 
@@ -26,17 +27,37 @@ class Participants:
         self._answered: list[dict[int, int]] = [{} for _ in range(num_stages)]
         self._workers = [[Worker(j, i) for i in range(num_pipelines)] for j in range(num_stages)]
 
+    def widen(self, num_pipelines: int) -> None:
+        """There may be so many pipelines from now on."""
+        self.num_pipelines = max(self.num_pipelines, num_pipelines)
+        self._workers = [[Worker(j, i) for i in range(self.num_pipelines)] for j in range(self.num_stages)]
+
+    def regroup(self, members: Sequence[Worker], weights: Sequence[float]) -> Group:
+        """A group of ``members``, who do not wait for an answer to a ready; their parts are as before, and add up to 1.
+
+        Raises:
+            RefusedEvent: one of them does not take part.
+        """
+        for worker in members:
+            self.check_takes_part(worker, "tried again")
+        total = math.fsum(weights)
+        sequence = self.next_sequence
+        self.next_sequence = sequence + 1
+        return Group(tuple(members), tuple(weight / total for weight in weights), sequence, Reason.REGROUPED)
+
     def check_joins(self, worker: Worker) -> None:
         """Raise :class:`RefusedEvent` when ``worker`` may not join now."""
         self._check_exists(worker)
         if worker.pipeline in self.active[worker.stage]:
             raise RefusedEvent(f"worker {worker} joined twice; it must leave before it joins again")
 
-    def joins(self, worker: Worker) -> None:
-        """``worker`` takes part from now on; its iterations may start anywhere."""
+    def joins(self, worker: Worker, answered: int | None = None) -> None:
+        """``worker`` takes part from now on; its iterations may start anywhere, or after ``answered``."""
         self.check_joins(worker)
         self.active[worker.stage].add(worker.pipeline)
         self._answered[worker.stage].pop(worker.pipeline, None)
+        if answered is not None:
+            self._answered[worker.stage][worker.pipeline] = answered
 
     def check_takes_part(self, worker: Worker, what: str) -> None:
         """Raise :class:`RefusedEvent` when ``worker``, which did ``what``, does not take part."""
@@ -74,6 +95,10 @@ class Participants:
         waiting = self.waiting[stage].get(pipeline)
         return self._answered[stage].get(pipeline) if waiting is None else waiting
 
+    def last_answered(self, stage: int, pipeline: int) -> int | None:
+        """The last iteration of the worker that was answered since it joined."""
+        return self._answered[stage].get(pipeline)
+
     def everybody_waits(self, stage: int) -> bool:
         """True when every active worker of ``stage`` waits (and at least one does)."""
         return len(self.waiting[stage]) == len(self.active[stage]) > 0
@@ -91,8 +116,10 @@ class Participants:
         *,
         weights: Sequence[float] | None = None,
         passive: Sequence[int] = (),
+        standing: Sequence[int] = (),
     ) -> Group:
-        """A group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones.
+        """A group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones, some of which wait
+        on (``standing``).
 
         ``weights`` belong to ``pipelines`` and then ``passive``, in these orders; equal ones without.
         """
@@ -113,7 +140,9 @@ class Participants:
             of = dict(zip(together, weights, strict=True))
             together.sort()
             shares = tuple([of[pipeline] for pipeline in together])
-        return Group(tuple([workers[pipeline] for pipeline in together]), shares, sequence, reason, bystanders)
+        members = tuple([workers[pipeline] for pipeline in together])
+        waits_on = tuple([workers[pipeline] for pipeline in standing])
+        return Group(members, shares, sequence, reason, bystanders, standing=waits_on)
 
     def _check_exists(self, worker: Worker) -> None:
         if not (0 <= worker.stage < self.num_stages and 0 <= worker.pipeline < self.num_pipelines):

@@ -10,7 +10,9 @@ their models with other groups (§3.4). On the last stage:
 3. If some are *behind* it (``versions.py``), it waits for exactly these instead, and meets them: STALENESS.
 4. Whoever meets a group that still has to wait for others does not wait with it: that group takes part as a passive
    member, and waits on.
-5. ``asynchronous``: the drawn partner takes part while it computes. Nobody waits then, except by rule 3.
+5. A member that was lost, and reports a step with which the rest of its group has met others, goes on alone: they wait
+   for it in the next step, where they notice if it missed something.
+6. ``asynchronous``: the drawn partner takes part while it computes. Nobody waits then, except by rule 3.
 
 A meeting gives every group the mean of the groups' models; so each member weighs 1 over the groups times its group's
 members.
@@ -35,7 +37,7 @@ from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.meeting_graph import draw, similarities
-from lightning_sdpipe.policies.policy import PolicyConfig, check_integer, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, refusal
 from lightning_sdpipe.policies.replay import Part, Planned, Replay, mean_of_groups
 from lightning_sdpipe.policies.versions import Versions
 
@@ -135,13 +137,23 @@ class PHDPSGDPolicy(GroupPolicy):
         self._seconds: dict[int, float] = {}
         self._reports: dict[int, int] = {}
 
+    def widened(self, num_pipelines: int) -> None:
+        raise RefusedEvent(
+            f"PHD-PSGD divides the {self.participants.num_pipelines} pipelines of the plan into fixed groups, so no "
+            f"pipeline numbered {self.participants.num_pipelines} or more can come; give a lower number, or use "
+            "SemiDecentralized"
+        )
+
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
         if worker.stage != self._last:
             return self._replays[worker.stage].turn()
         for replay in self._replays:
             replay.heard_of(worker.pipeline)
         group = self._group_of[worker.pipeline]
-        decisions = [] if group in self._wanted else self._becomes_ready(group)
+        if self._missed(group, iteration):
+            decisions = [self._alone(worker.pipeline, group)]
+        else:
+            decisions = [] if group in self._wanted else self._becomes_ready(group)
         return decisions + self._replay()
 
     def worker_left(self, worker: Worker, now: float) -> list[Decision]:
@@ -187,6 +199,17 @@ class PHDPSGDPolicy(GroupPolicy):
 
     def _waiting(self, group: int) -> list[int]:
         return [p for p in self._groups[group] if p in self.participants.waiting[self._last]]
+
+    def _missed(self, group: int, iteration: int) -> bool:
+        """Have others of the group been answered for that iteration without the one that reports it now?"""
+        answered = [self.participants.last_answered(self._last, p) for p in self._active(self._last, group)]
+        return any(last is not None and last >= iteration for last in answered)
+
+    def _alone(self, pipeline: int, group: int) -> Decision:
+        iteration = self.participants.waiting[self._last][pipeline]
+        for replay in self._replays:
+            replay.plan(Planned((Part(group, {pipeline: iteration}, False, False),), {}, Reason.WORKER_LOST))
+        return self.participants.group(self._last, [pipeline], Reason.WORKER_LOST)
 
     def _becomes_ready(self, group: int) -> list[Decision]:
         """If all its members are, which then is a new step of the group."""
@@ -262,8 +285,9 @@ class PHDPSGDPolicy(GroupPolicy):
         answered = [p for k in go for p in self._waiting(k)]
         members = [self._waiting(k) for k in (*go, *stay)] + [self._active(last, k) for k in computing]
         passive = [p for group in members[len(go) :] for p in group]
+        standing = [p for k in stay for p in self._waiting(k)]
         weights = mean_of_groups(members)
-        group = participants.group(last, answered, reason, weights=weights, passive=passive)
+        group = participants.group(last, answered, reason, weights=weights, passive=passive, standing=standing)
         self.versions[last].met(group.sequence, [*go, *stay], computing)
         asleep = {k: tuple(self._groups[k]) for k in computing}
         for replay in self._replays:

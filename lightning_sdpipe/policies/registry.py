@@ -24,6 +24,7 @@ BUILT_IN: Mapping[str, str] = {
     "local_sgd": "lightning_sdpipe.policies.local_sgd:LocalSGD",
     "partial_reduce": "lightning_sdpipe.policies.partial_reduce:PartialReduce",
     "ad_psgd": "lightning_sdpipe.policies.ad_psgd:ADPSGD",
+    "decentralized": "lightning_sdpipe.policies.decentralized:Decentralized",
     "phd_psgd": "lightning_sdpipe.policies.phd_psgd:PHDPSGD",
     "no_sync": "lightning_sdpipe.policies.local_sgd:NoSync",
 }

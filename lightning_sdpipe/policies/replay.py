@@ -8,9 +8,10 @@ who waits, and nothing deadlocks.
 The bound on staleness is this stage's own: those that a meeting lets go on wait here, too, for the models that are
 behind theirs. They need wait for meetings of lower numbers only, since on the last stage these were enough.
 
-A worker that was lost is left out. What others would have had from its group by meetings that are still to come here,
-they have on the last stage only, so there everything is doubted then. Whose pipeline has no last stage any more goes on
-alone.
+A worker that was lost, or has left, is left out. What others would have had from its group by meetings that are still
+to come here, they have on the last stage only, so there everything is doubted then, and until the doubts are settled
+this stage's models may be older than the bound. (It cannot wait for that itself: its pipelines would never come to the
+boundary on the last stage.) Whose pipeline has no last stage any more goes on alone.
 """
 
 from __future__ import annotations
@@ -155,6 +156,7 @@ class Replay:
             planned.reason,
             weights=mean_of_groups(members),
             passive=[p for own in members[len(go) :] for p in own],
+            standing=[p for _, own in stay for p in own],
         )
         waiting = self._participants.waiting[self._stage]
         awake = [k for k, own in asleep.items() if all(p in waiting for p in own)]

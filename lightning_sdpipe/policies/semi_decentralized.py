@@ -216,6 +216,14 @@ class SemiDecentralizedPolicy(GroupPolicy):
                 self._connects(stage, self.participants.waiting[number])
         return []
 
+    def widened(self, num_pipelines: int) -> None:
+        for stage in self._stages:
+            stage.window.widen(num_pipelines)
+            if stage.graph is not None:
+                stage.graph.widen(num_pipelines)
+            if stage.versions is not None:
+                stage.versions.widen(num_pipelines)
+
     def scheduler_restarted(self, now: float) -> list[Decision]:
         for stage in self._stages:
             if stage.versions is not None:

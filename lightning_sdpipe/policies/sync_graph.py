@@ -157,6 +157,12 @@ class SyncGraph:
         self._forest = RecencyForest(num_workers, -rounds)
         self._forest_is_stale = False
 
+    def widen(self, num_workers: int) -> None:
+        """There may be so many workers from now on."""
+        self._num_workers = max(self._num_workers, num_workers)
+        self._forest = RecencyForest(self._num_workers, self.round - self.rounds)
+        self._forest_is_stale = True
+
     def join(self, worker: int) -> None:
         """``worker`` is a node from now on, with the edges it had if it was one before.
 

@@ -88,6 +88,16 @@ class _State:
         other.arriving = {node: list(row) for node, row in self.arriving.items()}
         return other
 
+    def widen(self, size: int) -> None:
+        more = size - len(self.steps)
+        if more <= 0:
+            return
+        self.steps += [0] * more
+        self.rows += [None] * more
+        for row in (*self.rows, *self.arriving.values()):
+            if row is not None:
+                row += [0] * more
+
     def row(self, node: int) -> list[int]:
         row = self.rows[node]
         assert row is not None, f"node {node} has never taken part"
@@ -145,6 +155,11 @@ class Versions:
         self._history: deque[_Change] = deque()
         """From ``_then`` to ``_now``."""
         self._remembered = REMEMBERED * size
+
+    def widen(self, size: int) -> None:
+        """There may be so many nodes from now on."""
+        self._now.widen(size)
+        self._then.widen(size)
 
     def joins(self, node: int) -> None:
         """``node`` takes part from now on."""

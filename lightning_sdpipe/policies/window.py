@@ -66,6 +66,10 @@ class AdaptiveWindow:
         self._expected: dict[int, float] = {}
         """Those of ``_released_at`` who are not late, in the order of their release and so of their arrival."""
 
+    def widen(self, num_workers: int) -> None:
+        """There may be so many workers from now on. The horizon stays: it depends on the number by plan."""
+        self._fractions += [1.0] * (num_workers - len(self._fractions))
+
     def length(self, worker: int, now: float) -> float:
         """The window that ``worker`` opens by arriving now, in seconds."""
         if self._maximum == "auto":

@@ -19,6 +19,7 @@ from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.leases import Lease, Segment
+from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.connection import GLANCE, Connection
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
@@ -39,6 +40,8 @@ LAST_WORDS = 1.0
 """Seconds that a failing worker spends at most on telling the others."""
 LAST_BEAT = 12
 """Heartbeats without an answer, after which a scheduler that is not restarted is given up, and any other is missed."""
+MEANWHILE = 0.02
+"""Seconds between two looks at what else there is to do."""
 REPEAT_AFTER = 1.0
 """Seconds after which an unanswered request is repeated."""
 
@@ -62,8 +65,10 @@ class SchedulerClient:
     training thread may not learn while it waits for a tensor.
     ``host`` is the worker whose process the scheduler ends with; when many heartbeats in a row are not answered, that
     worker is taken to have failed. None for a scheduler that may be restarted.
-    ``on_invitation`` is called there too, for groups that the worker is a passive member of (asynchronous AD-PSGD
-    only); it may be set until :meth:`join`.
+    ``on_invitation`` is called there too, in order, for groups that the worker is a passive member of, with the last
+    iteration that had been answered before, None if none had since the worker joined. It may be set until :meth:`join`.
+    ``incarnation`` is that of the worker's job in an elastic run, whose
+    :class:`~lightning_sdpipe.scheduler.elastic_client.ElasticClient` enrols it before it joins; None in any other.
     """
 
     def __init__(
@@ -76,14 +81,19 @@ class SchedulerClient:
         connect_timeout: float = CONNECT_TIMEOUT,
         credentials: WorkerKeys | None = None,
         heartbeat: float | None = 1.0,
-        on_invitation: Callable[[Group], None] | None = None,
+        on_invitation: Callable[[Group, int | None], None] | None = None,
         on_abort: Callable[[Failure], None] | None = None,
         host: Worker | None = None,
+        incarnation: int | None = None,
     ) -> None:
         self.address = address
         self.worker = worker
         self.aborted: Failure | None = None
         """The first failure of the run, as soon as the heartbeats heard of it."""
+        self.serves: tuple[int, int] | None = None
+        """The stages and pipelines that the scheduler serves, once it has been greeted."""
+        self.meanwhile: Callable[[], None] | None = None
+        """Called often while a lease is waited for."""
         self._mesh = mesh
         self._timeout = timeout
         self._connect_timeout = min(timeout, connect_timeout)
@@ -92,24 +102,32 @@ class SchedulerClient:
         self.on_invitation = on_invitation
         self._on_abort = on_abort
         self._host = host
-        self._session = secrets.randbits(63)
+        self._incarnation = incarnation
+        self._session = secrets.randbits(63) if incarnation is None else incarnation
+        self._held: tuple[float, str] | None = None
+        """When the scheduler said last that it answers nobody for now, and why."""
         self._number = 0
         self._lock = threading.Lock()
         """Guards what a rejoin tells, and that no join is numbered after the leave that ends what it began."""
-        self._greeted = False
+        self.policy: str | None = None
+        """What the scheduler decides by, as JSON, once it has answered."""
         self._joined = False
         self._iteration: int | None = None
         self._heard = HeardAnswers(worker)
+        self._answered: int | None = None
+        """The iteration whose group was heard of last, since it joined."""
         self._early: m.Answer | None = None
         """To the unanswered ready, if it came while something else was waited for."""
         self._leases = HeardLeases()
         self._steps = StepTimer()
         self._invited = 0
+        self._beaten = False
         self._invitations = threading.Condition()
+        """Of the two, which the heartbeats' thread changes."""
         self._thread: HeartbeatThread | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._connection = Connection(self._context, address, credentials, m.routing_id(worker))
+            self._connection = Connection(self._context, address, credentials, m.routing_id(worker, incarnation))
         except BaseException:
             self._context.term()
             raise
@@ -120,7 +138,7 @@ class SchedulerClient:
         Raises:
             SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another mesh.
         """
-        if self._greeted:
+        if self.policy is not None:
             return
         connection, until, repeat_at, sent = self._connection, time.monotonic() + self._connect_timeout, 0.0, 0
         while (now := time.monotonic()) < until:
@@ -129,9 +147,11 @@ class SchedulerClient:
                     connection.send(m.ASK_STATUS_OF_VERSION_1)
                 connection.send(m.encode(m.Hello(self.worker, self._session, self._next_number(), self._mesh)))
                 repeat_at, sent = now + REPEAT_AFTER, sent + 1
-            if self._receive(m.Welcome, lambda reply: True, min(until, now + GLANCE)) is not None:
+            welcome = self._receive(m.Welcome, lambda reply: True, min(until, now + GLANCE))
+            if welcome is not None:
+                self.serves = welcome.mesh
                 connection.established()
-                self._greeted = True
+                self.policy = welcome.policy
                 return
             connection.check()
         raise SchedulerError(
@@ -147,27 +167,24 @@ class SchedulerClient:
         self._heard.joined()
         self._steps.start()
         if self._heartbeat is not None and self._thread is None:
+            name = m.heartbeat_id(self.worker, self._incarnation)
             self._thread = HeartbeatThread(
-                lambda: Connection(self._context, self.address, self._credentials, m.heartbeat_id(self.worker)),
+                lambda: Connection(self._context, self.address, self._credentials, name),
                 _Pulse(self),
                 self._heartbeat,
             )
             self._thread.start()
+            if self.on_invitation is not None:  # which reach nobody before the scheduler knows that connection
+                self._wait_there(lambda: self._beaten, "the scheduler to answer its first heartbeat")
 
     def leave(self) -> None:
         """Pause or end the epoch; returns when the scheduler has acknowledged it."""
         self._iteration = self._early = None
         with self._lock:
             self._joined = False
+            self._answered = None
             self._heard.forget()
-        reply = self._ask(self._leave, m.Acknowledged, "the scheduler to let it leave")
-        with self._invitations:
-            if not self._invitations.wait_for(lambda: self._invited >= reply.invitations, self._timeout):
-                missing = reply.invitations - self._invited
-                raise SchedulerError(
-                    f"worker {self.worker} waited {self._timeout:g} s for {missing} invitations that the "
-                    f"scheduler at {self.address} says it has sent"
-                )
+        self._wait_for_invitations(self._ask(self._leave, m.Acknowledged, "the scheduler to let it leave").invitations)
 
     def ready(self, iteration: int) -> None:
         """The local step of ``iteration`` is done; does not wait. :meth:`group` fetches the answer."""
@@ -184,7 +201,7 @@ class SchedulerClient:
         self._transmit(m.Ready(self.worker, self._session, self._next_number(), iteration))
 
     def group(self) -> Group:
-        """Wait for the answer to the last :meth:`ready`."""
+        """Wait for the answer to the last :meth:`ready`, and for the invitations that were sent before it."""
         iteration = self._iteration
         if iteration is None:
             raise SchedulerError(f"worker {self.worker} asked for a group without being ready; call ready() first")
@@ -197,6 +214,8 @@ class SchedulerClient:
         self._iteration = self._early = None
         with self._lock:
             self._heard.hear(answer)
+            self._answered = iteration
+        self._wait_for_invitations(answer.invitations_of(self.worker))
         return answer.group
 
     def lease(self, segment: Segment, ordinal: int) -> Lease:
@@ -274,7 +293,8 @@ class SchedulerClient:
             return self._number
 
     def _join(self, number: int) -> m.Join:
-        return m.Join(self.worker, self._session, number, self._mesh, heard=self._heard.highest)
+        elastic = self._incarnation is not None
+        return m.Join(self.worker, self._session, number, self._mesh, heard=self._heard.highest, elastic=elastic)
 
     def _leave(self, number: int) -> m.Leave:
         return m.Leave(self.worker, self._session, number)
@@ -305,6 +325,8 @@ class SchedulerClient:
                 return reply
             if self.aborted is not None:
                 raise RunAborted(self.aborted)
+            if self._held is not None and self._held[0] > now - 3 * REPEAT_AFTER:
+                until = time.monotonic() + self._timeout  # the scheduler itself ends that, when it has lasted too long
             repeat()
         raise SchedulerError(f"worker {self.worker} waited {self._timeout:g} s for {what}; {self._who_is_missing()}")
 
@@ -317,6 +339,9 @@ class SchedulerClient:
     ) -> _Reply | None:
         """The next reply of that kind; stale ones are dropped. None when it did not come in time."""
         while (left := until - time.monotonic()) > 0:
+            if self.meanwhile is not None and kind is m.Dealt:
+                self.meanwhile()
+                left = min(left, MEANWHILE)
             reply = self._connection.receive(left)
             if reply is None:
                 continue
@@ -325,6 +350,12 @@ class SchedulerClient:
             if isinstance(reply, m.Abort):
                 self.aborted = reply.failure
                 raise RunAborted(reply.failure)
+            if isinstance(reply, e.MustEnd):
+                raise SchedulerError(f"this process of pipeline {self.worker.pipeline} must end: {reply.reason}")
+            if isinstance(reply, m.Held):
+                if self._held is None or self._held[1] != reply.reason:
+                    log.warning("worker %s waits: %s", self.worker, reply.reason)
+                self._held = time.monotonic(), reply.reason
             if isinstance(reply, m.Lost):
                 log.warning("worker %s was silent for %.1f s; the others go on without it", reply.worker, reply.silent)
             if isinstance(reply, m.Unknown) and repeat is not None:
@@ -346,8 +377,26 @@ class SchedulerClient:
             if not self._joined:
                 return None
             self._number += 1
-            heard = self._heard
-            return m.Join(self.worker, self._session, self._number, self._mesh, True, heard.highest, heard.to_report())
+            heard, elastic, number = self._heard, self._incarnation is not None, self._number
+            answers, answered = heard.to_report(), self._answered
+            return m.Join(
+                self.worker, self._session, number, self._mesh, True, heard.highest, answers, elastic, answered
+            )
+
+    def _wait_for_invitations(self, sent: int) -> None:
+        if self._invited < sent:
+            self._wait_there(lambda: self._invited >= sent, f"{sent - self._invited} invitations that it was sent")
+
+    def _wait_there(self, there: Callable[[], bool], what: str) -> None:
+        """Until the heartbeats' thread has heard something."""
+        with self._invitations:
+            if not self._invitations.wait_for(lambda: there() or self.aborted is not None, self._timeout):
+                raise SchedulerError(
+                    f"worker {self.worker} waited {self._timeout:g} s for {what}; its heartbeats may not reach the "
+                    f"scheduler at {self.address}"
+                )
+        if self.aborted is not None and not there():
+            raise RunAborted(self.aborted)
 
     def _book(self) -> m.TellLeases | None:
         book = self._leases.book()
@@ -386,7 +435,9 @@ class _Pulse:
 
     def hear_failure(self, failure: Failure) -> None:
         first_time = self._client.aborted is None
-        self._client.aborted = failure
+        with self._client._invitations:
+            self._client.aborted = failure
+            self._client._invitations.notify_all()
         if first_time and self._client._on_abort is not None:
             self._client._on_abort(failure)
 
@@ -406,7 +457,14 @@ class _Pulse:
             client._timeout,
         )
 
-    def hear_invitation(self, group: Group) -> m.Request | None:
+    def hear_pulse(self) -> None:
+        client = self._client
+        if not client._beaten:
+            with client._invitations:
+                client._beaten = True
+                client._invitations.notify_all()
+
+    def hear_invitation(self, group: Group, after: int | None) -> m.Request | None:
         client = self._client
         if client.on_invitation is None:
             with client._lock:
@@ -417,7 +475,7 @@ class _Pulse:
                 "computes; give SchedulerClient an on_invitation, or use another policy"
             )
             return m.Failed(client.worker, client._session, number, reason)
-        client.on_invitation(group)
+        client.on_invitation(group, after)
         with client._invitations:
             client._invited += 1
             client._invitations.notify_all()

@@ -12,6 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback
 from lightning_sdpipe.scheduler.status import Status
@@ -86,7 +87,7 @@ class Connection:
             return False
         return True
 
-    def receive(self, seconds: float) -> m.Reply | None:
+    def receive(self, seconds: float) -> m.Reply | e.Reply | None:
         """The next reply, if one comes in time.
 
         Raises:

@@ -7,7 +7,7 @@ import math
 
 from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, check_group
-from lightning_sdpipe.policies.events import Event, Restarted
+from lightning_sdpipe.policies.events import Event, Restarted, Widened
 from lightning_sdpipe.policies.leases import Lease, LeaseEvent
 from lightning_sdpipe.policies.policy import Policy, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
@@ -27,7 +27,8 @@ class Decider:
         self._policy = policy
         self.dealer = dealer
         self._log = event_log
-        self._next_sequence = 0
+        self.next_sequence = 0
+        """Of the next group, at least."""
         self.failed = False
         self.deadline = math.inf
         """When time is due to pass for the policy."""
@@ -44,8 +45,8 @@ class Decider:
         try:
             decisions = self._policy.on(event, now)
             for group in decisions:
-                check_group(group, self._next_sequence)
-                self._next_sequence = group.sequence + 1
+                check_group(group, self.next_sequence)
+                self.next_sequence = group.sequence + 1
             deadline = self._policy.deadline()
         except RefusedEvent:
             raise
@@ -68,11 +69,20 @@ class Decider:
         self._log.record_leases(now, event, leases)
         return leases
 
+    def widen(self, event: Widened, now: float) -> None:
+        """There may be more pipelines than were planned.
+
+        Raises:
+            RefusedEvent: the policy is for those; nothing has changed.
+        """
+        self.tell(event, now)
+        self.dealer.on(event, now)
+
     def number_from(self, sequence: int, now: float) -> list[Decision]:
         """Groups below ``sequence`` have been; the scheduler that formed them is no more."""
-        if sequence <= self._next_sequence:
+        if sequence <= self.next_sequence:
             return []
-        self._next_sequence = sequence
+        self.next_sequence = sequence
         return self.tell(Restarted(sequence), now)
 
     def sync_graph(self, stage: int) -> SyncGraph | None:

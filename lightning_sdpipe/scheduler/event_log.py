@@ -20,9 +20,12 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, Group
-from lightning_sdpipe.policies.events import Event
+from lightning_sdpipe.policies.events import Event, Widened
 from lightning_sdpipe.policies.leases import Asked, Lease, LeaseEvent, Returned, Told, Trained
+from lightning_sdpipe.policies.members import MemberDecision, MemberEvent
+from lightning_sdpipe.policies.membership import Membership
 from lightning_sdpipe.policies.policy import Policy, RefusedEvent
+from lightning_sdpipe.policies.terms import Terms
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +35,14 @@ REMEMBERED = 4096
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``event`` happened at ``at``, in seconds of the scheduler's clock, and ``decisions`` or ``leases`` followed."""
+    """``event`` happened at ``at``, in seconds of the scheduler's clock, and ``decisions`` or ``leases`` followed, or
+    in an elastic run ``members``."""
 
     at: float
-    event: Event | LeaseEvent
+    event: Event | LeaseEvent | MemberEvent
     decisions: list[Decision] = []
     leases: list[Lease] = []
+    members: list[MemberDecision] = []
 
 
 class Beginning(msgspec.Struct, frozen=True, tag_field="format", tag=FORMAT):
@@ -48,6 +53,7 @@ class Beginning(msgspec.Struct, frozen=True, tag_field="format", tag=FORMAT):
     num_pipelines: int
     at: float
     time: str
+    elastic: Terms | None = None
 
 
 class Reader(Protocol):
@@ -116,6 +122,11 @@ class EventLog:
         if self._file is not None:
             self._write(entry)
 
+    def record_members(self, now: float, event: MemberEvent, decisions: list[MemberDecision]) -> None:
+        """``event`` happened at ``now``, and ``decisions`` followed. They are not kept in memory: the members are."""
+        if self._file is not None:
+            self._write(Entry(now, event, members=decisions))
+
     def close(self) -> None:
         """Safe to call twice."""
         if self._file is not None:
@@ -147,13 +158,20 @@ class Record(msgspec.Struct):
         """A new one for the same workers."""
         return Dealer(self.beginning.num_stages, self.beginning.num_pipelines)
 
+    def membership(self) -> Membership | None:
+        """A new one with the same terms, if the run may have been elastic."""
+        beginning = self.beginning
+        if beginning.elastic is None:
+            return None
+        return Membership(beginning.num_stages, beginning.elastic, beginning.at)
+
 
 class Difference(msgspec.Struct, frozen=True):
     """Where a policy decides something else than is recorded."""
 
     number: int
     entry: Entry
-    decisions: list[Decision] | list[Lease] | RefusedEvent
+    decisions: list[Decision] | list[Lease] | list[MemberDecision] | RefusedEvent
 
 
 def read_log(path: Path) -> list[Record]:
@@ -182,15 +200,26 @@ def read_log(path: Path) -> list[Record]:
     return records
 
 
-def differences(policy: Policy, dealer: Dealer, entries: Sequence[Entry]) -> Iterator[Difference]:
-    """Plays ``entries`` back to ``policy`` and ``dealer``, which must be new; where they decide otherwise, and how."""
+def differences(
+    policy: Policy, dealer: Dealer, entries: Sequence[Entry], membership: Membership | None = None
+) -> Iterator[Difference]:
+    """Plays ``entries`` back to ``policy``, ``dealer`` and ``membership``, which must be new; where they decide
+    otherwise, and how."""
     for number, entry in enumerate(entries):
+        event = entry.event
+        if isinstance(event, MemberEvent):
+            members = [] if membership is None else membership.on(event, entry.at)
+            if members != entry.members:
+                yield Difference(number, entry, members)
+            continue
+        if isinstance(event, Widened):
+            dealer.on(event, entry.at)
         try:
-            if isinstance(entry.event, Asked | Trained | Told | Returned):
-                decisions: list[Decision] | list[Lease] = dealer.on(entry.event, entry.at)
+            if isinstance(event, Asked | Trained | Told | Returned):
+                decisions: list[Decision] | list[Lease] = dealer.on(event, entry.at)
                 recorded: list[Decision] | list[Lease] = entry.leases
             else:
-                decisions, recorded = policy.on(entry.event, entry.at), entry.decisions
+                decisions, recorded = policy.on(event, entry.at), entry.decisions
         except RefusedEvent as refused:
             yield Difference(number, entry, refused)
             continue

@@ -41,8 +41,12 @@ class Pulse(Protocol):
     def hear_nothing(self, beats: int) -> None:
         """The last ``beats`` heartbeats were not answered."""
 
-    def hear_invitation(self, group: Group) -> m.Request | None:
-        """The worker is a passive member of ``group``; what there is to say to that."""
+    def hear_pulse(self) -> None:
+        """A heartbeat was answered."""
+
+    def hear_invitation(self, group: Group, after: int | None) -> m.Request | None:
+        """The worker is a passive member of ``group``, decided after the answer to that iteration; what there is to say
+        to that."""
 
 
 class HeartbeatThread:
@@ -104,7 +108,9 @@ class HeartbeatThread:
                 self._pulse.hear_failure(failure)
             case m.Pulse(failure=m.Failure() as failure):
                 self._pulse.hear_failure(failure)
-            case m.Invitation(group=group):
-                request = self._pulse.hear_invitation(group)
+            case m.Pulse():
+                self._pulse.hear_pulse()
+            case m.Invitation(group=group, after=after):
+                request = self._pulse.hear_invitation(group, after)
         if request is not None:
             connection.send(m.encode(request))

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.events import Widened, Worker
 from lightning_sdpipe.policies.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.scheduler.event_log import Entry
 
@@ -125,12 +125,12 @@ class Journal:
         stages, pipelines = self._beginning.num_stages, self._beginning.num_pipelines
         segment = self._segment
         assert segment is not None
-        books: list[dict[int, Lease]] = [{} for _ in range(pipelines)]
+        books: dict[int, dict[int, Lease]] = {pipeline: {} for pipeline in range(pipelines)}
         done: dict[Worker, Done] = {}
         gone: set[int] = set()
 
         def told(pipeline: int) -> Iterator[LeaseEvent]:
-            book = books[pipeline]
+            book = books.setdefault(pipeline, {})
             leases = tuple(book[ordinal] for ordinal in sorted(book))
             over = any(lease.over for lease in leases)
             for stage in range(stages):
@@ -141,6 +141,10 @@ class Journal:
                 else:
                     yield Trained(worker, segment, how_far)
 
+        numbers = {lease.pipeline for entry in entries for lease in entry.leases}
+        numbers |= {entry.event.pipeline for entry in entries if isinstance(entry.event, Returned)}
+        if max(numbers, default=0) >= pipelines:  # more have come than were planned
+            yield Widened(max(numbers) + 1)
         for entry in entries:
             event = entry.event
             if isinstance(event, Returned):
@@ -151,11 +155,11 @@ class Journal:
                 continue
             for lease in [*entry.leases, *(event.leases if isinstance(event, Told) else ())]:
                 if lease.segment == segment:
-                    books[lease.pipeline][lease.ordinal] = lease
+                    books.setdefault(lease.pipeline, {})[lease.ordinal] = lease
                     gone.discard(lease.pipeline)
             if isinstance(event, Asked | Trained | Told) and event.segment == segment:
                 done[event.worker] = Done(event.done.batches, event.done.seconds)
-        for pipeline in set(range(pipelines)) - gone:
+        for pipeline in sorted(set(books) - gone):
             yield from told(pipeline)
 
 

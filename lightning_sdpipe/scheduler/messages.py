@@ -17,9 +17,10 @@ import msgspec
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.leases import Done, Lease, Segment
+from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler.status import Status
 
-VERSION = 3
+VERSION = 4
 MAX_REQUEST_BYTES = 1 << 20
 """Requests are tens of bytes, but one that resumes a run carries groups of up to thousands of members."""
 MAX_REPLY_BYTES = 1 << 22
@@ -53,10 +54,12 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
-    """A group and, in the order of its members, the iterations whose ready it answers (passive: None)."""
+    """A group and, in the order of its members, the iterations whose ready it answers (passive: None), and how often
+    each was invited before; empty if nobody was."""
 
     group: Group
     iterations: tuple[int | None, ...]
+    invitations: tuple[int, ...] = ()
 
     def iteration_of(self, worker: Worker) -> int | None:
         """Which ready of ``worker`` this answers."""
@@ -64,6 +67,10 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
             if member == worker:
                 return iteration
         return None
+
+    def invitations_of(self, worker: Worker) -> int:
+        """How many groups ``worker`` had been invited to before it was answered so."""
+        return dict(zip(self.group.members, self.invitations, strict=False)).get(worker, 0)
 
 
 class Steps(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -91,13 +98,16 @@ class Join(_Request, frozen=True, gc=False, tag="join"):
     """The worker takes part from now on; ``resumed`` when it already did, for all it knows.
 
     ``heard`` is the highest number of a group that it heard of, -1 if it heard of none, None if it has not joined
-    before; ``answers`` are those that another member could still ask for.
+    before; ``answers`` are those that another member could still ask for. ``elastic``: the session is the incarnation
+    of the worker's job, which has enrolled. ``answered`` is the iteration whose group it has heard of last.
     """
 
     mesh: tuple[int, int] | None
     resumed: bool = False
     heard: int | None = None
     answers: tuple[Answer, ...] = ()
+    elastic: bool = False
+    answered: int | None = None
 
 
 class Ready(_Request, frozen=True, gc=False, tag="ready"):
@@ -161,10 +171,12 @@ class AskStatus(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welcome"):
-    """The scheduler is the right one; ``policy`` are the values of what it decides by, as JSON."""
+    """The scheduler is the right one; ``policy`` are the values of what it decides by, as JSON, and ``mesh`` the stages
+    and pipelines that it serves."""
 
     number: int
     policy: str
+    mesh: tuple[int, int]
 
 
 class Acknowledged(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="acknowledged"):
@@ -221,9 +233,11 @@ class Lost(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="lost"):
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="invitation"):
-    """Take part in ``group`` as a passive member, while computing."""
+    """Take part in ``group`` as a passive member. It was decided when the last ready of the worker that had been
+    answered, since it joined, was that of iteration ``after``; None if there was none."""
 
     group: Group
+    after: int | None = None
 
 
 class Dealt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="dealt"):
@@ -234,6 +248,12 @@ class Dealt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="dealt")
 
 class AskLeases(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_leases"):
     """The scheduler was started anew: which leases has the worker heard of?"""
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="held"):
+    """Nobody is answered for now, however long that takes; ``reason`` says what is waited for."""
+
+    reason: str
 
 
 class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="status"):
@@ -259,21 +279,24 @@ Reply: TypeAlias = (
     | Invitation
     | Dealt
     | AskLeases
+    | Held
     | StatusReply
 )
 
 _PREFIX = bytes([VERSION])
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[Request | AskStatus] = msgspec.msgpack.Decoder(Request | AskStatus)
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_request_decoder: msgspec.msgpack.Decoder[Request | AskStatus | e.Request] = msgspec.msgpack.Decoder(
+    Request | AskStatus | e.Request
+)
+_reply_decoder: msgspec.msgpack.Decoder[Reply | e.Reply] = msgspec.msgpack.Decoder(Reply | e.Reply)
 
 
-def encode(message: Request | AskStatus | Reply) -> bytes:
+def encode(message: Request | AskStatus | Reply | e.Request | e.Reply) -> bytes:
     """One frame."""
     return _PREFIX + _encoder.encode(message)
 
 
-def decode_request(frame: bytes) -> Request | AskStatus:
+def decode_request(frame: bytes) -> Request | AskStatus | e.Request:
     """The inverse of :func:`encode`, for the scheduler."""
     _check(frame, MAX_REQUEST_BYTES)
     try:
@@ -282,7 +305,7 @@ def decode_request(frame: bytes) -> Request | AskStatus:
         raise MalformedFrame(str(error)) from error
 
 
-def decode_reply(frame: bytes) -> Reply:
+def decode_reply(frame: bytes) -> Reply | e.Reply:
     """The inverse of :func:`encode`, for a worker."""
     _check(frame, MAX_REPLY_BYTES)
     try:
@@ -300,11 +323,13 @@ def _check(frame: bytes, limit: int) -> None:
         raise WrongVersion(frame[0])
 
 
-def routing_id(worker: Worker) -> bytes:
-    """The ZeroMQ identity of the socket that the worker's training uses."""
-    return b"%d.%d" % (worker.stage, worker.pipeline)
+def routing_id(worker: Worker, incarnation: int | None = None) -> bytes:
+    """The ZeroMQ identity of the socket that the worker's training uses; each incarnation of an elastic run has its
+    own, since the one before may still be connected."""
+    suffix = b"" if incarnation is None else b".%x" % incarnation
+    return b"%d.%d" % (worker.stage, worker.pipeline) + suffix
 
 
-def heartbeat_id(worker: Worker) -> bytes:
+def heartbeat_id(worker: Worker, incarnation: int | None = None) -> bytes:
     """The ZeroMQ identity of the socket that the worker's heartbeats use."""
-    return b"%d.%d.heartbeat" % (worker.stage, worker.pipeline)
+    return routing_id(worker, incarnation) + b".heartbeat"

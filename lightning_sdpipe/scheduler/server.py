@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -13,11 +14,13 @@ import zmq
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.authentication import KeyCheck
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.event_log import Beginning, EventLog
 from lightning_sdpipe.scheduler.journal import Journal
+from lightning_sdpipe.scheduler.lifelines import Lifelines
 from lightning_sdpipe.scheduler.service import Addressed, SchedulerService
 from lightning_sdpipe.scheduler.watcher import StopMessage, Watcher
 
@@ -27,7 +30,10 @@ _MORE_FOLLOWS, _IS_THERE_MORE = zmq.SNDMORE, zmq.RCVMORE
 
 
 class Server:
-    """Serves one run. ``open`` binds, ``run`` serves until told to stop, ``close`` frees the port."""
+    """Serves one run. ``open`` binds, ``run`` serves until told to stop, ``close`` frees the port.
+
+    With ``elastic`` terms pipelines may come and go; their processes then hold a connection to ``lifeline_port`` each.
+    """
 
     def __init__(
         self,
@@ -41,6 +47,8 @@ class Server:
         recovery_grace: float = 10.0,
         log: Path | None = None,
         journal: Path | None = None,
+        elastic: Terms | None = None,
+        lifeline_port: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value in (("worker_timeout", worker_timeout), ("recovery_grace", recovery_grace)):
@@ -60,6 +68,7 @@ class Server:
             num_pipelines,
             now,
             datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            elastic,
         )
         self.service = SchedulerService(
             policy,
@@ -67,10 +76,13 @@ class Server:
             num_pipelines,
             worker_timeout=worker_timeout,
             recovery_grace=recovery_grace,
+            elastic=elastic,
             now=now,
             log=self._log,
         )
         self._journal = None if journal is None else Journal(journal, num_stages, num_pipelines)
+        self._lifeline_port = lifeline_port
+        self._lifeline_bell = StopMessage()
         self._bind = bind
         self._keys = keys
         self._clock = clock
@@ -122,7 +134,7 @@ class Server:
         socket, service, clock = self._socket, self.service, self._clock
         if socket is None or self._context is None:
             raise SchedulerError("the scheduler's server was run before it was opened")
-        with Watcher(self._context, self._stop_message, stop, self._key_check):
+        with Watcher(self._context, self._stop_message, stop, self._key_check), self._lifelines(self._context):
             now, due, patience = clock(), service.deadline(), -2
             while True:
                 # Rounded up, since waking before the deadline would spin until it has come.
@@ -140,11 +152,34 @@ class Server:
                 if identity == self._stop_message.identity:
                     return
                 now = clock()
-                self._send(socket, self._handle(identity, frame, now))
+                if identity == self._lifeline_bell.identity:
+                    self._send(socket, service.line_ended(frame, now))
+                else:
+                    self._send(socket, self._handle(identity, frame, now))
                 due = service.deadline()
                 if due <= now:
                     self._send(socket, service.tick(now))
                     due = service.deadline()
+
+    @contextlib.contextmanager
+    def _lifelines(self, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
+        """Listens for the processes of an elastic run, at the host that the scheduler itself listens at."""
+        elastic = self.service.elastic
+        if elastic is None:
+            yield
+            return
+        host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        bell = self._lifeline_bell
+        try:
+            lines = Lifelines(context, host, self._lifeline_port, self._stop_message.endpoint, bell.identity)
+        except OSError as error:
+            raise SchedulerError(
+                f"nobody can listen for the processes of the run at {host}, port {self._lifeline_port} "
+                f"({error.strerror}); choose another --lifeline-port, or 0 for any"
+            ) from error
+        with lines:
+            elastic.lifeline_port = lines.port
+            yield
 
     def close(self) -> None:
         """Free the port; safe to call twice."""

@@ -13,16 +13,22 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Broken, Joined, Left, Lost, Progress, Ready, Tick, Worker
 from lightning_sdpipe.policies.leases import Asked, LeaseEvent, Segment, Told, Trained
+from lightning_sdpipe.policies.membership import Membership
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
+from lightning_sdpipe.policies.terms import Terms
+from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.decider import Decider, PolicyFailed
+from lightning_sdpipe.scheduler.elastic import Elastic
+from lightning_sdpipe.scheduler.elastic_run import ElasticRun
 from lightning_sdpipe.scheduler.event_log import EventLog
 from lightning_sdpipe.scheduler.recovery import Recovery
 from lightning_sdpipe.scheduler.session import (
@@ -41,7 +47,7 @@ from lightning_sdpipe.scheduler.status import Overview, Status, graph_of
 
 logger = logging.getLogger(__name__)
 
-Addressed = tuple[bytes, m.Reply]
+Addressed = tuple[bytes, m.Reply | e.Reply]
 """A routing identity and the message for it."""
 
 EVENTS_PER_WORKER = 16
@@ -59,6 +65,7 @@ class SchedulerService:
         num_pipelines: N.
         worker_timeout: seconds of silence after which a worker is lost.
         recovery_grace: seconds that a scheduler which finds itself in the middle of a run waits for all workers.
+        elastic: what an elastic run needs; None if pipelines cannot come and go.
         now: the time, in seconds of any clock that never runs backwards.
         log: gets every event and decision.
 
@@ -74,6 +81,7 @@ class SchedulerService:
         *,
         worker_timeout: float = 30.0,
         recovery_grace: float = 10.0,
+        elastic: Terms | None = None,
         now: float = 0.0,
         log: EventLog | None = None,
     ) -> None:
@@ -83,6 +91,7 @@ class SchedulerService:
         self._name, self._description = registry.name_of(config), registry.to_json(config)
         self._looks_back = config.looks_back
         self._mesh = (num_stages, num_pipelines)
+        self._capacity = num_pipelines
         self.log = EventLog() if log is None else log
         self.log.remember(EVENTS_PER_WORKER * num_stages * num_pipelines)
         self.log.tell(self.overview)
@@ -96,12 +105,18 @@ class SchedulerService:
         self._recovery = Recovery(num_stages * num_pipelines, recovery_grace)
         self._outbox: list[Addressed] = []
         self._next_roll_call = now + worker_timeout / 4
+        self.elastic: Elastic | None = None
+        if elastic is not None:
+            membership = Membership(num_stages, elastic, now)
+            self.elastic = Elastic(membership, ElasticRun(self), num_pipelines, worker_timeout)
+            self.elastic.on_decided = self.log.record_members
 
     # ------------------------------------------------------------------ inputs
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""
-        return min(self._decider.deadline, self._next_roll_call, self._recovery.until)
+        due = min(self._decider.deadline, self._next_roll_call, self._recovery.until)
+        return due if self.elastic is None else min(due, self.elastic.deadline())
 
     def tick(self, now: float) -> list[Addressed]:
         """Time passed."""
@@ -110,20 +125,64 @@ class SchedulerService:
                 self._call_the_roll(now)
             self._let_time_pass(now)
             if self._recovery.until <= now:
-                self._end_recovery(now)
+                self._decide_held(self._recovery.end(), now)
+            if self.elastic is not None:
+                self.elastic.tick(now)
         except Exception as error:
             self._give_up(error)
         return self._sent()
 
-    def handle(self, peer: bytes, request: m.Request | m.AskStatus, now: float) -> list[Addressed]:
+    def handle(self, peer: bytes, request: m.Request | m.AskStatus | e.Request, now: float) -> list[Addressed]:
         """A message from the peer that calls itself ``peer``."""
         if isinstance(request, m.AskStatus):
             return [(peer, m.StatusReply(self.status(now)))]
+        if isinstance(request, e.ElasticRequest):
+            self._of_membership(peer, request, now)
+            return self._sent()
         worker = request.worker
-        if not self._sessions.is_socket_of(peer, worker):
+        if not self._sessions.is_socket_of(peer, worker, request.session):
             self.ignore("impersonating", peer, f"it speaks for worker {worker}")
             return []
-        session = self._sessions.get(worker)
+        try:
+            if self.elastic is not None and not self.elastic.admits(peer, request, now):
+                return self._sent()
+        except Exception as error:
+            self._give_up(error)
+            return self._sent()
+        self._dispatch(peer, request, now)
+        return self._sent()
+
+    def line_ended(self, nonce: bytes, now: float) -> list[Addressed]:
+        """The connection of the process of an elastic run that was given ``nonce`` is closed."""
+        try:
+            if self.elastic is not None:
+                self.elastic.line_ended(nonce, now)
+        except Exception as error:
+            self._give_up(error)
+        return self._sent()
+
+    def _of_membership(self, peer: bytes, request: e.Request, now: float) -> None:
+        if self.elastic is None:
+            self._say(
+                peer,
+                e.Denial(
+                    "this scheduler belongs to a run whose pipelines do not come and go; start `sdpipe scheduler`"
+                ),
+            )
+            return
+        if self.failure is not None and isinstance(request, e.Enrol | e.Beat):
+            self._say(peer, e.Over(str(self.failure), failed=True))
+            return
+        try:
+            self.elastic.handle(peer, request, now)
+        except RefusedEvent as error:
+            self.ignore("refused", peer, str(error))
+            self._say(peer, e.Denial(str(error)))
+        except Exception as error:
+            self._give_up(error)
+
+    def _dispatch(self, peer: bytes, request: m.Request, now: float) -> None:
+        session = self._sessions.get(request.worker)
         try:
             if session is None or session.id != request.session:
                 self._from_a_stranger(request, peer, now)
@@ -136,7 +195,6 @@ class SchedulerService:
             self._refuse(request, peer, str(error))
         except Exception as error:
             self._give_up(error)
-        return self._sent()
 
     def restore(self, event: LeaseEvent, now: float) -> None:
         """What the journal of an earlier scheduler says was dealt."""
@@ -169,11 +227,13 @@ class SchedulerService:
                 {session.worker: round(now - session.heard, 3) for session in self._sessions},
                 self._sync_graphs(),
             ),
+            membership=None if self.elastic is None else self.elastic.status(),
         )
 
     def validate(self) -> None:
         """Raise AssertionError if what is known here contradicts itself; for tests, after each step."""
-        assert self._recovery.holds == (self._recovery.until < math.inf)
+        assert self._recovery.holds or self._recovery.until == math.inf
+        assert self._recovery.paused or self._recovery.holds == (self._recovery.until < math.inf)
         self._sessions.validate()
         held = {session.worker for session in self._sessions if session.state is HELD}
         assert held == self._recovery.held.keys(), (held, self._recovery.held)
@@ -193,6 +253,8 @@ class SchedulerService:
             case m.Heartbeat(joined=False):
                 self._hear_dealt(request, peer, now)
                 self._say(peer, m.Pulse(self.failure))
+            case m.Leave():
+                self._say(peer, m.Acknowledged(request.number))  # it takes no part in anything here
             case m.Hello() | m.Failed() | m.AskFailure() | m.AskMissing() | m.AskLease() | m.TellLeases():
                 self._from_anybody(request, peer, now)
             case _:
@@ -227,7 +289,7 @@ class SchedulerService:
                 self._check_mesh(request)
                 if self.failure is not None:
                     raise RefusedEvent(f"its run is over, since {self.failure}; start it again for the next run")
-                self._say(peer, m.Welcome(request.number, self._description))
+                self._say(peer, m.Welcome(request.number, self._description, self._mesh))
             case m.AskMissing():
                 self._say(peer, m.Missing(request.number, self._missing(request.worker.stage)))
             case m.AskFailure():
@@ -249,24 +311,31 @@ class SchedulerService:
                 self._say(peer, m.Unknown(request.number))
             elif session.iteration != iteration:
                 self._refuse(request, peer, f"iteration {session.iteration} waits for an answer")
+            else:
+                self._say_held(peer)
             # else it asks again; the answer is on its way to be decided
         elif session.answer is not None and session.iteration == iteration:
             self._say(peer, session.answer)
         elif recovery.holds:
             session.is_ready(iteration, IS_HELD)
             recovery.held[request.worker] = iteration
+            self._say_held(peer)
         elif recovery.answers and (answer := recovery.answer_to(request.worker, iteration)) is not None:
             session.is_ready(iteration, IS_HELD)  # it came back late
             self._answer(session, answer)
         else:
             self._decide_ready(session, iteration, now)
 
+    def _say_held(self, peer: bytes) -> None:
+        if self._recovery.paused:
+            self._say(peer, m.Held(self._recovery.paused))
+
     def _decide_ready(self, session: Session, iteration: int, now: float) -> None:
         if self._decider.deadline <= now:
             self._let_time_pass(now)
         decisions = self._decider.tell(Ready(session.worker, iteration), now)
         session.is_ready(iteration, IS_READY)
-        self._carry_out(decisions)
+        self._carry_out(decisions, now)
 
     def _heartbeat(self, session: Session, request: m.Heartbeat, peer: bytes, now: float) -> None:
         session.beats = True
@@ -277,7 +346,7 @@ class SchedulerService:
             steps = request.steps
             event = Progress(request.worker, steps.iteration, steps.count, steps.seconds, steps.waiting)
             self._let_time_pass(now)
-            self._carry_out(self._decider.tell(event, now))
+            self._carry_out(self._decider.tell(event, now), now)
         self._hear_dealt(request, peer, now)
         self._say(peer, m.Pulse(self.failure))
 
@@ -287,7 +356,7 @@ class SchedulerService:
             self._refuse(request, peer, f"worker {request.worker} was no member of group {request.sequence}")
             return
         self._let_time_pass(now)
-        self._carry_out(self._decider.tell(Broken(request.sequence), now))
+        self._carry_out(self._decider.tell(Broken(request.sequence), now), now)
         self._say(peer, m.Acknowledged(request.number, session.invitations))
 
     # ------------------------------------------------------------------ leases
@@ -298,6 +367,8 @@ class SchedulerService:
         self._check_exists(worker)
         if self.failure is not None:
             self._say(peer, m.Abort(self.failure))
+        elif self._recovery.paused:
+            self._say_held(peer)
         elif (lease := dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
             self._say(peer, m.Dealt(lease))
         elif dealer.asks_for_book(worker.pipeline, segment):
@@ -339,7 +410,7 @@ class SchedulerService:
         if before is not None and before.active:
             logger.warning("worker %s came back as a new client; the old one never left", worker)
             self._leave(before, now)
-        session = self._sessions.begin(worker, request.session, now)
+        session = self._sessions.begin(worker, request.session, now, request.elastic)
         session.received.is_new(request.number, peer)
         if self.failure is None:
             self._recovery.joins(worker, request.heard is not None, now)
@@ -355,13 +426,13 @@ class SchedulerService:
             self._check_mesh(request)
             self._let_time_pass(now)
             if request.heard is not None:
-                self._carry_out(self._decider.number_from(request.heard + 1, now))
-            decisions = self._decider.tell(Joined(session.worker), now)
+                self._carry_out(self._decider.number_from(request.heard + 1, now), now)
+            decisions = self._decider.tell(Joined(session.worker, request.answered if request.resumed else None), now)
             session.move(JOINS)
             if not request.resumed:
-                session.iteration = session.answer = None
+                session.iteration = session.answer = session.answered = None
                 self._recovery.forget(session.worker)
-            self._carry_out(decisions)
+            self._carry_out(decisions, now)
             self._recovery.keep(request.answers, session.worker)
         self._say(peer, m.Acknowledged(request.number, session.invitations))
 
@@ -372,8 +443,8 @@ class SchedulerService:
             decisions = self._decider.tell(Left(session.worker), now)
             self._recovery.held.pop(session.worker, None)
         session.move(LEAVES)
-        session.answer = None
-        self._carry_out(decisions)
+        session.answer = session.answered = None
+        self._carry_out(decisions, now)
 
     def _call_the_roll(self, now: float) -> None:
         """Workers that were silent for too long are lost."""
@@ -385,6 +456,8 @@ class SchedulerService:
             return
         for session in self._sessions:
             worker, silent = session.worker, now - session.heard
+            if self.elastic is not None and self.elastic.in_use:
+                continue  # which looks itself, and sooner
             if not (session.active and session.beats and silent >= self._worker_timeout):
                 continue
             logger.warning("worker %s was silent for %.1f s: the others go on without it", worker, silent)
@@ -396,10 +469,10 @@ class SchedulerService:
             for other in self._sessions:
                 if other.active:
                     self._say(other.peer, lost)
-            self._carry_out(decisions)
+            self._carry_out(decisions, now)
 
-    def _end_recovery(self, now: float) -> None:
-        for worker, iteration in self._recovery.end().items():
+    def _decide_held(self, held: Mapping[Worker, int], now: float) -> None:
+        for worker, iteration in held.items():
             session = self._sessions[worker]
             answer = self._recovery.answer_to(worker, iteration)
             if answer is None:
@@ -411,9 +484,9 @@ class SchedulerService:
 
     def _let_time_pass(self, now: float) -> None:
         if self._decider.deadline <= now:
-            self._carry_out(self._decider.tell(Tick(), now))
+            self._carry_out(self._decider.tell(Tick(), now), now)
 
-    def _carry_out(self, decisions: list[Decision]) -> None:
+    def _carry_out(self, decisions: list[Decision], now: float) -> None:
         """Answer the members of each group."""
         if not decisions:
             return
@@ -421,25 +494,37 @@ class SchedulerService:
         for group in decisions:
             if verbose:
                 logger.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason)
-            try:
-                sessions = [self._sessions[member] for member in group.members]
-                if group.passive:
-                    self._answer_and_invite(sessions, group)
-                    continue
-                answer = m.Answer(group, tuple([session.iteration for session in sessions]))
-                for session in sessions:
-                    self._answer(session, answer)
-            except (IllegalInput, KeyError) as error:
-                raise PolicyFailed(f"{group} cannot go out: {error}") from error
+            if self.elastic is None:
+                self._send_group(group)
+            elif (dressed := self.elastic.dressed(group, now)) is not None:
+                self._send_group(dressed)
+
+    def _send_group(self, group: Group) -> None:
+        try:
+            sessions = [self._sessions[member] for member in group.members]
+            if group.passive:
+                self._answer_and_invite(sessions, group)
+                return
+            invited = tuple([session.invitations for session in sessions])
+            answer = m.Answer(
+                group, tuple([session.iteration for session in sessions]), invited if any(invited) else ()
+            )
+            for session in sessions:
+                self._answer(session, answer)
+        except (IllegalInput, KeyError) as error:
+            raise PolicyFailed(f"{group} cannot go out: {error}") from error
 
     def _answer_and_invite(self, sessions: list[Session], group: Group) -> None:
         """Passive members are invited; the others are answered."""
-        answer = m.Answer(group, tuple(None if s.worker in group.passive else s.iteration for s in sessions))
-        invitation = m.Invitation(group)
+        answer = m.Answer(
+            group,
+            tuple(None if s.worker in group.passive else s.iteration for s in sessions),
+            tuple(s.invitations for s in sessions),
+        )
         for session in sessions:
             if session.worker in group.passive:
                 session.invitations += 1
-                self._say(m.heartbeat_id(session.worker), invitation)
+                self._say(session.heartbeat_peer, m.Invitation(group, session.answered))
             else:
                 self._answer(session, answer)
 
@@ -449,7 +534,7 @@ class SchedulerService:
 
     # ----------------------------------------------------------------- replies
 
-    def _say(self, peer: bytes, message: m.Reply) -> None:
+    def _say(self, peer: bytes, message: m.Reply | e.Reply) -> None:
         self._outbox.append((peer, message))
 
     def _sent(self) -> list[Addressed]:
@@ -480,7 +565,7 @@ class SchedulerService:
 
     def _sync_graphs(self) -> list[SyncGraph]:
         """Of each stage: what the policy goes by, or else what the log says."""
-        stages, pipelines = self._mesh
+        stages, pipelines = self._mesh[0], self._capacity
         graphs = []
         for stage in range(stages):
             graph = self._decider.sync_graph(stage)
@@ -504,6 +589,6 @@ class SchedulerService:
             )
 
     def _check_exists(self, worker: Worker) -> None:
-        stages, pipelines = self._mesh
+        stages, pipelines = self._mesh[0], self._capacity
         if not (0 <= worker.stage < stages and 0 <= worker.pipeline < pipelines):
             raise RefusedEvent(f"worker {worker} does not exist in {stages} stages × {pipelines} pipelines")

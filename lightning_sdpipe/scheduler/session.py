@@ -89,17 +89,23 @@ class Received:
 class Session:
     """One client; ``id`` is the number that it drew for itself."""
 
-    __slots__ = ("answer", "beats", "heard", "id", "invitations", "iteration", "peer", "received", "state", "worker")
+    __slots__ = (
+        *("answer", "answered", "beats", "heard", "heartbeat_peer", "id", "invitations", "iteration", "peer"),
+        *("received", "state", "worker"),
+    )
 
-    def __init__(self, worker: Worker, id: int, now: float) -> None:
+    def __init__(self, worker: Worker, id: int, now: float, elastic: bool = False) -> None:
         self.worker = worker
         self.id = id
-        self.peer = m.routing_id(worker)
+        incarnation = id if elastic else None
+        self.peer, self.heartbeat_peer = m.routing_id(worker, incarnation), m.heartbeat_id(worker, incarnation)
         self.state = AWAY
         self.iteration: int | None = None
         """Of the last ready that was accepted."""
         self.answer: m.Answer | None = None
         """To that ready; None until it is decided."""
+        self.answered: int | None = None
+        """The last iteration that was answered since it joined."""
         self.invitations = 0
         """To groups that it was a passive member of."""
         self.received = Received()
@@ -133,7 +139,7 @@ class Session:
     def is_answered(self, answer: m.Answer) -> None:
         """``answer`` is the answer to its ready."""
         self.move(GETS_GROUP)
-        self.answer = answer
+        self.answer, self.answered = answer, self.iteration
 
     def validate(self) -> None:
         """Raise AssertionError if what this session knows contradicts itself."""
@@ -157,24 +163,27 @@ class Sessions:
         self._ended: dict[Worker, list[int]] = {}
         self._owners: dict[bytes, Worker] = {}
 
-    def begin(self, worker: Worker, id: int, now: float) -> Session:
+    def begin(self, worker: Worker, id: int, now: float, elastic: bool = False) -> Session:
         """A new client of ``worker`` takes the place of an older one."""
         before = self._current.get(worker)
         if before is not None:
             ended = self._ended.setdefault(worker, [])
             ended.append(before.id)
             del ended[:-REMEMBERED]
-        session = self._current[worker] = Session(worker, id, now)
-        self._owners[m.routing_id(worker)] = self._owners[m.heartbeat_id(worker)] = worker
+        session = self._current[worker] = Session(worker, id, now, elastic)
+        self._owners[session.peer] = self._owners[session.heartbeat_peer] = worker
         return session
 
     def has_ended(self, worker: Worker, id: int) -> bool:
         """Was that an earlier session of ``worker``?"""
         return id in self._ended.get(worker, ())
 
-    def is_socket_of(self, peer: bytes, worker: Worker) -> bool:
-        """May ``peer`` speak for ``worker``?"""
-        return self._owners.get(peer) == worker or peer in (m.routing_id(worker), m.heartbeat_id(worker))
+    def is_socket_of(self, peer: bytes, worker: Worker, session: int) -> bool:
+        """May ``peer`` speak for ``worker`` in that session?"""
+        return self._owners.get(peer) == worker or peer in (
+            *(m.routing_id(worker), m.heartbeat_id(worker)),
+            *(m.routing_id(worker, session), m.heartbeat_id(worker, session)),
+        )
 
     def get(self, worker: Worker) -> Session | None:
         """The current session of ``worker``, if it ever joined."""
@@ -196,4 +205,4 @@ class Sessions:
             session.validate()
             assert session.worker == worker, session
             assert session.id not in self._ended.get(worker, ()), session
-            assert self.is_socket_of(session.peer, worker), session
+            assert self.is_socket_of(session.peer, worker, session.id), session

@@ -17,6 +17,7 @@ from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Broken, Event, Joined, Left, Lost, Progress, Ready, Worker
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.sync_graph import Meeting, SyncGraph
+from lightning_sdpipe.scheduler.membership_status import MembershipStatus
 
 RATE_SECONDS = 10
 """Signals per second are counted over this many whole seconds."""
@@ -132,6 +133,8 @@ class Status(msgspec.Struct, frozen=True):
     """Readies that wait until all workers have come back to a scheduler that was restarted."""
     looks_back: tuple[int, Unit]
     stages: list[StageStatus]
+    membership: MembershipStatus | None = None
+    """None until a pipeline of an elastic run has come."""
 
     def workers(self) -> list[WorkerStatus]:
         """Everybody that ever joined, by stage and pipeline."""
@@ -200,6 +203,11 @@ class Overview:
             views = self._views[members[0].stage]
             for worker in members:
                 views[worker.pipeline].last_group = group
+
+    def widen(self, num_pipelines: int) -> None:
+        """There may be so many pipelines from now on."""
+        for views in self._views:
+            views += [_WorkerView() for _ in range(num_pipelines - len(views))]
 
     def rate(self, now: float, uptime: float) -> float:
         """Signals per second lately."""

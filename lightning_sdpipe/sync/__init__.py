@@ -1,11 +1,13 @@
 """How the replicas of a stage stay together: one object chooses the method, and each worker runs its half of it."""
 
 from lightning_sdpipe.policies.ad_psgd import ADPSGD as ADPSGD
+from lightning_sdpipe.policies.decentralized import Decentralized as Decentralized
 from lightning_sdpipe.policies.local_sgd import LocalSGD as LocalSGD
 from lightning_sdpipe.policies.local_sgd import NoSync as NoSync
 from lightning_sdpipe.policies.partial_reduce import PartialReduce as PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD as PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized as SemiDecentralized
+from lightning_sdpipe.sync.diloco import DiLoCo as DiLoCo
 from lightning_sdpipe.sync.methods import AllReduce as AllReduce
 from lightning_sdpipe.sync.methods import HetPipe as HetPipe
 from lightning_sdpipe.sync.methods import ParameterServer as ParameterServer
@@ -14,6 +16,8 @@ __all__ = [
     "ADPSGD",
     "PHDPSGD",
     "AllReduce",
+    "Decentralized",
+    "DiLoCo",
     "HetPipe",
     "LocalSGD",
     "NoSync",

@@ -14,7 +14,10 @@ import time
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.background import Background, Job
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean
+from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.pairs import PairMean
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -28,15 +31,18 @@ class AsynchronousPairs(Synchronizer):
         self._published: list[Tensor] = []
         self._computed_on: list[Tensor] = []
         self._lock = threading.Lock()  # of what is published
-        self._mover = PairMean(replica.groups.replicas(replica.groups.side_channel(replica.timeout)), self._lock)
+        self._asks, self._serves = self._mover(), self._mover()
+        seconds = replica.timeout.total_seconds()
+        self._background = Background("averaging with a neighbour", 2 * seconds)
+        self._job: Job | None = None
         self._invitations: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._iteration = 0
-        replica.client.on_invitation = self._invitations.put
+        replica.client.on_invitation = lambda group, after: self._invitations.put(group)
 
     @property
-    def models_averaged(self) -> int:
+    def models_averaged(self) -> float:
         """See the base class."""
         return len(self.replica.ranks)
 
@@ -56,6 +62,7 @@ class AsynchronousPairs(Synchronizer):
             WorkerFailedError: a neighbour broke off, now or while it averaged with this worker.
         """
         start = time.perf_counter()
+        self._settle()
         self.replica.client.ready(self._iteration)
         group = self.replica.client.group()
         told = time.perf_counter()
@@ -63,9 +70,28 @@ class AsynchronousPairs(Synchronizer):
             raise self._failure
         self._publish()
         if len(group.members) > 1:
-            finish(self._mover.start(self._published, group))
+            if self.replica.exchange.overlap == "step":
+                self._job = self._background.do(lambda: self._exchange(group))
+            else:
+                self._exchange(group)
         self._take_published()
         self.statistics.count(len(group.members), told - start, time.perf_counter() - told)
+
+    def _exchange(self, group: Group) -> None:
+        finish(self._asks.start(self._published, group))
+
+    def _settle(self) -> None:
+        """Waits for the exchange that this worker asked for, if one goes on beside training."""
+        if self._job is not None:
+            job, self._job = self._job, None
+            job.wait()
+
+    def _mover(self) -> Mover:
+        """One for those that this worker asks and one for those that ask it, which may be at the same time."""
+        replicas = self.replica.groups.replicas(self.replica.groups.side_channel(self.replica.timeout))
+        if self.replica.exchange.is_full:
+            return PairMean(replicas, self._lock)
+        return EncodedMean(replicas, OwnReference(self.replica.exchange.payload), lock=self._lock)
 
     def enter(self) -> None:
         self._published = [bucket.buffer.clone() for bucket in self.replica.parameters]
@@ -75,6 +101,7 @@ class AsynchronousPairs(Synchronizer):
 
     def arrive(self) -> None:
         assert self._thread is not None
+        self._settle()
         self._invitations.put(None)  # the client has heard of all invitations when it has left
         self._thread.join(self.replica.timeout.total_seconds())
         if self._failure is not None:
@@ -112,7 +139,7 @@ class AsynchronousPairs(Synchronizer):
     def _serve(self) -> None:
         while (group := self._invitations.get()) is not None:
             try:
-                finish(self._mover.start(self._published, group))
+                finish(self._serves.start(self._published, group))
             except Exception as error:  # raised where the training next asks; a thread could only print it
                 self._failure = error
                 return

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.errors import NonFiniteError
+from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
+from lightning_sdpipe.sync.exchanges import hosts_of
+from lightning_sdpipe.sync.furthest import take_over_furthest
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -17,12 +18,12 @@ class GradientAveraging(Synchronizer):
     """Averages every gradient over the replicas of the stage that train in the same round.
 
     A pipeline whose data ends earlier than that of others keeps taking part until they have finished too, with nothing
-    to add. The mean is over those that still train, and at the end it takes over their parameters.
+    to add. The mean is over those that still train, and at the end it takes over what they have come to.
     """
 
     def __init__(self, replica: Replica, bucket_bytes: int) -> None:
         super().__init__(replica)
-        self._buckets = GradientRounds(replica.trained, replica.groups.replicas(), bucket_bytes, replica.watch)
+        self._buckets = _rounds(replica, bucket_bytes)
         self._rounds = 0
         self._update = 0
         self.gradients = self
@@ -42,6 +43,10 @@ class GradientAveraging(Synchronizer):
                 f"{self._update}, counted from 0 since training started"
             )
         self._rounds += 1
+        if not isinstance(self._buckets, EncodedRounds):  # torch sends them
+            sizes = [parameter.nbytes for parameter in self.replica.trained]
+            replicas = len(self.replica.ranks)
+            self.statistics.traffic.add(2 * (replicas - 1) * sum(sizes) // replicas)
         self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
         return outcome.gradients
 
@@ -64,12 +69,21 @@ class GradientAveraging(Synchronizer):
         self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:
-        self._take_over(self._furthest())
+        take_over_furthest(self.replica, self.replica.groups.replicas(), self._rounds)
 
-    def _furthest(self) -> int:
-        """The first pipeline among those that trained in the last round since all took part."""
-        group = self.replica.groups.stage
-        mine = torch.zeros(len(self.replica.ranks), dtype=torch.int64, device=self._buckets.device)
-        mine[self.replica.pipeline] = self._rounds
-        dist.all_reduce(mine, group=group)
-        return int(mine.argmax())
+
+def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds:
+    exchange, replicas = replica.exchange, replica.groups.replicas()
+    if exchange.is_full and exchange.hierarchy == "flat":
+        return GradientRounds(replica.trained, replicas, bucket_bytes, replica.watch)
+    return EncodedRounds(
+        replica.trained,
+        replicas,
+        replica.groups.replicas(replica.groups.side_channel(replica.timeout)),
+        bucket_bytes,
+        replica.watch,
+        exchange.payload,
+        hosts_of(replica),
+        replica.timeout.total_seconds(),
+        replica.loss_scale,
+    )

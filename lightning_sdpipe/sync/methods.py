@@ -7,22 +7,49 @@ decisions out, any policy of the user's own included.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_debug
+import msgspec
+from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.exchange.value import Exchange
+from lightning_sdpipe.partition.group_generator import hosts_as_groups
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule
+from lightning_sdpipe.policies.decentralized import Decentralized, with_neighbours
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
+from lightning_sdpipe.policies.peers import random_pair, shift_one
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
+from lightning_sdpipe.sync.exchanges import (
+    ASYNCHRONOUS_PAIRS,
+    CHANGING_GROUPS,
+    CHANGING_PAIRS,
+    EVERYBODY,
+    EVERYBODY_NOW_AND_THEN,
+    FREE_PAIRS,
+    GRADIENTS,
+    RING,
+    Begin,
+    Takes,
+    check,
+    mover_among_all,
+    mover_among_groups,
+    mover_in_a_ring,
+)
+from lightning_sdpipe.sync.free_averaging import FreeAveraging
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
+from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.late_averaging import LateAveraging
 from lightning_sdpipe.sync.model_averaging import ModelAveraging
 from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
@@ -45,6 +72,10 @@ class AllReduce:
     @property
     def policy(self) -> PolicyConfig:
         return NoSync()  # everybody meets everybody: there is nothing to decide
+
+    @property
+    def takes(self) -> Takes:
+        return GRADIENTS
 
     def build(self, replica: Replica) -> Synchronizer:
         return GradientAveraging(replica, int(self.bucket_mib * 2**20))
@@ -119,26 +150,112 @@ class ByPolicy:
 
     policy: PolicyConfig
 
+    @property
+    def takes(self) -> Takes | None:
+        """What it can do with an exchange."""
+        match self.policy:
+            case NoSync() | PHDPSGD():
+                return None
+            case LocalSGD(every):
+                return EVERYBODY if every == 1 else EVERYBODY_NOW_AND_THEN
+            case Decentralized(peers, every):
+                takes = RING if peers == "ring" else FREE_PAIRS
+                return takes if every == 1 else replace(takes, free=EVERYBODY_NOW_AND_THEN.free)
+            case ADPSGD(asynchronous=True):
+                return ASYNCHRONOUS_PAIRS
+            case ADPSGD():
+                return CHANGING_PAIRS
+            case _:
+                return CHANGING_GROUPS
+
     def build(self, replica: Replica) -> Synchronizer:
         match self.policy:
             case NoSync():
                 return Synchronizer(replica)
             case LocalSGD(every):
-                return ModelAveraging(replica, every)
+                return _averaging(replica, every, *mover_among_all(replica), lambda everybody: everybody)
+            case Decentralized("ring", every):
+                return _averaging(
+                    replica,
+                    every,
+                    *mover_in_a_ring(replica),
+                    partial(with_neighbours, num_pipelines=len(replica.ranks)),
+                )
+            case Decentralized() as pairs:
+                return _averaging(
+                    replica, pairs.every, mover_among_groups(replica), None, partial(_pair, pairs, replica.pipeline)
+                )
             case ADPSGD(asynchronous=True):
                 return AsynchronousPairs(replica)
+            case PHDPSGD():
+                return HybridGroups(replica, self.policy)
             case _:
                 return ModelAveraging(replica) if self.policy.announces == "early" else LateAveraging(replica)
 
 
+def _averaging(
+    replica: Replica, every: int, mover: Mover, begin: Begin | None, meet: Callable[[Group], Group]
+) -> Synchronizer:
+    if replica.exchange.overlap == "free":
+        return FreeAveraging(replica, mover, meet, begin)
+    return ModelAveraging(replica, every, mover, begin)
+
+
+def _pair(peers: Decentralized, pipeline: int, everybody: Group) -> Group:
+    """Whom a pipeline averages with in the round that is the sequence of ``everybody``."""
+    size, number = len(everybody.members), everybody.sequence
+    if peers.peers == "shift_one":
+        partner = shift_one(pipeline, size, number)
+    else:
+        partner = random_pair(pipeline, size, number, peers.seed)
+    together = [worker for worker in everybody.members if worker.pipeline in (pipeline, partner)]
+    return msgspec.structs.replace(everybody, members=tuple(together), weights=(1 / len(together),) * len(together))
+
+
+def refuse_exchange(sync: object, method: SyncMethod, exchange: Exchange) -> None:
+    """Raises ConfigurationError if ``method`` cannot move its tensors so. A method of the user's own says what it can
+    do with an exchange as ``takes``, a :class:`~lightning_sdpipe.sync.exchanges.Takes`."""
+    check(sync, exchange, getattr(method, "takes", None))
+
+
 def refuse_in_step(sync: object, method: SyncMethod) -> None:
     """Raises ConfigurationError if pipelines that ``method`` synchronises cannot train batches by their speed."""
+    if isinstance(method.policy, PHDPSGD):
+        raise ConfigurationError(
+            f"data='dealt' does not go with sync={sync!r}: the pipelines of a group average gradients, so they train "
+            "equally many batches. Use data='sharded', or SemiDecentralized or PartialReduce."
+        )
     if _keeps_step(method):
         raise ConfigurationError(
             f"data='dealt' does not go with sync={sync!r}, whose pipelines cannot leave and come back while others "
             "train. Use data='sharded', or a method whose pipelines run at their own speed: SemiDecentralized, "
             "PartialReduce, NoSync, or ADPSGD(asynchronous=True)."
         )
+
+
+def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
+    """``method`` for pipelines that run on these ``hosts``, by number: PHD-PSGD's groups are those of a host where it
+    was not told any.
+
+    Raises:
+        ConfigurationError: hosts have different numbers of pipelines, and meetings are sharded.
+    """
+    policy = method.policy
+    if not isinstance(policy, PHDPSGD) or policy.groups != "auto" or policy.group_size is not None:
+        return method
+    groups = hosts_as_groups(hosts)
+    if policy.sharded and len({len(group) for group in groups}) > 1:
+        raise ConfigurationError(
+            f"sync=phd_psgd makes a group of the pipelines of each host, which are {[list(group) for group in groups]} "
+            "here, and sharded meetings need groups of one size. Give sharded=False, a group_size, or groups."
+        )
+    if len(groups) == 1:
+        rank_zero_info(
+            f"sync=phd_psgd: all {len(hosts)} pipelines run on the same host and form one group, so gradients are "
+            "averaged over all of them and nobody meets others, as with AllReduce. For meetings give a group_size, or "
+            "groups."
+        )
+    return ByPolicy(msgspec.structs.replace(policy, groups=groups))
 
 
 def refuse_to_divide(sync: object, schedule: str, num_micro_batches: int) -> None:
@@ -181,7 +298,9 @@ def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pip
 
 def _keeps_step(method: SyncMethod) -> bool:
     policy = method.policy if isinstance(method, ByPolicy) else None
-    return policy is None or isinstance(policy, LocalSGD) or (isinstance(policy, ADPSGD) and not policy.asynchronous)
+    if isinstance(policy, ADPSGD):
+        return not policy.asynchronous
+    return policy is None or isinstance(policy, LocalSGD | Decentralized | PHDPSGD)
 
 
 def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
@@ -195,12 +314,6 @@ def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:
         sync = registry.make(sync, {})
     if isinstance(sync, PolicyConfig):
         registry.check(sync)
-        if isinstance(sync, PHDPSGD):
-            raise ConfigurationError(
-                "sync=phd_psgd cannot train yet: the workers' half, in which a group averages gradients and meets "
-                "others, is missing. Try it with sdpipe simulate --policy phd_psgd, and train with "
-                "SemiDecentralized(), ADPSGD() or AllReduce()."
-            )
         return ByPolicy(sync)
     if not isinstance(sync, SyncMethod):
         raise ConfigurationError(

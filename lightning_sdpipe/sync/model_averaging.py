@@ -5,29 +5,46 @@ from __future__ import annotations
 import time
 
 from lightning_sdpipe.exchange.buckets import tensors_of
-from lightning_sdpipe.exchange.group_mean import GroupMean
+from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.sync.exchanges import Begin, mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+
+_REMEMBERED = 100
+"""Groups over which the inequality of weights is averaged."""
 
 
 class ModelAveraging(Synchronizer):
-    """Announces when this worker is ready, learns its group, and averages the stage's parameters with it.
+    """Announces when this worker is ready, learns its group, and averages the stage's parameters with it: at once, or
+    while the next mini-batch is computed.
 
     Args:
         replica: this worker.
         every: the scheduler is asked in the updates that this number divides; the others are local.
-        mover: moves the parameters; :class:`~lightning_sdpipe.exchange.group_mean.GroupMean` by default.
+        mover: moves the parameters; as the replica's exchange says by default.
+        begin: is told of the models whenever training begins; then they are equal on all replicas.
     """
 
-    def __init__(self, replica: Replica, every: int = 1, mover: Mover | None = None) -> None:
+    def __init__(
+        self, replica: Replica, every: int = 1, mover: Mover | None = None, begin: Begin | None = None
+    ) -> None:
         super().__init__(replica)
         self._every = every
-        self._mover = mover or GroupMean(replica.groups.replicas())
+        self._mover = mover or replica.mover() or mover_among_groups(replica)
+        self._begin = begin
+        overlaps = replica.exchange.overlap == "step"
+        self._late = Late(self._mover, replica.timeout.total_seconds()) if overlaps else None
+        self._inequality = 1.0
+        """k Σ w², averaged over the last groups."""
+        self._groups = 0
 
     @property
-    def models_averaged(self) -> int:
-        """See the base class."""
-        return len(self.replica.ranks)
+    def models_averaged(self) -> float:
+        """See the base class. A group of k with weights w counts its members' updates as kw instead of equally. So the
+        mean of all N moves by the mean of N / (k Σ w²) updates: 1 / Σ w² if the group is everybody, and N if weights
+        are equal, whatever the group."""
+        return self.replica.count / self._inequality
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that this worker is ready; see the base class."""
@@ -42,14 +59,41 @@ class ModelAveraging(Synchronizer):
 
     def synchronise(self) -> None:
         """Learns the group that answers :meth:`announce` and averages the parameters with its members, whose last
-        backwards may still be under way."""
-        if not self.announced:
-            self.statistics.count(members=1)
-            return
+        backwards may still be under way. If that goes on beside the next mini-batch, what comes of the last one is
+        added first."""
         start = time.perf_counter()
-        group = self.replica.client.group()
-        self.announced = False
-        waited = time.perf_counter() - start
-        trained = [bucket for bucket in self.replica.parameters if bucket.trains]
-        waited += finish(self._mover.start(tensors_of(trained), group))
-        self.statistics.count(len(group.members), waited, time.perf_counter() - start - waited)
+        waited = self._late.end() if self._late is not None else 0.0
+        members = 1
+        if self.announced:
+            asked = time.perf_counter()
+            group = self.replica.client.group()
+            self.announced = False
+            waited += time.perf_counter() - asked
+            tensors = tensors_of([bucket for bucket in self.replica.parameters if bucket.trains])
+            members = len(group.members)
+            if self._late is not None:
+                self._late.begin(tensors, group)
+            else:
+                waited += finish(self._mover.start(tensors, group))
+            self._weigh(group)
+        self.statistics.count(members, waited, time.perf_counter() - start - waited)
+
+    def enter(self) -> None:
+        """See the base class."""
+        if self._begin is not None:
+            self._begin(tensors_of([bucket for bucket in self.replica.parameters if bucket.trains]))
+
+    def arrive(self) -> None:
+        """Finishes what is under way: others wait for it."""
+        if self._late is not None:
+            self._late.end()
+
+    def catch_up(self) -> None:
+        """Without a pause replicas would have nothing in common."""
+        if self._begin is not None:
+            self.make_parameters_equal()
+
+    def _weigh(self, group: Group) -> None:
+        self._groups = min(self._groups + 1, _REMEMBERED)
+        inequality = len(group.weights) * sum(weight**2 for weight in group.weights)
+        self._inequality += (inequality - self._inequality) / self._groups

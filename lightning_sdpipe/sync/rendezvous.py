@@ -107,7 +107,7 @@ class Rendezvous:
         if self.place is Place.TRAINING:
             self._leave()
         if self._agreed != position:
-            _meet(position, False, self._replica.groups.stage, self._replica.device)
+            self._meet_others(position)
         self.place, self._agreed = Place.TOGETHER, None
 
     def pause(self, position: int) -> None:
@@ -122,6 +122,9 @@ class Rendezvous:
     def abandon(self) -> None:
         """Training has failed: there is nobody to meet any more."""
         self.place, self._unequal, self._sync.announced = Place.TOGETHER, False, False
+
+    def _meet_others(self, position: int) -> None:
+        _meet(position, False, self._replica.groups.stage, self._replica.device)
 
     def _set_out(self) -> None:
         self._replica.client.join()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.gradients import GradientExchange
-from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.value import Exchange
+from lightning_sdpipe.groups import ProcessGroups, Traffic
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -28,12 +29,19 @@ class SyncStatistics:
     ``groups`` counts the updates, ``members`` the workers that took part in each, this one included.
     ``seconds_waiting`` is what this worker stood still until the others of its group were there,
     ``seconds_averaging`` what it stood still while tensors moved; what is hidden behind computation counts in neither.
+    ``traffic`` counts the bytes that it sent to other replicas, but for what pauses and parameter servers move.
     """
 
     groups: int = 0
     members: int = 0
     seconds_waiting: float = 0.0
     seconds_averaging: float = 0.0
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def bytes_sent(self) -> int:
+        """To other replicas."""
+        return self.traffic.bytes
 
     @property
     def mean_group_size(self) -> float:
@@ -47,6 +55,19 @@ class SyncStatistics:
         self.seconds_averaging += seconds_averaging
 
 
+class Progress(Protocol):
+    """What a worker's training has come to besides its parameters: the state of its optimizer, and its loss scale."""
+
+    def digest(self) -> int:
+        """Of 64 bits, the same where everything is; cheaper than :meth:`save`."""
+
+    def save(self) -> bytes:
+        """For :meth:`load` of another replica of the stage."""
+
+    def load(self, saved: bytes) -> None:
+        """Takes over another one's."""
+
+
 @dataclass(frozen=True)
 class Replica:
     """A worker as one of the replicas of its stage: what a :class:`Synchronizer` works with."""
@@ -58,6 +79,9 @@ class Replica:
     trained: Sequence[nn.Parameter]  # in the order by which the pipeline numbers their gradients
     timeout: timedelta  # of every wait
     watch: bool = True  # end the run when gradients of one replica are not finite, rather than average them
+    exchange: Exchange = field(default_factory=Exchange)  # how tensors move
+    loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by at the moment
+    progress: Progress | None = None  # None where there is nothing but parameters
 
     @property
     def stage(self) -> int:
@@ -77,6 +101,25 @@ class Replica:
         """Global rank of the stage's replica in each pipeline."""
         return self.groups.mesh.stage_ranks(self.stage)
 
+    @property
+    def count(self) -> int:
+        """How many replicas there are now."""
+        return len(self.ranks)
+
+    def mover(self) -> Mover | None:
+        """What averages models in groups, where that is not for the exchange to say."""
+        return None
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Makes ``tensors`` the mean over all replicas, which are together; of integers (counters) the largest."""
+        finish(FullMean(self.groups.replicas()).start(tensors, self.everybody()))
+
+    def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
+        """All replicas of the stage as a group, by equal weights if none are given."""
+        size = len(self.ranks)
+        members = tuple(Worker(self.stage, pipeline) for pipeline in range(size))
+        return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
+
 
 class Synchronizer:
     """A worker's half of a synchronisation method. This one never synchronises, except at a pause.
@@ -93,16 +136,16 @@ class Synchronizer:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self.statistics = SyncStatistics()
+        self.statistics = SyncStatistics(traffic=replica.groups.traffic)
         self.announced = False
         """Has this worker been announced and not fetched its group yet?"""
 
     @property
-    def models_averaged(self) -> int:
+    def models_averaged(self) -> float:
         """The mean of how many models, each trained on gradients of its own, is what this method trains.
 
         All of the stage's when groups are averaged, however small they are: averaging in a group leaves the mean of all
-        where it is, and every update moves it.
+        where it is, and every update moves it. With unequal weights they are fewer, and it may change.
         """
         return 1
 
@@ -131,23 +174,25 @@ class Synchronizer:
         """All replicas, which are together, get the same parameters."""
         self._average([b for b in self.replica.parameters if b.trains or torch.is_floating_point(b.buffer)])
 
+    def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """What belongs into a checkpoint beside the optimizer's state, by parameter and in its shape. Called at a
+        pause."""
+        return {}
+
+    def load_parameter_states(self, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
+        """What :meth:`parameter_states` gave, perhaps on another mesh; called before training."""
+
     def _average(self, buckets: Sequence[FlatBucket]) -> None:
-        finish(FullMean(self.replica.groups.replicas()).start(tensors_of(buckets), self._everybody()))
+        self.replica.average(tensors_of(buckets))
 
     def average_buffers(self) -> None:
         """As :meth:`make_parameters_equal`, of what is no parameter."""
-        finish(FullMean(self.replica.groups.replicas()).start(self.replica.buffers, self._everybody()))
+        self.replica.average(self.replica.buffers)
 
     def _take_over(self, pipeline: int) -> None:
         """Everybody gets the parameters of that pipeline's replica."""
-        group = self._everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
+        group = self.replica.everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
         finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
-
-    def _everybody(self, weights: Sequence[float] | None = None) -> Group:
-        """All replicas of the stage as a group, by equal weights if none are given."""
-        size = len(self.replica.ranks)
-        members = tuple(Worker(self.replica.stage, pipeline) for pipeline in range(size))
-        return Group(members, tuple(weights or [1 / size] * size), 0, "pause")
 
 
 @runtime_checkable

@@ -95,7 +95,8 @@ class DealtTurns:
         self._checks, self._run, self._seed, self._origin = checks, run, seed, origin
         self._required, self._anybody, self._reason = required, anybody, reason
         self._num_pipelines = groups.mesh.num_pipelines
-        _, self._pipeline = groups.mesh.locate(groups.rank)
+        _, pipeline = groups.mesh.locate(groups.rank)
+        self._home = pipeline % self._num_pipelines  # there may be more pipelines than shards
         self._counters = EqualSplit(trainer, lambda: self._closes)
         self._split: Split | None = None
         self._dealt: DealtBatches | None = None  # None if the loader's batches cannot be
@@ -103,6 +104,7 @@ class DealtTurns:
         self._next: DealtBatch | None = None
         self._now: DealtBatch | None = None
         self._looked = False  # is `_next` what follows the batch of this turn?
+        self._over = False  # has everybody trained what there was in this segment?
         self._trained = 0  # in this segment
         self._accumulated = 0  # batches of this pipeline whose gradients wait for an update
         self._closes = False
@@ -114,7 +116,7 @@ class DealtTurns:
             ConfigurationError: they cannot, and the user asked for it.
         """
         self._dealt = self._segment = self._next = self._now = None
-        reason = self._reason or why_sharded(loader, self._pipeline, self._num_pipelines)
+        reason = self._reason or why_sharded(loader, self._home, self._num_pipelines)
         refused = self._refused(reason)
         if not self._required and self._anybody(refused):
             return
@@ -202,6 +204,9 @@ class DealtTurns:
         """What the next turn trains, or shows to hooks if it trains nothing."""
         if not self._training.underway:
             self._begin_segment()
+        return self._begin_turn()
+
+    def _begin_turn(self) -> Any:
         training, self._now, self._looked = self._training, self._next, False
         if self._now is None:
             training.begin_absence()
@@ -215,10 +220,10 @@ class DealtTurns:
         return self._now.data
 
     def _begin_segment(self) -> None:
-        trainer, dealt = self._trainer, self._dealt
+        dealt = self._dealt
         assert dealt is not None
         start = self._counters.number
-        self._segment = Segment(self._run, trainer.current_epoch, start, next_pause(trainer, self._checks))
+        self._segment = self._segment_from(start)
         self._counters.begin()
         self._trained = 0
         if start == 0:
@@ -228,10 +233,13 @@ class DealtTurns:
         with training.first_failure():
             self._client.greet()
             dealt.begin(self._segment, self._seed())
-        self._looked = False
+        self._looked = self._over = False
         self._look()
         if self._next is None:
-            self._wait()
+            self._run_out()
+
+    def _segment_from(self, start: int) -> Segment:
+        return Segment(self._run, self._trainer.current_epoch, start, next_pause(self._trainer, self._checks))
 
     @property
     def _final(self) -> bool:
@@ -247,15 +255,24 @@ class DealtTurns:
                 self._next = self._dealt.take()
             self._looked = True
 
+    def _run_out(self) -> None:
+        """There is nothing for now."""
+        self._rest()
+        self._wait()
+
+    def _rest(self) -> None:
+        """Everything is finished, and nobody held up."""
+        self._training.rest()
+        self._client.trained(self._trained)
+
     def _wait(self) -> None:
-        """There is nothing: everything is finished, then others are waited for, until there is, or will not be."""
+        """Waits for others, until there is something to train, or will not be in this segment."""
         training, dealt = self._training, self._dealt
         assert dealt is not None
-        training.rest()
-        self._client.trained(self._trained)
         with training.first_failure():
             while self._next is None and dealt.wait():
                 self._next = dealt.take()
+        self._over = self._next is None
         if self._next is not None:
             training.go_on()
 
@@ -268,14 +285,18 @@ class DealtTurns:
             self._client.trained(self._trained - training.unfinished)
             self._look()
             if self._next is None:
-                self._wait()
+                self._run_out()
         self._accumulated = 0 if self._closes else self._accumulated + (self._now is not None)
-        if self._next is None:
+        if self._over:
             split.advance(before, segment.stop)
             training.end_dealt()
         else:
-            progress = math.floor(self._next.progress / self._num_pipelines + 1e-9)
-            split.advance(before, min(max(progress, before), segment.stop - 1))
+            split.advance(before, min(max(self._reached(before), before), segment.stop - 1))
+
+    def _reached(self, before: int) -> int:
+        """What each of equal pipelines has trained before the next batch of this one."""
+        assert self._next is not None
+        return math.floor(self._next.progress / self._num_pipelines + 1e-9)
 
 
 class DealtFetcher(_DataFetcher):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.trainer import loop
@@ -19,13 +17,24 @@ from lightning_sdpipe.trainer.clock import ClockChecks
 
 
 class EpochCallback(Callback):
-    """Ends an epoch with equal replicas, and gives everybody the metrics of rank 0, which holds a last stage, so that
-    ModelCheckpoint, EarlyStopping and plateau schedulers decide alike everywhere. The strategy puts it first."""
+    """Ends an epoch with equal replicas, and gives everybody the same metrics, those of rank 0's pipeline in most runs,
+    so that ModelCheckpoint, EarlyStopping and plateau schedulers decide alike everywhere. The strategy puts it first.
+
+    Args:
+        groups: this worker's place.
+        pause: makes replicas equal.
+        share: what everybody gets of the metrics that each has; it returns what it is given where they stay.
+        random_states: of all workers, for a checkpoint.
+        checks: says when all look at the clock.
+        first_failure: around what waits for others, who may have failed.
+        underway: are batches being dealt, so that pipelines are at different numbers?
+    """
 
     def __init__(
         self,
         groups: ProcessGroups,
         pause: Callable[[], None],
+        share: Callable[[dict[str, float]], dict[str, float]],
         random_states: Callable[[], dict[str, Any]],
         checks: ClockChecks,
         first_failure: Callable[[], AbstractContextManager[None]],
@@ -33,6 +42,7 @@ class EpochCallback(Callback):
     ) -> None:
         self._groups = groups
         self._pause = pause
+        self._share = share
         self._random_states = random_states
         self._checks = checks
         self._first_failure = first_failure
@@ -81,9 +91,9 @@ class EpochCallback(Callback):
     def _share_metrics(self, trainer: Trainer) -> None:
         with self._first_failure():
             mine = {name: float(value) for name, value in trainer.callback_metrics.items()}  # reduces: on every rank
-            data = p2p.broadcast_bytes(json.dumps(mine).encode(), 0, self._groups.everybody)
-        if self._groups.rank != 0:
-            _adopt(trainer, {name: torch.tensor(value) for name, value in json.loads(data).items()})
+            everybodys = self._share(mine)
+        if everybodys is not mine:
+            _adopt(trainer, {name: torch.tensor(value) for name, value in everybodys.items()})
 
 
 def _adopt(trainer: Any, values: Mapping[str, Tensor]) -> None:

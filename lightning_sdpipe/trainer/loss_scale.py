@@ -125,3 +125,9 @@ def loss_scale(precision: Precision, device: torch.device) -> Tensor | None:
     """The factor that losses are multiplied by now, a scalar on ``device``; None if they are not."""
     scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
     return scaler.scale(torch.ones((), device=device)) if scaler is not None and scaler.is_enabled() else None
+
+
+def current_scale(precision: Precision) -> float:
+    """What gradients are multiplied by now; 1 if they are not."""
+    scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.plugins import Precision
+import hashlib
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.buckets import FlatBucket
+from lightning_sdpipe.exchange.payloads import Payload
+from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection, is_adam_family
 from lightning_sdpipe.trainer.closures import refuse_repeated_evaluation
 from lightning_sdpipe.trainer.loss_scale import refuse_own_unscaling
 
@@ -18,7 +28,26 @@ def refuse_unfit(optimizer: Optimizer, precision: Precision, num_stages: int) ->
         refuse_own_unscaling(optimizer, precision)
 
 
-def corrected(optimizer: Optimizer, models: int, sync: object) -> Optimizer:
+def refuse_unfit_momentum(optimizer: Optimizer, payload: Payload) -> None:
+    """Raises ConfigurationError unless what momenta are sent for, if they are, keeps its variance as it was (1-bit
+    Adam): divided by one of compression errors, updates would mean nothing."""
+    if not payload.momentum:
+        return
+    if not isinstance(optimizer, FrozenVariance) or optimizer.after != payload.after:
+        raise ConfigurationError(
+            f"{payload} sends momenta, for which Adam's variance has to be frozen after as many updates: return "
+            f"FrozenVariance(optimizer, after={payload.after}) of lightning_sdpipe.optim from configure_optimizers, or "
+            "set momentum=0."
+        )
+    betas = {group["betas"][0] for group in optimizer.param_groups}
+    if betas != {payload.momentum}:
+        raise ConfigurationError(
+            f"{payload} sends momenta of {payload.momentum}, and the optimizer's first beta is "
+            f"{', '.join(map(str, sorted(betas)))}: give both the same."
+        )
+
+
+def corrected(optimizer: Optimizer, models: float, sync: object) -> Optimizer:
     """``optimizer`` with variance correction for the mean of so many ``models``, as ``sync`` trains it; as it is, and
     the user is told why, if there is nothing to correct."""
     if not is_adam_family(optimizer):
@@ -27,3 +56,79 @@ def corrected(optimizer: Optimizer, models: int, sync: object) -> Optimizer:
     if models == 1:
         rank_zero_info(f"variance_correction=True has nothing to correct: {sync} averages no models here.")
     return VarianceCorrection(optimizer, num_workers=models)
+
+
+def follow(optimizer: Optimizer, models: float) -> None:
+    """Corrects for the mean of so many ``models`` from the next step on, if that is another number by much: a change
+    costs a pass over the optimizer's memory."""
+    if isinstance(optimizer, VarianceCorrection) and abs(models / optimizer.num_workers - 1) > 0.05:
+        optimizer.num_workers = models
+
+
+class OptimizerProgress:
+    """What a stage's optimizer and loss scale have come to, as replicas take it over from each other.
+
+    Args:
+        optimizers: of the Trainer, once there are any.
+        precision: the Trainer's.
+        buckets: the stage's parameters, in an order that is the same on all replicas; the sequence may change.
+    """
+
+    def __init__(
+        self, optimizers: Callable[[], Sequence[Optimizer]], precision: Precision, buckets: Sequence[FlatBucket]
+    ) -> None:
+        self._optimizers = optimizers
+        self._precision = precision
+        self._buckets = buckets
+
+    def digest(self) -> int:
+        """See :class:`~lightning_sdpipe.sync.synchronizer.Progress`; from sums of the tensors."""
+        states = [[optimizer.state.get(p, {}) for p in self._parameters()] for optimizer in self._optimizers()]
+        sums = [
+            [
+                (name, float(value.sum(dtype=torch.float64)) if isinstance(value, Tensor) else repr(value))
+                for name, value in state.items()
+            ]
+            for by_parameter in states
+            for state in by_parameter
+        ]
+        scaler = self._scaler()
+        text = repr((sums, None if scaler is None else scaler.state_dict()))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
+
+    def save(self) -> bytes:
+        """See :class:`~lightning_sdpipe.sync.synchronizer.Progress`."""
+        states = [
+            [_packed(optimizer.state.get(p, {}), p) for p in self._parameters()] for optimizer in self._optimizers()
+        ]
+        scaler = self._scaler()
+        file = io.BytesIO()
+        torch.save((states, None if scaler is None else scaler.state_dict()), file)
+        return file.getvalue()
+
+    def load(self, saved: bytes) -> None:
+        """See :class:`~lightning_sdpipe.sync.synchronizer.Progress`."""
+        states, scale = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+        for optimizer, by_parameter in zip(self._optimizers(), states, strict=True):
+            for p, state in zip(self._parameters(), by_parameter, strict=True):
+                optimizer.state.pop(p, None)
+                if state:  # an empty one would be made by looking
+                    optimizer.state[p] = {k: v.to(p.device) if beside else v for k, (v, beside) in state.items()}
+        scaler = self._scaler()
+        if scaler is not None:
+            scaler.load_state_dict(scale)
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for bucket in self._buckets for p in bucket.parameters]
+
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        precision = self._precision
+        return precision.scaler if isinstance(precision, MixedPrecision) else None
+
+
+def _packed(state: dict[str, Any], parameter: Tensor) -> dict[str, tuple[Any, bool]]:
+    """Each value, tensors on the CPU, and whether it lies beside the parameter; counters often do not."""
+    return {
+        name: (value.cpu(), value.device == parameter.device) if isinstance(value, Tensor) else (value, False)
+        for name, value in state.items()
+    }

@@ -2,8 +2,9 @@
 
 Every worker gets a network card that sends one message at a time, for bytes / β of the link to its receiver, and hands
 it over to the real transfer α after that. So messages to several receivers follow each other, as DT-FM's cost has it,
-and latencies overlap. What is measured over such links must be labelled *emulated*. Only what goes through
-``p2p.send`` and ``transfers.begin`` is held up: activations, gradients, and averaging in groups; not collectives.
+and latencies overlap. Links of a terabyte per second and more lie within a machine, and pass the card by. What is
+measured over such links must be labelled *emulated*. Only what goes through ``p2p.send`` and ``transfers.begin`` is
+held up: activations, gradients, and averaging in groups; not collectives.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from lightning_sdpipe.placement.network import Network
 
 PATIENCE = 300.0
 """Seconds that a message may take."""
+WITHIN_A_MACHINE = 1e12
+"""Bytes per second."""
 
 
 class Card:
@@ -49,8 +52,10 @@ class Card:
         """Calls ``start`` when a message of so many bytes would have arrived."""
         held = Held(start)
         with self._changed:
-            self._free_at = max(self._free_at, time.monotonic()) + size / self._bandwidth[to]
-            heapq.heappush(self._queue, (self._free_at + self._latency[to], next(self._numbers), held))
+            sent_at = time.monotonic()
+            if self._bandwidth[to] < WITHIN_A_MACHINE:
+                sent_at = self._free_at = max(self._free_at, sent_at) + size / self._bandwidth[to]
+            heapq.heappush(self._queue, (sent_at + self._latency[to], next(self._numbers), held))
             self._changed.notify()
         return held
 
@@ -115,6 +120,7 @@ def emulated_links(network: Network) -> Iterator[None]:
         outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int
     ) -> transfers.Transfers:
         under_way = transfers.Transfers([], [], [*outgoing.values()])
+        replicas.traffic.add(sum(tensor.nbytes for tensor in outgoing.values()))
         for pipeline, tensor in into.items():
             if tensor.numel():
                 work = replicas.group.recv([tensor], replicas.ranks[pipeline], tag)

@@ -22,12 +22,12 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate import Run, Work, jittered, simulate
-from recipes.suites import phd_bounds, phd_figures
+from recipes.suites import phd_bounds, phd_bytes, phd_figures
 from recipes.suites.figures import require_matplotlib
 from recipes.suites.phd_training import Task, accuracy_at, reached, train
 from recipes.suites.ratios import Ratios, Row, ratio
 
-LOWER_IS_BETTER = frozenset({"phd_samples", "lag"})
+LOWER_IS_BETTER = frozenset({"phd_samples", "lag", "phd_slow_bytes"})
 
 GOALS: dict[str, tuple[str, str, float]] = {
     "phd/all_reduce": ("phd", "all_reduce", 1.15),
@@ -48,6 +48,7 @@ def run(
     jitter: float,
     staleness: int,
     megabytes: float,
+    counted_elements: int,
     training: Mapping[str, Any],
     bounds: Mapping[str, Any],
     repeats: int,
@@ -63,6 +64,7 @@ def run(
         jitter: share by which times vary.
         staleness: s of the bounded methods.
         megabytes: of the model, for the bytes that meetings move.
+        counted_elements: of the model whose meetings are counted in real processes.
         training: the fields of :class:`~recipes.suites.phd_training.Task`.
         bounds: arguments of :func:`~recipes.suites.phd_bounds.measure`.
         repeats: seeds.
@@ -79,7 +81,12 @@ def run(
     pairs = [_pair(times, partner, iterations, jitter, staleness, seed) for partner in range(1, len(times))]
     if output is not None:
         phd_figures.draw([row for row in rows if row["group_size"] == group_sizes[-1]], pairs, task, Path(output))
-    return [*rows, *pairs, *phd_bounds.measure(**bounds, seed=seed)], ratios(rows, staleness)
+    moved = [phd_bytes.measure(size, counted_elements) for size in group_sizes]
+    found = ratios(rows, staleness)
+    for size, row in zip(group_sizes, moved, strict=True):
+        meaning = "bytes that a meeting of two groups sends between their hosts, over those of whole models"
+        found[f"phd_slow_bytes/{row['shape']}"] = ratio([row["phd"] / row["naive"]], 1.05 / size, meaning)
+    return [*rows, *pairs, *moved, *phd_bounds.measure(**bounds, seed=seed)], found
 
 
 def methods(times: Sequence[float], size: int, staleness: int, seed: int) -> dict[str, PolicyConfig]:
@@ -198,7 +205,8 @@ def _megabytes(run: Run, name: str, size: int, megabytes: float) -> float | None
     if not name.startswith("phd"):
         return None
     meetings = [len({worker.pipeline // size for worker in group.members}) for _, group in run.groups]
-    return 2 * megabytes * sum(groups * (groups - 1) for groups in meetings) / (hosts * run.work.iterations)
+    sent = 2 * sum(groups - 1 for groups in meetings)  # models, by all members of a meeting (exchange/sharded_mean.py)
+    return 2 * megabytes * sent / (hosts * run.work.iterations)
 
 
 def _pair(times: Sequence[float], partner: int, iterations: int, jitter: float, staleness: int, seed: int) -> Row:

@@ -67,12 +67,29 @@ def test_bf16_mixed(tmp_path: Path) -> None:
     assert_same([parts for parts, _ in ranks], expected, rtol=0.05, atol=0.01)
 
 
-@supported("Precision", "`bf16-true`")
-def test_bf16_true(tmp_path: Path) -> None:
-    ranks = on_four_ranks(_half_precision, tmp_path / "four", "bf16-true")
-    expected, _ = _half_precision(tmp_path / "one", "bf16-true")
-    assert {value.dtype for parts, _ in ranks for value in parts.values()} == {torch.bfloat16}
-    assert_same([parts for parts, _ in ranks], expected, rtol=0.1, atol=0.05)
+class Losses(Regression):
+    """Keeps what hooks get as the loss."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.__dict__.setdefault("losses", []).append(outputs["loss"].detach().clone())
+
+
+def _true_precision(directory: Path, precision: Any) -> tuple[dict[str, Tensor], Tensor]:
+    trainer, model = trainer_of_this_process(directory, precision=precision), Losses()
+    trainer.fit(model, train_loader())
+    return weights(model), torch.stack(model.__dict__["losses"])
+
+
+@supported("Precision", "`bf16-true`, `64-true`", "the loss reaches the hooks of all stages in its own type")
+def test_true_precision(tmp_path: Path) -> None:
+    for precision, dtype, tolerance in (("bf16-true", torch.bfloat16, 0.1), ("64-true", torch.float64, 1e-9)):
+        ranks = on_four_ranks(_true_precision, tmp_path / precision / "four", precision)
+        expected, _ = _true_precision(tmp_path / precision / "one", precision)
+        assert {value.dtype for parts, _ in ranks for value in parts.values()} == {dtype}
+        assert_same([parts for parts, _ in ranks], expected, rtol=tolerance, atol=tolerance / 2)
+        for one, other in ((0, 1), (2, 3)):  # stages of a pipeline
+            assert ranks[one][1].dtype == ranks[other][1].dtype == dtype
+            assert torch.equal(ranks[one][1], ranks[other][1])
 
 
 def _scaled(directory: Path) -> tuple[dict[str, Tensor], float, int]:

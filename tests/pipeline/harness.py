@@ -92,7 +92,7 @@ def pipeline(
         model.zero_grad()
         loss = runtime.train(batch, replace(TRAIN, stream=(iteration,)), iteration)
         loss.backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if not p.is_meta and p.grad is not None}
         outcomes.append((loss.detach(), gradients))
         _step(model)
     model.eval()

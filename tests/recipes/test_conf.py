@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 
 from lightning_sdpipe import SDPipeStrategy
@@ -18,12 +17,10 @@ from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
 from lightning_sdpipe.sync import PHDPSGD
 
 CONF = Path(__file__).parents[2] / "conf"
-NOT_YET = "sync=phd_psgd"  # its values compose, but the strategy refuses it
 OPTIONS = sorted(
     f"{file.parent.name}={file.stem}"
     for file in CONF.glob("*/*.yaml")
     if file.parent.name not in ("hydra", "suite", "debug")  # suites are for recipes.bench; the size chooses in debug
-    and f"{file.parent.name}={file.stem}" != NOT_YET
 )
 
 
@@ -35,18 +32,22 @@ def composed(*overrides: str) -> DictConfig:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_instantiates(option: str, tmp_path: Path) -> None:
-    config = composed("trainer.devices=8", option, *_with_a_placement(option, tmp_path))
+    config = composed("trainer.devices=8", option, *_with(option, tmp_path))
     with torch.device("meta"):  # without memory for large models
         assert isinstance(hydra.utils.instantiate(config.model), L.LightningModule)
     assert isinstance(hydra.utils.instantiate(config.data), L.LightningDataModule)
     strategy = hydra.utils.instantiate(config.strategy)
     assert isinstance(strategy, SDPipeStrategy)
+    if option.startswith("exchange="):
+        assert strategy.exchange == hydra.utils.instantiate(config.exchange)
     trainer = hydra.utils.instantiate(config.trainer, strategy=strategy)
     assert trainer.strategy is strategy
 
 
-def _with_a_placement(option: str, directory: Path) -> list[str]:
-    """What options that ask for a placement need besides."""
+def _with(option: str, directory: Path) -> list[str]:
+    """What options need besides: a placement, or members that know the same."""
+    if option in ("exchange=one_bit", "exchange=top_k"):
+        return ["sync=all_reduce"]
     if option not in ("placement=file", "partition=placed"):
         return []
     rows = tuple((f"a:{2 * i + 1}", f"a:{2 * i}") for i in range(4))  # of the eight devices above
@@ -56,7 +57,7 @@ def _with_a_placement(option: str, directory: Path) -> list[str]:
 
 
 GROUPS = {
-    group: sorted(file.stem for file in (CONF / group).glob("*.yaml") if f"{group}={file.stem}" != NOT_YET)
+    group: sorted(file.stem for file in (CONF / group).glob("*.yaml"))
     for group in ("heterogeneity", "sync", "schedule", "partition", "size")
 }
 
@@ -66,18 +67,17 @@ def test_an_experiment_composes_with_every_option_of_every_group(experiment: str
     """Each option with each experiment, several groups at once."""
     for number in range(max(map(len, GROUPS.values()))):
         chosen = [f"{group}={options[number % len(options)]}" for group, options in GROUPS.items()]
-        placement = [each for option in chosen for each in _with_a_placement(option, tmp_path)]
+        placement = [each for option in chosen for each in _with(option, tmp_path)]
         config = composed(f"experiment={experiment}", *chosen, *placement)
         check(config)
         assert isinstance(hydra.utils.instantiate(config.strategy), SDPipeStrategy), chosen
 
 
-def test_values_may_be_there_before_workers_can_carry_them_out() -> None:
-    config = composed(NOT_YET, "sync.groups=[[0,1],[2,3]]", "sync.staleness=4")
+def test_groups_of_pipelines_are_lists_on_the_command_line() -> None:
+    config = composed("sync=phd_psgd", "sync.groups=[[0,1],[2,3]]", "sync.staleness=4")
     values = hydra.utils.instantiate(config.strategy.sync)
     assert values == PHDPSGD(groups=[[0, 1], [2, 3]], staleness=4, seed=config.seed)
-    with pytest.raises(InstantiationException, match="sync=phd_psgd cannot train yet"):
-        hydra.utils.instantiate(config.strategy)
+    assert hydra.utils.instantiate(config.strategy).sync == values
 
 
 def test_the_demonstration_scales_the_papers_delays_only() -> None:

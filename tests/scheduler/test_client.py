@@ -127,7 +127,7 @@ class TestVersions:
             assert frame[0] == m.VERSION, "which an old worker prints"
             reply = m.decode_reply(frame)
             assert isinstance(reply, m.Refused)
-            assert "speaks version 1 of the protocol, this side version 3" in reply.reason
+            assert "speaks version 1 of the protocol, this side version 4" in reply.reason
             assert server.service.refused == {"other version": 1}
 
     def test_an_old_scheduler_is_named_by_its_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ class TestVersions:
             for ask in (self.greet, partial(ask_status, timeout=0.5)):
                 thread = threading.Thread(target=serve)
                 thread.start()
-                with pytest.raises(SchedulerError, match="speaks version 1 of the protocol, this side version 3"):
+                with pytest.raises(SchedulerError, match="speaks version 1 of the protocol, this side version 4"):
                     ask(f"tcp://127.0.0.1:{port}")
                 thread.join(10)
 
@@ -257,7 +257,7 @@ def test_a_passive_neighbour_is_invited_while_it_computes() -> None:
     invited: list[Group] = []
     arrived = threading.Event()
 
-    def on_invitation(group: Group) -> None:
+    def on_invitation(group: Group, after: int | None) -> None:
         invited.append(group)
         arrived.set()
 

@@ -38,7 +38,7 @@ REQUESTS = [
     m.AskStatus(),
 ]
 REPLIES = [
-    m.Welcome(1, "{}"),
+    m.Welcome(1, "{}", (2, 2)),
     m.Acknowledged(4),
     ANSWER,
     m.Answer(Group((A, B), (0.25, 0.75), 3, "its turn", (B,), ((B,), (A,))), (4, None)),

@@ -1,9 +1,7 @@
-"""A short training, started by test_launching.py; each rank tells where it is. Arguments: nodes, devices."""
+"""A short training, started by test_launching.py; each rank tells where it is."""
 
 from __future__ import annotations
 
-import json
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -44,7 +42,3 @@ def main(nodes: int, devices: int) -> dict[str, Any]:
         "children": len(strategy._launcher.procs),  # type: ignore[attr-defined]
         "scheduler": addresses[0],
     }
-
-
-if __name__ == "__main__":
-    print("PLACE " + json.dumps(main(*map(int, sys.argv[1:]))), flush=True)

@@ -64,8 +64,9 @@ def mean_of_part(
     return mean, torch.stack(wrong).any(0)
 
 
-def owner_takes(payload: Modulo | Payload, mean: Tensor, message: Tensor, members: int) -> Tensor:
-    """What an owner's part becomes: Q(u) + k (u − Q(u)), where ``message`` holds Q(u) for the other members."""
+def owner_takes(payload: Modulo | Payload, mean: Tensor, message: Tensor, members: float) -> Tensor:
+    """What an owner's part becomes: Q(u) + k (u − Q(u)), where ``message`` holds Q(u) for the other members. With
+    weights w that are not equal, 1 / w of the owner stands for k: then the weighted sum over the members stays."""
     sent = torch.empty_like(mean)
     _read(payload, message, mean, sent)
     return sent.lerp_(mean, members)

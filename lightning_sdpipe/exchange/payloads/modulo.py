@@ -147,12 +147,18 @@ class Spread:
     @torch.no_grad()
     def observe(self, difference: Tensor) -> None:
         """Takes note of another model minus this one, flat. What is not finite is passed over."""
-        seen = difference.new_empty(num_blocks(difference.numel(), self._block), dtype=torch.float32)
-        pieces = Pieces(difference, self._block)
-        for values, most in zip(pieces.values(), pieces.of(seen, 1), strict=True):
-            most.copy_(_magnitude(values))
+        seen = largest_magnitudes(difference, self._block)
         seen.masked_fill_(~seen.isfinite(), 0.0)
         self._largest = seen if self._largest is None else torch.maximum(self._largest.mul_(FORGET), seen)
+
+
+def largest_magnitudes(x: Tensor, block: int) -> Tensor:
+    """Of each block of a flat tensor, in float32."""
+    largest = x.new_empty(num_blocks(x.numel(), block), dtype=torch.float32)
+    pieces = Pieces(x, block)
+    for values, most in zip(pieces.values(), pieces.of(largest, 1), strict=True):
+        most.copy_(_magnitude(values))
+    return largest
 
 
 def _magnitude(rows: Tensor) -> Tensor:

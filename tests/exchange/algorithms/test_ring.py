@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange import peers
 from lightning_sdpipe.exchange.algorithms.ring import Replicas, average, weight_of_each
 from lightning_sdpipe.exchange.payloads import EightBit, ErrorFeedback, Payload
+from lightning_sdpipe.policies import peers
 from lightning_sdpipe.policies.mixing import mixing_radius
 
 

@@ -1,0 +1,168 @@
+"""The process groups of a stage's replicas: one for each epoch of membership, made beside the training.
+
+Making one takes milliseconds, and longer if somebody is gone; so threads do it, and the groups of earlier epochs
+stay in use meanwhile. gloo has no way to end a wait for a message of a process that lives and will not send it, except
+that a receive in another thread runs into its timeout, which closes all connections of this process in that group. That
+is done to the group in which this worker exchanges with somebody who is lost, and to no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.group_mean import GroupMean
+from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.members import Epoch
+
+log = logging.getLogger(__name__)
+
+CONNECTING = timedelta(seconds=20)
+"""For all members to make a group."""
+KEPT = 3
+"""Epochs whose groups are kept at least."""
+_POISON = 2**30  # a tag that nobody sends with
+
+MakeStore = Callable[[str, Callable[[], bool]], Store]
+"""A store of that name that all processes reach; its waits end when what it is given says so."""
+
+
+class EpochGroups:
+    """Those of one worker.
+
+    Args:
+        worker: it.
+        make_store: see :data:`MakeStore`.
+        timeout: of a transfer, when a group is there.
+        report: is told which epochs this worker has groups of, whenever that changes.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        make_store: MakeStore,
+        timeout: timedelta,
+        report: Callable[[Sequence[int]], None],
+    ) -> None:
+        self._worker = worker
+        self._make_store = make_store
+        self._timeout = timeout
+        self._report = report
+        self._lock = threading.Condition()
+        self._epochs: dict[int, Epoch] = {}
+        self._movers: dict[int, GroupMean] = {}
+        self._groups: dict[int, Any] = {}  # of gloo, by themselves: parts of no world
+        self._newest = 0
+        self._in_use: Group | None = None
+        self._closed = False
+
+    def enter(self, epoch: Epoch) -> None:
+        """Those of ``epoch`` are the members from now on. Any thread may call it; it does not wait."""
+        with self._lock:
+            if epoch.number <= self._newest:
+                return
+            self._newest = epoch.number
+            self._epochs[epoch.number] = epoch
+            used = self._in_use
+        present = set(epoch.pipelines)
+        if used is not None and not {member.pipeline for member in used.members} <= present:
+            self._poison(used.epoch)
+        if self._worker.pipeline in present and len(present) > 1:
+            # A thread for each: who is connecting to somebody that has gone on to the next epoch waits in vain.
+            name = f"group of epoch {epoch.number}"
+            threading.Thread(target=self._make, args=[epoch], name=name, daemon=True).start()
+
+    @property
+    def held(self) -> list[int]:
+        """Epochs that this worker has a group of."""
+        with self._lock:
+            return sorted(self._movers)
+
+    def mover(self, group: Group) -> GroupMean:
+        """What averages among the members of ``group``.
+
+        Raises:
+            WorkerFailedError: somebody of its epoch is gone, so that its process group is, too.
+        """
+        with self._lock:
+            if group.epoch not in self._movers and group.epoch == self._newest:
+                self._lock.wait_for(lambda: group.epoch in self._movers, CONNECTING.total_seconds())
+            mover = self._movers.get(group.epoch)
+        if mover is None:
+            raise WorkerFailedError(f"the process group of epoch {group.epoch} is not there (any more)")
+        return mover
+
+    def use(self, group: Group | None) -> None:
+        """This worker exchanges in ``group`` from now on, or in none."""
+        with self._lock:
+            self._in_use = group
+            gone = group is not None and not {m.pipeline for m in group.members} <= self._present()
+        if gone:
+            assert group is not None
+            self._poison(group.epoch)
+
+    def broke(self, sequence: int) -> None:
+        """Another member did not get the result of that group. Any thread may call it."""
+        with self._lock:
+            used = self._in_use
+        if used is not None and used.sequence == sequence:
+            self._poison(used.epoch)
+
+    def wait_for_newest(self) -> None:
+        """A new epoch is known, and its group a moment away: an exchange there will succeed."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._newest in self._movers or len(self._present()) < 2, 1.0)
+
+    def close(self) -> None:
+        """No more groups are made."""
+        self._closed = True
+
+    def _present(self) -> set[int]:
+        epoch = self._epochs.get(self._newest)
+        return set(epoch.pipelines) if epoch is not None else {self._worker.pipeline}
+
+    def _poison(self, number: int) -> None:
+        with self._lock:
+            group = self._groups.pop(number, None)
+            self._movers.pop(number, None)
+        if group is not None:
+            peer = (group.rank() + 1) % group.size()
+            with suppress(RuntimeError):  # what is to come: the timeout
+                group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
+            self._report(self.held)
+
+    def _make(self, epoch: Epoch) -> None:
+        stage, pipeline = self._worker.stage, self._worker.pipeline
+        number, places = epoch.number, {i: place for place, i in enumerate(epoch.pipelines)}
+        store = self._make_store(f"epoch-{number}-{stage}", lambda: self._closed or number != self._newest)
+        try:
+            group: Any = dist.ProcessGroupGloo(store, places[pipeline], len(places), CONNECTING)
+        except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
+            log.info("the group of epoch %d was not made: %s", number, str(error).splitlines()[0])
+            return
+        group._set_default_timeout(self._timeout)
+        replicas = Replicas(group, places, stage, pipeline)
+        old: list[Any] = []
+        with self._lock:
+            if self._closed:
+                return
+            self._groups[number], self._movers[number] = group, GroupMean(replicas)
+            in_use = self._in_use.epoch if self._in_use is not None else number
+            for earlier in sorted(self._groups)[:-KEPT]:
+                if earlier != in_use:
+                    self._movers.pop(earlier, None)
+                    old.append(self._groups.pop(earlier))
+            self._lock.notify_all()
+        self._report(self.held)
+        del old

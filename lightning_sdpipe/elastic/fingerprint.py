@@ -1,0 +1,37 @@
+"""What must be equal in all pipelines of an elastic run, in words that a refusal can quote."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from importlib.metadata import version
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_sdpipe.options import SDPipeOptions
+from lightning_sdpipe.partition.ownership import Ownership
+
+
+def fingerprint(trainer: Trainer, options: SDPipeOptions, ownership: Ownership) -> dict[str, str]:
+    """Of a worker that is about to join: the same on all stages of a pipeline, and of all pipelines."""
+    module = trainer.lightning_module
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.state_dict().items()]
+    cut = sorted((name, owners) for name, owners in ownership.stages.items())
+    every = f"{trainer.val_check_interval} of every {trainer.check_val_every_n_epoch} epochs"
+    return {
+        "version": f"lightning_sdpipe {version('lightning-sdpipe')}, torch {torch.__version__}",
+        "stages": str(options.num_stages),
+        "model": f"{type(module).__name__} {_digest(shapes)}",
+        "cut": _digest(cut),
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers),
+        "method": repr(options.sync),
+        "seed": os.environ.get("PL_GLOBAL_SEED", "none"),
+        "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
+        "validation": every,
+        "limits": f"max_epochs {trainer.max_epochs}, max_steps {trainer.max_steps}",
+    }
+
+
+def _digest(what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:12]

@@ -1,0 +1,54 @@
+"""What elastic jobs cannot do yet, refused with what to use instead."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.options import SDPipeOptions
+from lightning_sdpipe.partition import plan
+from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
+from lightning_sdpipe.sync.methods import ByPolicy
+from lightning_sdpipe.trainer import loop
+
+_HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
+
+
+def check_options(options: SDPipeOptions) -> None:
+    """Raises ConfigurationError for options of the strategy that an elastic job cannot carry out."""
+    method = options._method
+    if isinstance(method.policy, PHDPSGD):
+        raise ConfigurationError(
+            f"sync={options.sync!r} does not work {_HOW} yet: its groups are those of all pipelines of one world. Use "
+            "SemiDecentralized(), PartialReduce() or NoSync()."
+        )
+    if isinstance(method, ByPolicy) and isinstance(method.policy, ADPSGD):
+        raise ConfigurationError(
+            f"sync={options.sync!r} does not work {_HOW} yet: its averaging threads do not survive the loss of a "
+            "pipeline. Use SemiDecentralized(), PartialReduce() or NoSync()."
+        )
+    for given, name, instead in (
+        (options.placement is not None, "placement", "let sdpipe run, or your launcher, say which machine has which"),
+        (options.schedule == "pipedream", "schedule='pipedream'", "use a schedule with a flush, such as '1f1b'"),
+        (bool(options.save_distributed_checkpoint), "save_distributed_checkpoint", "leave it out"),
+        (plan.is_measured(options.partition), f"partition={options.partition!r}", "use 'parameters', or the numbers"),
+        (options._start_method != "popen", f"start_method={options._start_method!r}", "leave it out"),
+    ):
+        if given:
+            raise ConfigurationError(f"{name} does not work {_HOW} yet: {instead}.")
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raises ConfigurationError for what a Trainer is asked for and an elastic job cannot do."""
+    if trainer.state.fn == TrainerFn.PREDICTING:
+        raise ConfigurationError(
+            f"predict does not work {_HOW}: nobody collects the predictions of pipelines that come and go. Load the "
+            "checkpoint in a job without SDPIPE_PIPELINE."
+        )
+    if trainer.state.fn == TrainerFn.FITTING and loop.clocks(trainer):
+        raise ConfigurationError(
+            f"Limits of time (max_time, Timer, ModelCheckpoint(train_time_interval=...), val_check_interval as a time) "
+            f"do not work {_HOW} yet: clocks of several machines would decide differently. Count steps or epochs."
+        )

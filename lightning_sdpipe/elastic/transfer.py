@@ -1,0 +1,93 @@
+"""How a newcomer gets its state: Lightning's checkpoint of the donor's stage, from its memory into the newcomer's.
+
+Both sides make a process group of two for it. The donor copies its tensors where its training stands, between two
+turns, and sends them while it trains on. What is read is unpacked by ``torch.load(weights_only=True)``, which runs no
+code of the sender's.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.utils._pytree import tree_map_only
+
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+
+log = logging.getLogger(__name__)
+
+CONNECTING = timedelta(seconds=10)
+"""For both sides to make their group."""
+_CHUNK = 2**26  # bytes that are sent at once
+
+_HYPERPARAMETERS = ("hparams_name", "hyper_parameters", "hparams_type")
+
+
+def snapshot(trainer: Trainer) -> dict[str, Any]:
+    """A copy of ``trainer``'s checkpoint, without what is no state: hyper-parameters may be objects of any kind, and
+    the newcomer's script has its own."""
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    kept = {name: value for name, value in checkpoint.items() if not name.endswith(_HYPERPARAMETERS)}
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), kept)
+    return copied
+
+
+def give(state: Mapping[str, Any], store: Store, timeout: timedelta) -> None:
+    """Sends ``state`` in a thread; a newcomer that goes away meanwhile is nobody's failure."""
+
+    def send() -> None:
+        try:
+            buffer = io.BytesIO()
+            torch.save(dict(state), buffer)
+            data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+            group = _connect(store, 0, timeout)
+            group.send([torch.tensor([data.numel()])], 1, 0).wait()
+            for part in torch.split(data, _CHUNK):
+                group.send([part], 1, 0).wait()
+        except RuntimeError as error:
+            log.warning("a newcomer did not get the state that it was to be given: %s", str(error).splitlines()[0])
+
+    threading.Thread(target=send, name="donation", daemon=True).start()
+
+
+def take(store: Store, timeout: timedelta, donor: str) -> dict[str, Any]:
+    """Receives what :func:`give` sends.
+
+    Raises:
+        WorkerFailedError: the donor is gone, or does not answer.
+        ConfigurationError: the state holds objects that are not taken from another process.
+    """
+    try:
+        group = _connect(store, 1, timeout)
+        size = torch.zeros(1, dtype=torch.int64)
+        group.recv([size], 0, 0).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        for part in torch.split(data, _CHUNK):
+            group.recv([part], 0, 0).wait()
+    except RuntimeError as error:
+        raise WorkerFailedError(f"{donor} did not give its state: {str(error).splitlines()[0]}") from error
+    try:
+        state: dict[str, Any] = torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigurationError(
+            f"The state that {donor} gave holds objects that are not taken from another process: "
+            f"{str(error).splitlines()[0]} Let callbacks, learning-rate schedules and on_save_checkpoint keep numbers, "
+            "strings, tensors, and lists and dicts of them; or allow a class by torch.serialization.add_safe_globals."
+        ) from error
+    return state
+
+
+def _connect(store: Store, rank: int, timeout: timedelta) -> Any:
+    group = dist.ProcessGroupGloo(store, rank, 2, CONNECTING)
+    group._set_default_timeout(timeout)
+    return group

@@ -1,0 +1,67 @@
+"""What the stages of a pipeline agree on before each turn: stage 0 says it, and the others, whose work begins with what
+it sends, wait for its word. So all do it after the same update, whoever heard of it when."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.p2p import waiting_for
+
+_BYTES = 128
+
+
+class Kind(IntEnum):
+    """What to do."""
+
+    GO = 0
+    """Begin the turn."""
+    DONATE = 1
+    """Give the state to the newcomer of the transfer that is named, then listen again."""
+    LEAVE = 2
+    """End: the pipeline was told to."""
+
+
+class Word(NamedTuple):
+    """One that stage 0 says; ``text`` is ASCII and short."""
+
+    kind: Kind
+    text: str = ""
+
+
+class Words:
+    """One worker's, said or heard; every stage of the pipeline must call the methods in the same order."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        mesh = groups.mesh
+        stage, pipeline = mesh.locate(groups.rank)
+        self.speaks = stage == 0
+        self._alone = mesh.num_stages == 1
+        self._first = mesh.rank(0, pipeline)
+        self._group = groups.pipeline
+
+    def say(self, word: Word) -> None:
+        """Stage 0 tells the others. It does not wait for them to act."""
+        if not self._alone:
+            text = word.text.encode("ascii")
+            self._pass_on(torch.tensor([word.kind, len(text), *text.ljust(_BYTES, b"\0")], dtype=torch.uint8))
+
+    def hear(self) -> Word:
+        """Waits for what stage 0 says."""
+        heard = self._pass_on(torch.empty(_BYTES + 2, dtype=torch.uint8)).tolist()
+        return Word(Kind(heard[0]), bytes(heard[2 : 2 + heard[1]]).decode("ascii"))
+
+    def done(self) -> None:
+        """Waits until all stages have done what was said."""
+        if not self._alone:
+            with waiting_for(self._group, "acting together"):
+                dist.barrier(self._group)
+
+    def _pass_on(self, data: torch.Tensor) -> torch.Tensor:
+        with waiting_for(self._group, "the word of stage 0"):
+            dist.broadcast(data, self._first, group=self._group)
+        return data

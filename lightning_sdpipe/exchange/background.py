@@ -1,0 +1,87 @@
+"""Exchanges that go on while a worker computes: one after the other, in a thread of their own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from lightning_sdpipe.errors import WorkerFailedError
+
+
+class Job:
+    """Work that was given to a :class:`Background`; waits as a ``dist.Work`` does."""
+
+    def __init__(self, work: Callable[[], None], purpose: str, timeout: float | None) -> None:
+        self._work = work
+        self._purpose = purpose
+        self._timeout = timeout
+        self._done = threading.Event()
+        self._failure: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def run(self) -> None:
+        """Does it; what it raises is raised where it is waited for."""
+        try:
+            with torch.no_grad():
+                self._work()
+        except BaseException as error:
+            self._failure = error
+        self._done.set()
+
+    def wait(self) -> float:
+        """Until it is done.
+
+        Returns:
+            Seconds that this took.
+
+        Raises:
+            WorkerFailedError: it is not done within the time that it has; or whatever it raised.
+        """
+        start = time.perf_counter()
+        if not self._done.wait(self._timeout):
+            raise WorkerFailedError(f"{self._purpose} was not done within {self._timeout:g} s")
+        if self._failure is not None:
+            raise self._failure
+        return time.perf_counter() - start
+
+
+class Background:
+    """A thread that does its jobs in the order in which they come. It ends with the process.
+
+    Args:
+        purpose: of the jobs, for messages.
+        timeout: seconds for which a job may be waited for. Transfers give up by themselves, so it is longer than
+            theirs.
+    """
+
+    def __init__(self, purpose: str, timeout: float | None) -> None:
+        self.purpose = purpose
+        self.timeout = timeout
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def do(self, work: Callable[[], None]) -> Job:
+        """Starts ``work`` as soon as all jobs before it are done."""
+        if self._thread is None:  # not before there is anything to do: a fork would not inherit it
+            self._thread = threading.Thread(target=self._run, name=self.purpose, daemon=True)
+            self._thread.start()
+        job = Job(work, self.purpose, self.timeout)
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        """Ends the thread when all jobs are done."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()

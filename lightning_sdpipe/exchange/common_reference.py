@@ -1,0 +1,165 @@
+"""Members that all know the same: gradients, whose reference is zero, and models that have a last common one.
+
+A message holds the difference, in any precision, with error feedback if the payload has it, and everybody takes over
+what the messages with the means hold, the owner of a part too. So all end with the same bits
+(:mod:`~lightning_sdpipe.exchange.algorithms.centralised`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.moving import pieces_of
+from lightning_sdpipe.exchange.parts import Place, Team
+from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
+from lightning_sdpipe.exchange.payloads.payload import residual_dtype
+
+BROKEN_OFF = (
+    "an average was broken off, and models have had nothing in common since then: all replicas must be made equal first"
+)
+
+
+class CommonReference:
+    """A :class:`~lightning_sdpipe.exchange.coding.Coding` for gradients; :class:`CommonModel` is one for models.
+
+    Memory: a residual as large as what is exchanged, in float32, if the payload has feedback.
+
+    Args:
+        payload: any.
+        seed: of stochastic rounding; another one for each worker.
+    """
+
+    block = 1
+
+    def __init__(self, payload: Payload, seed: int) -> None:
+        self._payload = payload
+        self._residuals: dict[int, ErrorFeedback] = {}
+        self._draws = random.Random(seed)
+        self._scale = 1.0
+        self._met: set[int] | None = None
+        self.update = 0
+        """How many updates came before the one that the next messages are of; see :meth:`Payload.at`."""
+        self.trains = True
+        """False for a worker that only takes part for the sake of the others: it sends zeros, and keeps what it has
+        left out. (In a host's mean it is for this host that it does.)"""
+
+    def follow(self, scale: float) -> None:
+        """``scale`` is what gradients are multiplied by from now on; see :meth:`ErrorFeedback.follow`."""
+        self._scale = scale
+
+    def drop(self) -> None:
+        """Forgets what was left out."""
+        self._residuals.clear()
+
+    def aborted(self) -> None:
+        self.drop()
+
+    def meets(self, team: Team) -> None:
+        """See the protocol. What was left out belongs to parts, which others own if members have gone.
+
+        Raises:
+            WorkerFailedError: a member has not been there the last time, so it knows something else.
+        """
+        members = set(team.members)
+        if self._met is not None and members != self._met:
+            if strangers := sorted(members - self._met):
+                raise WorkerFailedError(
+                    f"pipelines {strangers} missed the last average of pipelines {sorted(self._met)}, whose "
+                    "differences are from that"
+                )
+            self.drop()
+        self._met = members
+
+    def nbytes(self, n: int, dtype: torch.dtype) -> int:
+        return self._payload_of(dtype).nbytes(n)
+
+    def prepared(self, piece: Tensor, number: int) -> Tensor:
+        payload = self._payload_of(piece.dtype)
+        if payload.feedback:
+            if number not in self._residuals:
+                self._residuals[number] = ErrorFeedback(piece)
+            self._residuals[number].follow(self._scale)
+        return piece
+
+    def offered(self, x: Tensor, at: Place) -> Tensor:
+        if not self.trains:
+            return self._payload_of(x.dtype).message(torch.zeros_like(x))
+        return self._payload_of(x.dtype).message(x, self._residual(x, at), self._draws.getrandbits(32))
+
+    def combined(
+        self, x: Tensor, at: Place, weight: float, others: Sequence[tuple[Tensor, float]], members: int
+    ) -> tuple[Tensor, Tensor] | None:
+        payload = self._payload_of(x.dtype)
+        mean = torch.zeros_like(x, dtype=residual_dtype(x.dtype))
+        if self.trains:
+            mean.add_(x, alpha=weight)
+        for message, share in others:
+            payload.decode(message, mean, share)
+        answer = payload.message(mean, self._residual(x, at), self._draws.getrandbits(32))
+        payload.decode(answer, mean)
+        return answer, mean
+
+    def accepted(self, x: Tensor, at: Place, mine: Tensor, mean: Tensor) -> Tensor:
+        outcome = torch.empty_like(x, dtype=residual_dtype(x.dtype))
+        self._payload_of(x.dtype).decode(mean, outcome)
+        return outcome
+
+    def exact(self, x: Tensor, mean: Tensor) -> Tensor:
+        return mean
+
+    def published(self, x: Tensor, outcome: Tensor) -> Tensor:
+        return outcome
+
+    def adopted(self, x: Tensor, published: Tensor) -> Tensor:
+        return published
+
+    def absorbed(self, piece: Tensor, number: int, outcome: Tensor) -> None:
+        piece.copy_(outcome)
+
+    def _payload_of(self, dtype: torch.dtype) -> Payload:
+        return self._payload.at(self.update).on(dtype)
+
+    def _residual(self, x: Tensor, at: Place) -> Tensor | None:
+        if at.piece not in self._residuals or not self._payload_of(x.dtype).feedback:
+            return None
+        return self._residuals[at.piece].residual[at.start : at.start + len(x)]
+
+
+class CommonModel(CommonReference):
+    """Models are exchanged as what they have moved by since they were equal the last time.
+
+    Memory: that model besides.
+
+    Args:
+        payload: any.
+        seed: of stochastic rounding.
+    """
+
+    def __init__(self, payload: Payload, seed: int) -> None:
+        super().__init__(payload, seed)
+        self._base: list[Tensor] = []
+
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """All workers have the same ``tensors`` now, of which pieces will be exchanged."""
+        self.drop()
+        self._met = None
+        self._base = [piece.clone() for piece in pieces_of(tensors)]
+
+    def aborted(self) -> None:
+        """Some members may have taken over what others have not: nothing is common until :meth:`begin`."""
+        self.drop()
+        self._base = []
+
+    def prepared(self, piece: Tensor, number: int) -> Tensor:
+        if not self._base:
+            raise WorkerFailedError(BROKEN_OFF)
+        super().prepared(piece, number)
+        return piece - self._base[number]
+
+    def absorbed(self, piece: Tensor, number: int, outcome: Tensor) -> None:
+        piece.copy_(self._base[number].add_(outcome))

@@ -1,0 +1,216 @@
+"""The weighted mean over the members of a group by encoded messages: scatter, reduce, gather (BAGUA §3.4), with what a
+:class:`~lightning_sdpipe.exchange.coding.Coding` makes of them; on request within each host first.
+
+A part that its owner refuses is exchanged in full precision afterwards: all members see that in its answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange import transfers
+from lightning_sdpipe.exchange.coding import Coding, is_refusal, refusal
+from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
+from lightning_sdpipe.exchange.parts import Place, Team, owned
+from lightning_sdpipe.exchange.payloads.payload import residual_dtype
+from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.policies.decisions import Group
+
+
+class EncodedMean:
+    """Gives the members of a group their weighted mean, as well as the coding can tell it.
+
+    Args:
+        replicas: of which this worker is one.
+        coding: equal on all of them but for what it remembers.
+        hosts: the machine of each pipeline's replica: messages are encoded between machines only. None makes no
+            difference between them.
+        lock: held while a piece is copied and while it is committed, where others change the tensors meanwhile. Only
+            for codings whose outcome is a change.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        coding: Coding,
+        hosts: Sequence[str] | None = None,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
+        self._replicas = replicas
+        self.coding = coding
+        self._hosts = hosts
+        self.lock = lock
+
+    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
+        """See :class:`~lightning_sdpipe.exchange.moving.Mover`.
+
+        Raises:
+            ConfigurationError: the group has members that average with some of the others only.
+        """
+        if group.neighbours:
+            raise ConfigurationError(
+                f"group {group.sequence} gives its members neighbours of their own ({group.reason}), and this exchange "
+                "averages among all of them. Leave Group.neighbours empty in the policy."
+            )
+        return _Encoded(self, tensors, group)
+
+    def average(self, piece: Tensor, number: int, team: Team, tag: int) -> Tensor:
+        """The outcome for a flat ``piece``, which is not changed; every member calls it.
+
+        Raises:
+            WorkerFailedError: a member is gone, or a transfer has timed out.
+        """
+        self.coding.meets(team)
+        x, at = self.coding.prepared(piece, number), Place(number, 0)
+        return self._by_hosts(x, at, team, tag) if self._hosts is not None else self._flat(x, at, team, tag)
+
+    def _flat(self, x: Tensor, at: Place, team: Team, tag: int) -> Tensor:
+        coding, me, others = self.coding, self._replicas.pipeline, team.without(self._replicas.pipeline)
+        if not others:
+            return coding.exact(x, x.to(residual_dtype(x.dtype)))
+        spans = owned(len(x), team.members, coding.block)
+        part = {member: x[span] for member, span in spans.items()}
+        place = {member: at.part(span) for member, span in spans.items()}
+        mine = {owner: coding.offered(part[owner], place[owner]) for owner in others if len(part[owner])}
+        arrived = self._swap(mine, dict.fromkeys(others, self._message(part[me])), tag)
+        combined = None
+        if len(part[me]):
+            messages = [(arrived[member], team.weight(member)) for member in sorted(others)]
+            combined = coding.combined(part[me], place[me], team.weight(me), messages, len(team.members))
+        answer = refusal(coding.nbytes(len(part[me]), x.dtype), x.device) if combined is None else combined[0]
+        means = self._swap(dict.fromkeys(others, answer), {owner: self._message(part[owner]) for owner in others}, tag)
+        refused = [owner for owner in sorted(team.members) if is_refusal(answer if owner == me else means[owner])]
+        outcome = x.new_empty(len(x), dtype=residual_dtype(x.dtype))
+        if combined is not None:
+            outcome[spans[me]] = combined[1]
+        for owner in others:
+            if owner not in refused and len(part[owner]):
+                outcome[spans[owner]] = coding.accepted(part[owner], place[owner], mine[owner], means[owner])
+        for owner in refused:
+            outcome[spans[owner]] = coding.exact(part[owner], self._in_full(part[owner], owner, team, tag))
+        return outcome
+
+    def _in_full(self, x: Tensor, owner: int, team: Team, tag: int) -> Tensor:
+        """The mean of a part."""
+        me, others = self._replicas.pipeline, team.without(self._replicas.pipeline)
+        wide = residual_dtype(x.dtype)
+        if owner != me:
+            self._swap({owner: x}, {}, tag)
+            return self._swap({}, {owner: x.new_empty(len(x), dtype=wide)}, tag)[owner]
+        arrived = self._swap({}, {member: torch.empty_like(x) for member in others}, tag)
+        mean = x.to(wide) * team.weight(me)
+        for member in sorted(others):
+            mean.add_(arrived[member], alpha=team.weight(member))
+        self._swap(dict.fromkeys(others, mean), {}, tag)
+        return mean
+
+    def _by_hosts(self, x: Tensor, at: Place, team: Team, tag: int) -> Tensor:
+        """Each worker of a host averages its own part of it with its like on others. Where hosts have unequally many
+        members, a worker of a small one has several parts."""
+        assert self._hosts is not None
+        coding, me = self.coding, self._replicas.pipeline
+        hosts = _by_host(team.members, self._hosts)
+        (local,) = [members for members in hosts if me in members]
+        spans = owned(len(x), range(max(map(len, hosts))), coding.block)
+        owners = {number: [members[number % len(members)] for members in hosts] for number in spans}
+        own = {number: local[number % len(local)] for number in spans}
+        outcome = x.new_empty(len(x), dtype=residual_dtype(x.dtype))
+        means = {number: self._of_host(x[span], own[number], local, team, tag) for number, span in spans.items()}
+        told = {
+            number: means[number].new_empty(span.stop - span.start)
+            for number, span in spans.items()
+            if own[number] != me
+        }  # awaited before this worker waits for other hosts: who sends does so until it is taken
+        arriving = [transfers.begin({}, {own[number]: to}, self._replicas, tag) for number, to in told.items()]
+        for number, span in spans.items():
+            if own[number] == me:
+                between = Team(*_shares(owners[number], hosts, team))
+                outcome_of_host = self._flat(means[number], at.part(span), between, tag)
+                told[number] = coding.published(means[number], outcome_of_host)
+                self._swap({member: told[number] for member in local if member != me}, {}, tag)
+        for transfer in arriving:
+            transfer.wait()
+        for number, span in spans.items():
+            outcome[span] = coding.adopted(x[span], told[number])
+        return outcome
+
+    def _of_host(self, x: Tensor, owner: int, local: Sequence[int], team: Team, tag: int) -> Tensor:
+        """The mean over the members of this host, for the owner; nothing for others."""
+        me, wide = self._replicas.pipeline, residual_dtype(x.dtype)
+        if owner != me:
+            self._swap({owner: x}, {}, tag)
+            return x.new_empty(0, dtype=wide)
+        arrived = self._swap({}, {member: torch.empty_like(x) for member in local if member != me}, tag)
+        total = sum(team.weight(member) for member in local)
+        mean = torch.zeros_like(x, dtype=wide)
+        for member in local:
+            share = team.weight(member) / total if total else 1 / len(local)
+            mean.add_(x if member == me else arrived[member], alpha=share)
+        return mean
+
+    def _message(self, values: Tensor) -> Tensor:
+        """Like those that hold so many values."""
+        return values.new_empty(0, dtype=torch.uint8).new_empty(self.coding.nbytes(len(values), values.dtype))
+
+    def _swap(self, outgoing: Mapping[int, Tensor], like: Mapping[int, Tensor], tag: int) -> dict[int, Tensor]:
+        into = {pipeline: torch.empty_like(tensor) for pipeline, tensor in like.items()}
+        transfers.begin(outgoing, into, self._replicas, tag).wait()
+        return into
+
+
+class _Encoded:
+    def __init__(self, mover: EncodedMean, tensors: Sequence[Tensor], group: Group) -> None:
+        self.seconds_waiting = 0.0
+        self._mover = mover
+        self._team = Team.of(group)
+        self._tag = tag_of(group)
+        self._to_come = deque(enumerate(pieces_of(tensors)))
+        self._first = True
+
+    def wait(self) -> bool:
+        if not self._to_come:
+            return False
+        number, piece = self._to_come[0]
+        start = time.perf_counter()
+        if self._mover.lock is not None:
+            with self._mover.lock:
+                piece = piece.clone()
+        self._outcome = self._mover.average(piece, number, self._team, self._tag)
+        if self._first:
+            self.seconds_waiting, self._first = time.perf_counter() - start, False
+        return True
+
+    def commit(self) -> None:
+        number, piece = self._to_come.popleft()
+        with self._mover.lock or nullcontext():
+            self._mover.coding.absorbed(piece, number, self._outcome)
+
+    def abort(self) -> None:
+        if self._to_come:
+            self._mover.coding.aborted()
+        self._to_come.clear()
+
+
+def _by_host(members: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
+    """Members by their machines, which are in the order of their first ones."""
+    found: dict[str, list[int]] = {}
+    for member in members:
+        found.setdefault(hosts[member], []).append(member)
+    return list(found.values())
+
+
+def _shares(
+    owners: Sequence[int], hosts: Sequence[Sequence[int]], team: Team
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """One owner of each host, in increasing order, and how much its host counts."""
+    shares = {
+        owner: sum(team.weight(member) for member in members) for owner, members in zip(owners, hosts, strict=True)
+    }
+    return tuple(sorted(shares)), tuple(shares[owner] for owner in sorted(shares))

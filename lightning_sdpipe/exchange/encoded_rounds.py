@@ -1,0 +1,152 @@
+"""Rounds of averaging gradients by encoded messages: buckets are encoded, and travel, in a thread of their own while
+the backward goes on. Everything else is as in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sdpipe.exchange.algorithms.momentum import gradient_to_apply, momentum_to_send
+from lightning_sdpipe.exchange.background import Background, Job
+from lightning_sdpipe.exchange.common_reference import CommonReference
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean
+from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
+from lightning_sdpipe.exchange.parts import Team
+from lightning_sdpipe.exchange.payloads import Payload
+from lightning_sdpipe.exchange.payloads.payload import residual_dtype
+from lightning_sdpipe.groups import Replicas
+
+TAG = 2**31 - 3
+
+
+class EncodedRounds(GradientRounds):
+    """A :class:`~lightning_sdpipe.exchange.gradient_rounds.GradientRounds` with a payload.
+
+    Memory: a residual as large as the gradients in float32, if the payload has feedback; a momentum likewise.
+
+    Args:
+        parameters: as for the base class.
+        replicas: likewise; for the flags of a round.
+        beside: the same replicas over a group that nothing else uses meanwhile.
+        cap: as for the base class.
+        watch: likewise.
+        payload: any.
+        hosts: see :class:`~lightning_sdpipe.exchange.encoded_mean.EncodedMean`.
+        timeout: seconds in which a bucket must have travelled.
+        scale: what gradients are multiplied by at the moment (a loss scale).
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        replicas: Replicas,
+        beside: Replicas,
+        cap: int,
+        watch: bool,
+        payload: Payload,
+        hosts: Sequence[str] | None,
+        timeout: float,
+        scale: Callable[[], float],
+    ) -> None:
+        self._payload = payload
+        self._beside = beside
+        self._hosts = hosts
+        self._timeout = timeout
+        self._scale = scale
+        self._jobs: list[Job] = []
+        self._trains = True
+        self.updates = 0
+        """Rounds in which somebody trained; equal on all replicas."""
+        self._start_anew()
+        super().__init__(parameters, replicas, cap, watch)
+
+    def _start_anew(self) -> None:
+        self._background = Background("averaging gradients", 2 * self._timeout)
+        self._coding = CommonReference(self._payload, self._beside.pipeline)
+        self._mover = EncodedMean(self._beside, self._coding, self._hosts)
+        self._momenta: dict[int, Tensor] = {}
+        self._scale_of_momenta = 1.0
+        everybody = range(len(self._beside.ranks))
+        self._team = Team(tuple(everybody), (1.0,) * len(everybody))  # gradients are divided before they are added
+
+    def arrange(self) -> None:
+        """As in the base class; and forgets what was left out."""
+        self._coding.drop()
+        self._momenta.clear()
+        super().arrange()
+
+    def abort(self) -> None:
+        """As in the base class; and forgets what was left out, if a bucket is still under way."""
+        if not all(job.is_done for job in self._jobs):
+            self._background.close()
+            self._start_anew()
+        self._jobs = []
+        super().abort()
+
+    def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
+        """As in the base class."""
+        self._trains = trains
+        super().complete(gradients, trains, mark)
+        self._trains = True
+
+    def wait(self) -> Averaged:
+        """As in the base class."""
+        flats = [bucket.flat for bucket in self._buckets]
+        averaged = super().wait()
+        if averaged.members:
+            if self._payload.momentum:
+                for number, flat in enumerate(flats):
+                    assert flat is not None
+                    self._back_to_gradient(number, flat)
+            self.updates += 1
+        return averaged
+
+    def _reduce(self, tensor: Tensor) -> dist.Work:
+        number = self._launched
+        if number == len(self._buckets) or tensor is not self._buckets[number].flat:
+            return super()._reduce(tensor)  # the flags
+        scale = self._scale()
+        if self._payload.momentum:
+            self._follow(scale)
+            self._to_momentum(number, tensor)
+        trains, update = self._trains, self.updates
+
+        def average() -> None:
+            coding = self._coding
+            coding.follow(scale)
+            coding.update = update
+            coding.trains = trains or self._hosts is not None  # a host's mean is of those on it that train
+            coding.absorbed(tensor, number, self._mover.average(tensor, number, self._team, TAG))
+
+        job = self._background.do(average)
+        self._jobs.append(job)
+        return cast(dist.Work, job)
+
+    def _follow(self, scale: float) -> None:
+        if scale != self._scale_of_momenta:
+            for momentum in self._momenta.values():
+                momentum.mul_(scale / self._scale_of_momenta)
+            self._scale_of_momenta = scale
+
+    def _to_momentum(self, number: int, flat: Tensor) -> None:
+        """This worker's share of the mean momentum, once compression has begun."""
+        if number not in self._momenta:
+            self._momenta[number] = torch.zeros_like(flat, dtype=residual_dtype(flat.dtype))
+        if self.updates >= self._payload.after and self._trains:
+            beta = self._payload.momentum
+            flat.mul_(1 - beta).add_(self._momenta[number], alpha=beta / self._size)
+
+    def _back_to_gradient(self, number: int, flat: Tensor) -> None:
+        """The gradient that makes Adam's own first moment the mean momentum."""
+        before, beta = self._momenta[number], self._payload.momentum
+        if self.updates < self._payload.after:
+            after = momentum_to_send(before, flat, beta)
+        else:
+            after = flat.to(before.dtype, copy=True)
+            flat.copy_(gradient_to_apply(before, after, beta))
+        if torch.isfinite(after.sum()):
+            before.copy_(after)

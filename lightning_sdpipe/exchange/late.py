@@ -1,0 +1,94 @@
+"""Means that arrive while the next mini-batch is computed: ``overlap="step"``.
+
+A worker gives away a copy of its model and trains on. When the mean is there, it adds what the mean differs by from
+that copy (BAGUA §3.2, whose overlapped and whose asynchronous form are both this). So no update is lost, and the mean
+over the members stays what it would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.exchange.background import Background, Job
+from lightning_sdpipe.exchange.moving import Mover, pieces_of
+from lightning_sdpipe.policies.decisions import Group
+
+
+class Late:
+    """One exchange at a time of tensors that go on changing. Memory: as much as these, once.
+
+    Args:
+        mover: moves them; what it changes are copies.
+        timeout: seconds in which an exchange must have ended.
+    """
+
+    def __init__(self, mover: Mover, timeout: float) -> None:
+        self._mover = mover
+        self._background = Background("averaging models beside training", 2 * timeout)
+        self._copies: list[Tensor] = []
+        self._tensors: Sequence[Tensor] = ()
+        self._job: Job | None = None
+
+    @property
+    def under_way(self) -> bool:
+        return self._job is not None
+
+    def begin(self, tensors: Sequence[Tensor], group: Group) -> None:
+        """Starts to exchange ``tensors`` as they are now. The last exchange has ended."""
+        assert self._job is None, "end() comes before the next begin()"
+        if len(group.members) == 1:
+            return
+        if [(t.shape, t.dtype, t.device) for t in self._copies] != [(t.shape, t.dtype, t.device) for t in tensors]:
+            self._copies = [torch.empty_like(tensor) for tensor in tensors]
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor)
+        self._tensors = tensors
+        self._job = self._background.do(lambda: turn_into_changes(self._mover, self._copies, group))
+
+    def end(self) -> float:
+        """Waits for the exchange that is under way, if there is one, and adds the change to the tensors.
+
+        Returns:
+            Seconds that were waited.
+
+        Raises:
+            WorkerFailedError: a member is gone, or a transfer has timed out; the tensors have not changed.
+        """
+        if self._job is None:
+            return 0.0
+        job, self._job = self._job, None
+        waited = job.wait()
+        for tensor, change in zip(self._tensors, self._copies, strict=True):
+            tensor.add_(change)
+        return waited
+
+    def abort(self) -> None:
+        """Drops the exchange that is under way: the tensors stay as they are."""
+        if self._job is not None and not self._job.is_done:  # that thread may write for as long as a transfer lasts
+            self._background.close()
+            self._background = Background(self._background.purpose, self._background.timeout)
+            self._copies = []
+        self._job = None
+
+
+def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
+    """Turns copies of models into what these have to change by, piece by piece.
+
+    Raises:
+        WorkerFailedError: a member is gone, or a transfer has timed out.
+    """
+    pending = mover.start(copies, group)
+    try:
+        for piece in pieces_of(copies):
+            if not pending.wait():
+                raise AssertionError("an exchange goes through all pieces of its tensors")
+            before = piece.clone()
+            pending.commit()
+            piece.sub_(before)
+        pending.wait()
+    except BaseException:
+        pending.abort()
+        raise

@@ -1,0 +1,154 @@
+"""Groups that change: what a member knows of another is its own model, which is close.
+
+In 16 bits, or all, models are sent themselves, in 8 bits modulo what the receiver knows; and what is added to a model
+is a difference of messages (:mod:`~lightning_sdpipe.exchange.algorithms.differences`), so that errors do not move the
+mean over the members: the owner of a part adds what encoding the mean has left out, once for each of them.
+
+Two things ask for full precision of a part. A sender that has not exchanged yet has no idea of how far apart models
+are. And an owner that finds a checksum wrong, or numbers that are not finite, refuses. What it sends back can always be
+read: it knows how far everybody is from the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.algorithms.differences import owner_takes
+from lightning_sdpipe.exchange.coding import refusal
+from lightning_sdpipe.exchange.parts import Place, Team
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, Payload, Spread
+from lightning_sdpipe.exchange.payloads.modulo import largest_magnitudes
+from lightning_sdpipe.exchange.payloads.payload import residual_dtype
+from lightning_sdpipe.exchange.payloads.pieces import Pieces
+
+LARGEST_SHARE = 4.0
+"""Of the error of a mean that its owner adds to its own copy: at most so many times the members."""
+
+
+class OwnReference:
+    """A :class:`~lightning_sdpipe.exchange.coding.Coding` for members with nothing in common.
+
+    Args:
+        payload: ``Full``, ``Half``, or ``EightBit`` without feedback, which goes modulo.
+
+    Raises:
+        ConfigurationError: another payload.
+    """
+
+    def __init__(self, payload: Payload) -> None:
+        if not isinstance(payload, Full | Half | EightBit) or payload.feedback:
+            raise ConfigurationError(f"{payload} needs a common reference, which groups that change do not have.")
+        self._payload = payload
+        self._modulo = Modulo(payload.block) if isinstance(payload, EightBit) else None
+        self.block = payload.block if isinstance(payload, EightBit) else 1
+        self._spreads: dict[int, Spread] = {}
+        self.parts_in_full = 0
+        """That this worker owned and asked for in full precision, so far."""
+
+    def nbytes(self, n: int, dtype: torch.dtype) -> int:
+        return (self._modulo or self._payload.on(dtype)).nbytes(n)
+
+    def meets(self, team: Team) -> None:
+        """It does not matter who they are."""
+
+    def prepared(self, piece: Tensor, number: int) -> Tensor:
+        self._payload.on(piece.dtype)
+        return piece
+
+    def offered(self, x: Tensor, at: Place) -> Tensor:
+        if self._modulo is None:
+            return self._payload.on(x.dtype).message(x)
+        theta = self._spread(at).theta
+        if theta is None:
+            return refusal(self._modulo.nbytes(len(x)), x.device)
+        first = at.start // self.block
+        return self._modulo.message(x, theta[first : first - (-len(x) // self.block)])
+
+    def combined(
+        self, x: Tensor, at: Place, weight: float, others: Sequence[tuple[Tensor, float]], members: int
+    ) -> tuple[Tensor, Tensor] | None:
+        combined = self._combined(x, weight, others, members)
+        self.parts_in_full += combined is None
+        return combined
+
+    def _combined(
+        self, x: Tensor, weight: float, others: Sequence[tuple[Tensor, float]], members: int
+    ) -> tuple[Tensor, Tensor] | None:
+        mean = x.to(residual_dtype(x.dtype)) * weight
+        read, reach = torch.empty_like(mean), _Reach(x, self.block)
+        for message, share in others:
+            if self._read(message, x, read):
+                return None
+            mean.add_(read, alpha=share)
+            if self._modulo is not None:
+                reach.take_in(read, message)
+        if not torch.isfinite(mean.sum()):
+            return None
+        payload = self._modulo or self._payload.on(x.dtype)
+        answer = payload.message(mean, reach.theta(mean)) if isinstance(payload, Modulo) else payload.message(mean)
+        share = min(1 / weight if weight else members, LARGEST_SHARE * members)
+        taken = owner_takes(payload, mean, answer, share)
+        if not torch.isfinite(taken.sum()):  # beyond the range of 16 bits
+            return None
+        return answer, taken.sub_(x)
+
+    def accepted(self, x: Tensor, at: Place, mine: Tensor, mean: Tensor) -> Tensor:
+        change = x.new_empty(len(x), dtype=residual_dtype(x.dtype))
+        if self._read(mean, x, change):
+            raise RuntimeError(f"the mean of {len(x)} values at {at} is further from this worker's than its owner knew")
+        own = torch.empty_like(change)
+        self._read(mine, x, own)
+        return change.sub_(own)
+
+    def exact(self, x: Tensor, mean: Tensor) -> Tensor:
+        return mean - x
+
+    def published(self, x: Tensor, outcome: Tensor) -> Tensor:
+        return x + outcome
+
+    def adopted(self, x: Tensor, published: Tensor) -> Tensor:
+        return published - x
+
+    def absorbed(self, piece: Tensor, number: int, outcome: Tensor) -> None:
+        piece.add_(outcome)
+        if self._modulo is not None:
+            self._spread(Place(number, 0)).observe(outcome)
+
+    def aborted(self) -> None:
+        """Nothing is remembered but how far apart models were."""
+
+    def _spread(self, at: Place) -> Spread:
+        return self._spreads.setdefault(at.piece, Spread(self.block))
+
+    def _read(self, message: Tensor, reference: Tensor, into: Tensor) -> bool:
+        """Into float32; tells whether the sender was too far away."""
+        if self._modulo is not None:
+            return bool(self._modulo.decode(message, reference, into).any())
+        self._payload.on(reference.dtype).decode(message, into)
+        return False
+
+
+class _Reach:
+    """How far the members of a group are from the mean, by block: an upper bound."""
+
+    def __init__(self, x: Tensor, block: int) -> None:
+        self._x, self._block = x, block
+        self._furthest: Tensor | None = None
+        self._step: Tensor | None = None
+
+    def take_in(self, read: Tensor, message: Tensor) -> None:
+        """A member's values, as they were read from its message. Overwrites ``read``."""
+        away = largest_magnitudes(read.sub_(self._x), self._block)
+        step = Pieces(self._x, self._block).read_header(message, 2)[0]
+        self._furthest = away if self._furthest is None else torch.maximum(self._furthest, away)
+        self._step = step.view_as(away) if self._step is None else torch.maximum(self._step, step.view_as(away))
+
+    def theta(self, mean: Tensor) -> Tensor:
+        """For the message with the mean."""
+        assert self._furthest is not None
+        assert self._step is not None
+        return (largest_magnitudes(mean - self._x, self._block) + self._furthest + self._step).mul_(1.001)

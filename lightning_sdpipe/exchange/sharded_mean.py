@@ -1,0 +1,104 @@
+"""The mean over groups whose members hold equal models: each member moves its share of the model between the groups.
+
+Of two groups with n members each, member r of the one averages the r-th part of the model with member r of the other,
+and then the members of a group give each other their parts. So the slow links between groups carry the model once in
+each direction, instead of n times. It needs groups of one size; others average as one group, by the weights that the
+policy gave them, which is the same mean.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.exchange import transfers
+from lightning_sdpipe.exchange.group_mean import GroupMean
+from lightning_sdpipe.exchange.moving import Pending, Scratch, finish, pieces_of, tag_of
+from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+
+
+class ShardedMean:
+    """Gives all members of several groups the mean of the groups' models: the same on all, bit for bit.
+
+    Args:
+        replicas: of which this worker is one.
+        groups: the pipelines of each group, some of which may be absent from a meeting.
+        sharded: False to let all members average as one group.
+    """
+
+    def __init__(self, replicas: Replicas, groups: Sequence[Sequence[int]], sharded: bool = True) -> None:
+        self._replicas = replicas
+        self._groups = groups
+        self._sharded = sharded
+        self._whole = GroupMean(replicas)
+        self._scratch = Scratch()
+
+    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
+        """See :class:`~lightning_sdpipe.exchange.moving.Mover`; ``group`` has the members of all groups that meet."""
+        parts = self.parts(group)
+        if len(parts) == 1:  # they hold equal models
+            return self._whole.start([], group)
+        if not self._sharded or len(parts[0]) == 1 or len({len(part) for part in parts}) > 1:
+            return self._whole.start(tensors, group)
+        return _Sharded(tensors, group, parts, self._replicas, self._whole, self._scratch)
+
+    def parts(self, group: Group) -> list[list[int]]:
+        """The members of ``group``, by the groups that they belong to."""
+        there = {worker.pipeline for worker in group.members}
+        parts = [[pipeline for pipeline in own if pipeline in there] for own in self._groups]
+        return [part for part in parts if part]
+
+
+class _Sharded:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        group: Group,
+        parts: Sequence[Sequence[int]],
+        replicas: Replicas,
+        mean: GroupMean,
+        scratch: Scratch,
+    ) -> None:
+        own = next(part for part in parts if replicas.pipeline in part)
+        self.seconds_waiting = 0.0
+        self._own = own
+        self._place = own.index(replicas.pipeline)
+        counterparts = sorted(part[self._place] for part in parts)
+        weights = (1 / len(parts),) * len(parts)
+        members = tuple(Worker(replicas.stage, pipeline) for pipeline in counterparts)
+        self._counterparts = Group(members, weights, group.sequence, group.reason)
+        self._replicas = replicas
+        self._mean = mean
+        self._tag = tag_of(group)
+        self._lender = scratch
+        self._to_come = deque(pieces_of(tensors))
+        self._first = True
+
+    def wait(self) -> bool:
+        if not self._to_come:
+            return False
+        piece = self._to_come[0]
+        self._scratch = self._lender.lend(len(piece), piece)
+        self._beside = self._scratch[: len(piece)]
+        shards = dict(zip(self._own, torch.tensor_split(self._beside, len(self._own)), strict=True))
+        shard = shards.pop(self._replicas.pipeline)
+        shard.copy_(torch.tensor_split(piece, len(self._own))[self._place])
+        waited = finish(self._mean.start([shard], self._counterparts))
+        start = time.perf_counter()
+        transfers.begin(dict.fromkeys(shards, shard), shards, self._replicas, self._tag).wait()
+        if self._first:
+            self.seconds_waiting, self._first = waited + time.perf_counter() - start, False
+        return True
+
+    def commit(self) -> None:
+        self._to_come.popleft().copy_(self._beside)
+        self._lender.give_back(self._scratch)
+
+    def abort(self) -> None:
+        self._to_come.clear()

@@ -1,0 +1,61 @@
+"""What a user says of how tensors move: ``SDPipeStrategy(exchange=Exchange(payload, overlap, hierarchy))``."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.payloads import Full, Payload
+from lightning_sdpipe.exchange.payloads.payload import refusal
+
+Overlap = Literal["none", "step", "free"]
+Hierarchy = Literal["flat", "hosts"]
+INTERVAL = 0.5
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How tensors move between the replicas of a stage, whatever method says who exchanges what with whom, and when.
+
+    Args:
+        payload: how they are written on the wire, from :mod:`lightning_sdpipe.exchange.payloads`.
+        overlap: ``"none"``: a worker stands still until the mean is there. ``"step"``: the mean arrives while the next
+            mini-batch is computed. ``"free"``: a thread averages at its own pace, beside training.
+        hierarchy: ``"hosts"`` averages within each machine first, in full precision, and then across machines, each
+            worker its own part; ``"flat"`` makes no difference between workers.
+        interval: seconds from the end of one average to the next one, with ``overlap="free"``.
+    """
+
+    payload: Payload = field(default_factory=Full)
+    overlap: Overlap = "none"
+    hierarchy: Hierarchy = "flat"
+    interval: float = INTERVAL
+
+    def __post_init__(self) -> None:
+        given: object = self.payload
+        if inspect.isclass(given):
+            raise ConfigurationError(
+                f"payload={given.__name__} is a class; give an object of it: payload={given.__name__}()."
+            )
+        if not isinstance(given, Payload):
+            raise ConfigurationError(
+                f"payload={given!r} is no payload; give one of lightning_sdpipe.exchange.payloads, such as EightBit()."
+            )
+        for option, allowed in (("overlap", Overlap), ("hierarchy", Hierarchy)):
+            if getattr(self, option) not in get_args(allowed):
+                raise refusal(option, getattr(self, option), f"one of {', '.join(map(repr, get_args(allowed)))}")
+
+        if not 0 <= self.interval < float("inf"):
+            raise refusal("interval", self.interval, "seconds from 0")
+        if self.interval != INTERVAL and self.overlap != "free":
+            raise ConfigurationError(
+                f"interval={self.interval} has no meaning with overlap={self.overlap!r}. Leave it out, or use "
+                "overlap='free'."
+            )
+
+    @property
+    def is_full(self) -> bool:
+        """Are values sent as they are?"""
+        return isinstance(self.payload, Full)

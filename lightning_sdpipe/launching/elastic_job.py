@@ -1,0 +1,193 @@
+"""One pipeline of an elastic run, as the environment of its processes describes it.
+
+In an elastic run every pipeline is a job of its own: its world are the M processes of its stages, and pipelines meet
+at a scheduler that runs by itself. ``SDPIPE_PIPELINE`` says which pipeline a job is and that the run is elastic;
+``SDPIPE_SCHEDULER`` where the scheduler is; ``SDPIPE_KEY_FILE`` the workers' keys for it. Who is which rank is said by
+whatever starts the job's processes, in the variables that ``torchrun`` sets: ``sdpipe run`` sets the same. It also sets
+``SDPIPE_POLICY_FILE``, where a worker has to write what the scheduler shall decide by before it asks for the scheduler
+(:mod:`lightning_sdpipe.scheduler.policy_file`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from lightning_sdpipe.errors import ConfigurationError
+
+PIPELINE, SCHEDULER, KEY_FILE = "SDPIPE_PIPELINE", "SDPIPE_SCHEDULER", "SDPIPE_KEY_FILE"
+POLICY_FILE = "SDPIPE_POLICY_FILE"
+
+_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_HOW_TO_START = (
+    "start it with `sdpipe run --pipelines N --stages M SCRIPT`, or each pipeline with `torchrun --standalone "
+    "--nproc-per-node M SCRIPT`"
+)
+
+
+class _OfType(Protocol):
+    @property
+    def type(self) -> str: ...
+
+
+_Device = TypeVar("_Device", bound=_OfType)
+
+
+@dataclass(frozen=True)
+class ElasticJob:
+    """One process of one pipeline.
+
+    The scheduler is that of the environment; None if it names none, and the strategy must.
+    """
+
+    pipeline: int
+    rank: int
+    world_size: int
+    """M: a job has a process per stage."""
+    local_rank: int
+    local_world_size: int
+    """Processes of the job on this machine."""
+    node_rank: int
+    main_address: str
+    main_port: int
+    scheduler: str | None
+    key_file: Path | None
+    policy_file: Path | None = None
+    """To be written before the scheduler is asked for anything; None if that knows its policy."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines of the job."""
+        return self.world_size // self.local_world_size
+
+    def num_stages(self, asked: int) -> int:
+        """M. ``asked`` is the strategy's ``num_stages``; its default, 1, is not a wish.
+
+        Raises:
+            ConfigurationError: another number was asked for.
+        """
+        if asked not in (1, self.world_size):
+            raise ConfigurationError(
+                f"num_stages={asked}, but pipeline {self.pipeline} was started with {self.world_size} processes, and "
+                f"an elastic run has one for each stage. Start {asked} (`sdpipe run --stages {asked}`, `torchrun "
+                f"--nproc-per-node {asked}`), or leave num_stages out."
+            )
+        return self.world_size
+
+    def devices(self, of_trainer: Sequence[_Device]) -> list[_Device]:
+        """One for each process of the job on this machine, from those that the Trainer was given.
+
+        Pipelines that share a machine take turns: process r of pipeline i gets device i·M + r, modulo how many there
+        are, where M counts the job's processes on this machine.
+
+        Raises:
+            ConfigurationError: there are fewer than M, and they cannot be shared as processors can.
+        """
+        if len(of_trainer) < self.local_world_size and of_trainer[0].type != "cpu":
+            raise ConfigurationError(
+                f"Pipeline {self.pipeline} has {self.local_world_size} processes on this machine and the Trainer "
+                f"{len(of_trainer)} device(s) for them: {', '.join(map(str, of_trainer))}. Give "
+                'Trainer(devices="auto"), or make more of them visible.'
+            )
+        first = self.pipeline * self.local_world_size
+        return [of_trainer[(first + rank) % len(of_trainer)] for rank in range(self.local_world_size)]
+
+    def overrides(self, devices: int, num_nodes: int) -> str | None:
+        """What to tell the user whose Trainer asks for something else than the job is; None if it asks for that."""
+        if (devices, num_nodes) == (self.local_world_size, self.num_nodes):
+            return None
+        return (
+            f"This is pipeline {self.pipeline} of an elastic run ({PIPELINE} is set), a job of {self.world_size} "
+            f"processes on {self.num_nodes} machine{'s' if self.num_nodes > 1 else ''}; that holds instead of the "
+            f"Trainer's devices={devices} and num_nodes={num_nodes}."
+        )
+
+
+def from_environment(environment: Mapping[str, str]) -> ElasticJob | None:
+    """The job that this process belongs to; None if the run is not elastic.
+
+    Raises:
+        ConfigurationError: a variable has a value that it cannot have, or is missing.
+    """
+    if PIPELINE not in environment:
+        return None
+    pipeline = _number(environment, PIPELINE, "the number of this pipeline, from 0")
+    if KEY_FILE in environment and not environment[KEY_FILE]:
+        raise ConfigurationError(f"{KEY_FILE} is empty; give the path of worker.key, or unset it.")
+    if SCHEDULER in environment and "://" not in environment[SCHEDULER]:
+        raise ConfigurationError(f"{SCHEDULER}={environment[SCHEDULER]!r} is no address, as in tcp://10.0.0.1:5555.")
+    given = [name for name in _BY_LAUNCHER if name in environment]
+    key_file = Path(environment[KEY_FILE]) if KEY_FILE in environment else None
+    scheduler = environment.get(SCHEDULER)
+    policy_file = Path(environment[POLICY_FILE]) if POLICY_FILE in environment else None
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        _refuse_other_launchers(environment, pipeline)
+        return ElasticJob(pipeline, 0, 1, 0, 1, 0, "127.0.0.1", 0, scheduler, key_file, policy_file)
+    missing = [name for name in _BY_LAUNCHER if name not in given]
+    if missing:
+        raise ConfigurationError(
+            f"{PIPELINE}={pipeline} is set, and so are {', '.join(given)}, but not {', '.join(missing)}: "
+            f"{_HOW_TO_START}."
+        )
+    world_size = _number(environment, "WORLD_SIZE", "how many processes the job has, from 1", least=1)
+    rank = _number(environment, "RANK", "the number of this process in its job, from 0")
+    local_rank = _number(environment, "LOCAL_RANK", "the number of this process on its machine, from 0")
+    local_world_size = (
+        _number(environment, "LOCAL_WORLD_SIZE", "how many processes of the job this machine has, from 1", least=1)
+        if "LOCAL_WORLD_SIZE" in environment
+        else world_size
+    )
+    if rank >= world_size or local_rank >= local_world_size or world_size % local_world_size:
+        raise ConfigurationError(
+            f"RANK={rank} of WORLD_SIZE={world_size} and LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE="
+            f"{local_world_size} contradict each other: a rank is below its size, and every machine has equally many "
+            f"processes. If these variables are left from something else, unset them; {_HOW_TO_START}."
+        )
+    port = _number(environment, "MASTER_PORT", "the port of rank 0")
+    node_rank = _number(environment, "GROUP_RANK", "the number of this machine") if "GROUP_RANK" in environment else 0
+    return ElasticJob(
+        pipeline,
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        node_rank,
+        environment["MASTER_ADDR"],
+        port,
+        scheduler,
+        key_file,
+        policy_file,
+    )
+
+
+def require_scheduler(job: ElasticJob, address: str | None) -> None:
+    """``address`` is what the strategy and the environment say.
+
+    Raises:
+        ConfigurationError: neither names a scheduler.
+    """
+    if address is None:
+        raise ConfigurationError(
+            f"{PIPELINE}={job.pipeline} is set, so this is a pipeline of an elastic run, but {SCHEDULER} is not: "
+            "pipelines meet at a scheduler that runs by itself. Start one with `sdpipe scheduler` and set "
+            f"{SCHEDULER}=tcp://ADDRESS:PORT, or use `sdpipe run`; for a run that is not elastic, unset {PIPELINE}."
+        )
+
+
+def _number(environment: Mapping[str, str], name: str, meaning: str, least: int = 0) -> int:
+    text = environment[name]
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise ConfigurationError(f"{name}={text!r} is not allowed; it is {meaning}.")
+    return int(text)
+
+
+def _refuse_other_launchers(environment: Mapping[str, str], pipeline: int) -> None:
+    for name, launcher in (("SLURM_NTASKS", "SLURM"), ("OMPI_COMM_WORLD_SIZE", "mpirun"), ("PMI_SIZE", "mpirun")):
+        if environment.get(name, "1") != "1":
+            raise ConfigurationError(
+                f"{PIPELINE}={pipeline} is set and {launcher} started {environment[name]} tasks ({name}), but not RANK "
+                "and WORLD_SIZE, from which an elastic job learns who is who. Let one task per machine run `torchrun "
+                "--nproc-per-node M SCRIPT`; docs/faults.md has job scripts."
+            )

@@ -1,0 +1,81 @@
+"""Averaging with neighbours that are known in advance: a ring, or pairs (BAGUA §3.2, its decentralised algorithms).
+
+Who meets whom depends on the number of the iteration alone, so all stages agree on it. A worker of a pair waits for its
+partner of that iteration, as with AD-PSGD. In a ring everybody is a neighbour of somebody who waits, so all of them
+make one group, in which each averages with its two neighbours only. A neighbour that has left is not replaced: the ring
+is open there, and the weights stay with those beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies import peers as places
+from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy
+from lightning_sdpipe.policies.decisions import Decision, Group, Reason
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.group_policy import GroupPolicy
+from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
+from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
+
+Peers = Literal["ring", "shift_one", "random"]
+
+
+class Decentralized(PolicyConfig, frozen=True):
+    """Models are averaged with neighbours in each update that ``every`` divides.
+
+    ``peers``: ``"ring"``: with the two beside it, a third each; ``"shift_one"``: in pairs of a pipeline of the first
+    half and one of the second, which shift by one each time; ``"random"``: in pairs that are drawn from ``seed``.
+    """
+
+    peers: Peers = "ring"
+    every: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.peers not in get_args(Peers):
+            raise ConfigurationError(f"peers={self.peers!r} is not allowed; give 'ring', 'shift_one' or 'random'.")
+        check_integer("every", self.every, 1, "updates")
+        check_integer("seed", self.seed, 0, "any")
+
+    def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
+        if self.peers == "ring":
+            return RingPolicy(num_stages, num_pipelines, every=self.every)
+        if self.peers == "shift_one":
+            return ShiftingPairsPolicy(num_stages, num_pipelines, every=self.every)
+        return ADPSGDPolicy(num_stages, num_pipelines, seed=self.seed)
+
+
+class RingPolicy(LocalSGDPolicy):
+    """One group of everybody, with two neighbours for each."""
+
+    def _release(self, stage: int, reason: Reason) -> list[Decision]:
+        return [with_neighbours(group, self.participants.num_pipelines) for group in super()._release(stage, reason)]
+
+
+class ShiftingPairsPolicy(ADPSGDPolicy):
+    """Pairs that shift by one."""
+
+    def __init__(self, num_stages: int, num_pipelines: int, *, every: int = 1) -> None:
+        super().__init__(num_stages, num_pipelines)
+        self._every = every
+
+    def _partner(self, pipeline: int, iteration: int) -> int:
+        partner = places.shift_one(pipeline, self.participants.num_pipelines, iteration // self._every)
+        return pipeline if partner is None else partner
+
+
+def with_neighbours(group: Group, num_pipelines: int) -> Group:
+    """``group`` as a ring of ``num_pipelines``, with gaps where pipelines are not in it."""
+    if len(group.members) == 1:
+        return group
+    there = {worker.pipeline for worker in group.members}
+
+    def beside(worker: Worker) -> tuple[Worker, ...]:
+        ring = places.ring(worker.pipeline, num_pipelines)
+        return tuple(Worker(worker.stage, pipeline) for pipeline in ring if pipeline in there)
+
+    return msgspec.structs.replace(group, neighbours=tuple(beside(worker) for worker in group.members))

@@ -1,0 +1,238 @@
+"""What is said about who is in an elastic run: what pipelines tell, and what is decided about them.
+
+A *pipeline* is the unit that comes and goes. An *incarnation* is one start of its job: a number that its first stage
+drew, the same for all stages. An *epoch of membership* is a list of members; a new one begins whenever that changes.
+:mod:`lightning_sdpipe.policies.membership` decides.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from lightning_sdpipe.policies.events import Worker
+
+
+class Member(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
+    """A pipeline that trains, and which start of it."""
+
+    pipeline: int
+    incarnation: int
+
+
+class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
+    """From now on ``members`` are in the run, the oldest first; ``lost`` are pipelines that no longer are."""
+
+    number: int
+    members: tuple[Member, ...]
+    reason: str
+    lost: tuple[int, ...] = ()
+
+    @property
+    def leader(self) -> int:
+        """The pipeline that logs and writes checkpoints: the oldest member.
+
+        Raises:
+            ValueError: there is no member.
+        """
+        if not self.members:
+            raise ValueError(f"epoch {self.number} of membership has no members, so nobody leads")
+        return self.members[0].pipeline
+
+    @property
+    def pipelines(self) -> tuple[int, ...]:
+        """Of the members, sorted: their ranks in a process group of this epoch."""
+        return tuple(sorted(member.pipeline for member in self.members))
+
+
+# ------------------------------------------------------------------------------------------------- what is heard
+
+
+class _FromWorker(msgspec.Struct, frozen=True, gc=False):
+    worker: Worker
+    incarnation: int
+
+
+class Enrolled(_FromWorker, frozen=True, tag="enrolled"):
+    """The process wants to take part; ``fingerprint`` names what must be equal in all pipelines of a run."""
+
+    fingerprint: dict[str, str]
+
+
+class Resumed(_FromWorker, frozen=True, tag="resumed"):
+    """The process is a member, for all it knows, of the run whose newest epoch it heard of is ``epoch``.
+
+    ``met`` are meetings that it heard of and that another member may not have.
+    """
+
+    fingerprint: dict[str, str]
+    epoch: Epoch
+    met: tuple[Met, ...] = ()
+
+
+class Snapshot(_FromWorker, frozen=True, tag="snapshot"):
+    """What the worker of a donor says to ``transfer``: it is ``"past"`` the update that was asked for, and at
+    ``update``; or that is still to come (``"pending"``); or it has ``"taken"`` its snapshot there."""
+
+    transfer: str
+    update: int
+    state: str
+
+
+class Received(_FromWorker, frozen=True, tag="received"):
+    """The worker of a newcomer has the state of ``transfer``."""
+
+    transfer: str
+
+
+class Missed(_FromWorker, frozen=True, tag="missed"):
+    """The worker of a newcomer did not get the state of ``transfer``."""
+
+    transfer: str
+    reason: str
+
+
+class Meets(_FromWorker, frozen=True, tag="meets"):
+    """The worker is at ``key`` and waits for the other replicas of its stage; ``value`` is for them."""
+
+    key: str
+    value: bytes
+
+
+class Died(_FromWorker, frozen=True, tag="died"):
+    """The process has ended, or has been silent for too long."""
+
+    reason: str
+
+
+class Failed(_FromWorker, frozen=True, tag="failed_alone"):
+    """The process ends, since an exception was raised in it."""
+
+    reason: str
+
+
+class Departed(_FromWorker, frozen=True, tag="departed"):
+    """The process ends: it was told to, or has ``finished`` its training."""
+
+    finished: bool
+
+
+class Heard(_FromWorker, frozen=True, tag="heard"):
+    """The process lives; told only of those that :meth:`Membership.doubts` names."""
+
+
+class Unreachable(msgspec.Struct, frozen=True, gc=False, tag="unreachable"):
+    """Workers of ``stage`` in ``pipelines`` have found no process group that holds them all."""
+
+    stage: int
+    pipelines: tuple[int, ...]
+
+
+class Passed(msgspec.Struct, frozen=True, gc=False, tag="passed"):
+    """Time passed; due when :meth:`Membership.deadline` says so."""
+
+
+MemberEvent: TypeAlias = (
+    Enrolled | Resumed | Snapshot | Received | Missed | Meets | Died | Failed | Departed | Heard | Unreachable | Passed
+)
+
+
+# ------------------------------------------------------------------------------------------------ what is decided
+
+
+class Started(msgspec.Struct, frozen=True, gc=False, tag="started"):
+    """``pipeline`` is a member from ``epoch`` on, and trains. ``fresh``: nobody could give it a state."""
+
+    pipeline: int
+    epoch: Epoch
+    fresh: bool
+
+
+class Receive(msgspec.Struct, frozen=True, gc=False, tag="receive"):
+    """``pipeline`` gets its state from ``donor``, all of whose stages have taken a snapshot for ``transfer``."""
+
+    pipeline: int
+    donor: int
+    transfer: str
+    update: int
+
+
+class Donate(msgspec.Struct, frozen=True, gc=False, tag="donate"):
+    """``donor`` takes a snapshot when it has made ``at_update`` updates, and gives it to ``pipeline``.
+
+    ``number`` grows: an older one that arrives later is none any more.
+    """
+
+    donor: int
+    pipeline: int
+    transfer: str
+    at_update: int
+    number: int
+
+
+class Abandoned(msgspec.Struct, frozen=True, gc=False, tag="abandoned"):
+    """Nobody waits for ``transfer`` of ``donor`` any more."""
+
+    donor: int
+    transfer: str
+
+
+class Met(msgspec.Struct, frozen=True, gc=False, tag="met"):
+    """The workers of ``stage`` in ``pipelines`` (sorted) are all at ``key``; ``values`` are theirs, in that order.
+
+    ``epoch`` is a process group's that holds them all. ``past``: others have met there before, this one is late, and
+    alone.
+    """
+
+    stage: int
+    key: str
+    pipelines: tuple[int, ...]
+    values: tuple[bytes, ...]
+    sequence: int
+    epoch: int = 0
+    past: bool = False
+
+
+class Gone(msgspec.Struct, frozen=True, gc=False, tag="gone"):
+    """That start of ``pipeline`` is no longer in the run, and none of its processes may come back."""
+
+    pipeline: int
+    incarnation: int
+    reason: str
+    was_member: bool
+    left: bool = False
+
+
+class Denied(msgspec.Struct, frozen=True, gc=False, tag="denied"):
+    """What the worker asked for cannot be."""
+
+    worker: Worker
+    incarnation: int
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, gc=False, tag="ended"):
+    """The process was declared lost, or its pipeline is: it must end."""
+
+    worker: Worker
+    incarnation: int
+    reason: str
+
+
+class Held(msgspec.Struct, frozen=True, gc=False, tag="held"):
+    """Nobody trains until there are enough pipelines again; an empty ``reason``: there are."""
+
+    reason: str
+
+
+class RunOver(msgspec.Struct, frozen=True, gc=False, tag="run_over"):
+    """The run has ``failed``, or else all have finished."""
+
+    reason: str
+    failed: bool
+
+
+MemberDecision: TypeAlias = (
+    Started | Receive | Donate | Abandoned | Met | Gone | Denied | Ended | Held | RunOver | Epoch
+)

@@ -1,0 +1,116 @@
+"""A plain TCP connection per process of an elastic run: when it is closed, the process has ended.
+
+libzmq connects again by itself and does not say when a peer is gone, so the kernel is asked: it closes the connections
+of a process however that ends, within milliseconds. Who connects says the nonce that it got over ZeroMQ, encrypted
+where there are keys; nothing else is read, and nothing is ever sent. A connection that does not say it in time is
+closed, and one that says another is ignored by whoever hears of its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket as sockets
+import threading
+import time
+from types import TracebackType
+
+import zmq
+
+NONCE_BYTES = 16
+SPEAKS_WITHIN = 10.0
+"""Seconds from the connection to the nonce."""
+MAX_SILENT = 1024
+"""Connections that have not said theirs."""
+
+
+class Lifelines:
+    """Listens at ``host`` and ``port`` (0: any), and sends the nonce of each connection that has closed, as a frame,
+    to the ``endpoint`` of the server's loop, where it is known as ``identity``.
+
+    Raises:
+        OSError: nobody can listen there.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, endpoint: str, identity: bytes
+    ) -> None:
+        family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
+        self._listener = sockets.create_server((host, port), family=family, backlog=1024)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._context, self._endpoint, self._identity = context, endpoint, identity
+        self._dismissed, self._dismiss = os.pipe()
+        self._selector = selectors.DefaultSelector()
+        self._nonces: dict[sockets.socket, bytes] = {}
+        self._silent: dict[sockets.socket, float] = {}
+        self._thread = threading.Thread(target=self._run, name="scheduler lifelines", daemon=True)
+
+    def __enter__(self) -> Lifelines:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._dismiss)
+        self._thread.join()
+        os.close(self._dismissed)
+        self._selector.close()
+        self._listener.close()
+        for connection in [*self._nonces, *self._silent]:
+            connection.close()
+
+    def _run(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._dismissed, selectors.EVENT_READ)
+        with self._context.socket(zmq.DEALER) as bell:
+            bell.setsockopt(zmq.ROUTING_ID, self._identity)
+            bell.setsockopt(zmq.LINGER, 0)
+            bell.connect(self._endpoint)
+            while True:
+                for key, _ in self._selector.select(1.0 if self._silent else None):
+                    if key.fileobj == self._dismissed:
+                        return
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif isinstance(key.fileobj, sockets.socket):
+                        nonce = self._read(key.fileobj)
+                        if nonce:
+                            bell.send(nonce)
+                now = time.monotonic()
+                for connection in [late for late, until in self._silent.items() if until <= now]:
+                    self._drop(connection)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it may have gone again
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            if len(self._silent) >= MAX_SILENT:
+                connection.close()
+                return
+            self._silent[connection] = time.monotonic() + SPEAKS_WITHIN
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: sockets.socket) -> bytes:
+        """The nonce of ``connection`` if it has closed."""
+        try:
+            data = connection.recv(NONCE_BYTES + 1)
+        except BlockingIOError:
+            return b""
+        except OSError:
+            data = b""
+        if connection in self._silent and len(data) == NONCE_BYTES:  # which fits into any segment
+            del self._silent[connection]
+            self._nonces[connection] = data
+            return b""
+        nonce = self._nonces.get(connection, b"")
+        self._drop(connection)
+        return nonce
+
+    def _drop(self, connection: sockets.socket) -> None:
+        self._selector.unregister(connection)
+        self._silent.pop(connection, None)
+        self._nonces.pop(connection, None)
+        connection.close()

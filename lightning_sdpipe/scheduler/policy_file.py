@@ -1,0 +1,57 @@
+"""What a scheduler decides by, in a file: the first worker of a run writes it, for a scheduler that is started then.
+
+Who starts a run on one machine starts its scheduler, but the policy is in the user's script, as ``sync=``. The file
+stays for a scheduler that is started again. It names where the worker finds its modules: the policy may be the user's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.policy import PolicyConfig
+
+
+def offer(path: Path, policy: PolicyConfig) -> None:
+    """Writes the file, whole, unless it is there.
+
+    Raises:
+        ConfigurationError: it is there and names another policy.
+    """
+    plain = registry.to_plain(policy)
+    folders = [os.path.abspath(folder) for folder in sys.path]  # "" is the working directory
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps({"policy": plain, "path": folders}) + "\n")
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        there = json.loads(path.read_text())["policy"]
+        if there != plain:
+            raise ConfigurationError(
+                f"this script's sync= asks for {json.dumps(plain)}, and the run's scheduler was started for "
+                f"{json.dumps(there)}, since another process of the run asked for that: all pipelines run one script "
+                "with equal values"
+            ) from None
+    finally:
+        draft.unlink()
+
+
+def read(path: Path) -> PolicyConfig:
+    """The policy that :func:`offer` wrote; its modules are found from now on.
+
+    Raises:
+        ConfigurationError: there is no such file, or it is another one, or there is no such policy here.
+    """
+    try:
+        found = json.loads(path.read_text())
+        plain, folders = found["policy"], [str(folder) for folder in found["path"]]
+    except OSError as error:
+        raise ConfigurationError(f"--policy-file {path} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{path} is no policy file; a worker of the run writes one") from error
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    return registry.from_plain(plain)

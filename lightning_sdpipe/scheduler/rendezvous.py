@@ -1,0 +1,133 @@
+"""A bounded store of keys and values, by which workers find each other to make a process group.
+
+Keys have the form ``room/name``; a room is made by its first key, and belongs to one group that is being made. When the
+store is full the oldest rooms are forgotten, whole. Nothing survives the scheduler: a group whose making it interrupts
+is made again in the next epoch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+MAX_KEY_CHARACTERS = 512
+MAX_VALUE_BYTES = 1 << 19
+MAX_BYTES = 1 << 26
+MAX_KEYS = 100_000
+MAX_WAITING = 10_000
+PATIENCE = 60.0
+"""Seconds after which whoever waits is forgotten unless it has asked again."""
+
+Asker: TypeAlias = tuple[bytes, int]
+"""Who asked, and in which request."""
+Answer: TypeAlias = tuple[Asker, tuple[bytes | None, ...]]
+"""To whom, and the values of the keys."""
+
+
+class Full(ValueError):
+    """A key or value is larger than allowed."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Who asked for all of ``keys``, and until when that counts."""
+
+    asker: Asker
+    keys: tuple[str, ...]
+    until: float
+
+
+class Rendezvous:
+    """Holds at most ``max_keys`` keys with ``max_bytes`` bytes of values."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES, max_keys: int = MAX_KEYS) -> None:
+        self._max_bytes, self._max_keys = max_bytes, max_keys
+        self._rooms: OrderedDict[str, dict[str, bytes]] = OrderedDict()
+        self._bytes = self._keys = 0
+        self._waiting: dict[Asker, Waiting] = {}
+        self._sums: OrderedDict[Asker, int] = OrderedDict()
+
+    def put(self, key: str, value: bytes) -> list[Answer]:
+        """Sets ``key``; who waited for it, if it was the last one, is answered.
+
+        Raises:
+            Full: it is too large.
+        """
+        if len(key) > MAX_KEY_CHARACTERS or len(value) > min(MAX_VALUE_BYTES, self._max_bytes):
+            raise Full(
+                f"a key of {len(key)} characters with {len(value)} bytes; at most {MAX_KEY_CHARACTERS} characters and "
+                f"{MAX_VALUE_BYTES} bytes are allowed, since the store is for finding each other, not for data"
+            )
+        room = self._rooms.setdefault(_room(key), {})
+        before = room.get(key)
+        self._bytes += len(value) - (0 if before is None else len(before))
+        self._keys += before is None
+        room[key] = value
+        while (self._bytes > self._max_bytes or self._keys > self._max_keys) and len(self._rooms) > 1:
+            self._forget(next(iter(self._rooms)))
+        answered = []
+        for waiting in list(self._waiting.values()):
+            if key in waiting.keys and self.has(waiting.keys):
+                del self._waiting[waiting.asker]
+                answered.append((waiting.asker, self.get(waiting.keys)))
+        return answered
+
+    def add(self, key: str, amount: int, once: Asker) -> tuple[int, list[Answer]]:
+        """Adds to the number at ``key``; a repetition of the request ``once`` only gets its answer again.
+
+        Raises:
+            Full: what is at ``key`` is no number.
+        """
+        if once in self._sums:
+            return self._sums[once], []
+        before = self.get((key,))[0]
+        try:
+            value = int(before or b"0") + amount
+        except ValueError:
+            raise Full(f"what is at {key} is no number, so nothing can be added to it") from None
+        answered = self.put(key, b"%d" % value)
+        self._sums[once] = value
+        while len(self._sums) > MAX_WAITING:
+            self._sums.popitem(last=False)
+        return value, answered
+
+    def get(self, keys: Sequence[str]) -> tuple[bytes | None, ...]:
+        """Their values now."""
+        return tuple(self._rooms.get(_room(key), {}).get(key) for key in keys)
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Are all there?"""
+        return all(value is not None for value in self.get(keys))
+
+    def wait(self, asker: Asker, keys: tuple[str, ...], now: float) -> tuple[bytes | None, ...] | None:
+        """Their values, when all are there; else ``asker`` is answered later."""
+        if self.has(keys):
+            return self.get(keys)
+        for gone in [waiting.asker for waiting in self._waiting.values() if waiting.until <= now]:
+            del self._waiting[gone]
+        if len(self._waiting) >= MAX_WAITING and asker not in self._waiting:
+            raise Full(f"{MAX_WAITING} requests wait for keys already; nobody can need as many")
+        self._waiting[asker] = Waiting(asker, keys, now + PATIENCE)
+        return None
+
+    def remove(self, key: str) -> bool:
+        """Forgets ``key``; was it there?"""
+        room = self._rooms.get(_room(key), {})
+        value = room.pop(key, None)
+        if value is None:
+            return False
+        self._bytes, self._keys = self._bytes - len(value), self._keys - 1
+        if not room:
+            del self._rooms[_room(key)]
+        return True
+
+    def _forget(self, name: str) -> None:
+        room = self._rooms.pop(name)
+        self._bytes -= sum(map(len, room.values()))
+        self._keys -= len(room)
+
+
+def _room(key: str) -> str:
+    return key.partition("/")[0]

@@ -1,0 +1,1 @@
+"""``sdpipe run``: the pipelines of one machine as supervised jobs. Imports no torch."""

@@ -1,0 +1,65 @@
+"""Processes that end with the supervisor, and everything that they have started with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_TIED = str(Path(__file__).with_name("tied.py"))
+
+
+class Child:
+    """A running program, in a session of its own: Ctrl-C in a terminal does not reach it, and it leads a process group.
+
+    It is killed when this process ends, even by SIGKILL, so it must be started by the main thread. ``outputs`` are the
+    descriptors that it writes to, closed here.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], outputs: tuple[int, int]) -> None:
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", _TIED, str(os.getpid()), *command],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=outputs[0],
+                stderr=outputs[1],
+                start_new_session=True,
+            )
+        finally:
+            for descriptor in {*outputs}:
+                os.close(descriptor)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def has_ended(self) -> bool:
+        """Whether it has. Its number is not given to another process before :meth:`bury`."""
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def signal(self, number: int) -> None:
+        """To it alone; SIGKILL also to what it has started."""
+        if self._process.returncode is not None:
+            return
+        if number == signal.SIGKILL:
+            self._kill_group()
+        elif not self.has_ended():
+            os.kill(self.pid, number)
+
+    def bury(self) -> int:
+        """Once it has ended: kills what it has left, and returns its exit code, or −1 times the signal."""
+        if self._process.returncode is None:
+            self._kill_group()
+        return self._process.wait()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # not yet a group: it is killed below
+            os.killpg(self.pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)  # at worst it has ended and waits to be buried

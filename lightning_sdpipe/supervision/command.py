@@ -1,0 +1,152 @@
+"""``sdpipe run``: trains with several pipelines on this machine, whoever of them dies."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.policy import check_integer
+from lightning_sdpipe.scheduler.connection import ask_status
+from lightning_sdpipe.scheduler.credentials import is_loopback, read_worker_keys, write_keys
+from lightning_sdpipe.supervision.events import Seen
+from lightning_sdpipe.supervision.facts import seen
+from lightning_sdpipe.supervision.output import own_terminal
+from lightning_sdpipe.supervision.standing import StandingScheduler
+from lightning_sdpipe.supervision.state import Settings
+from lightning_sdpipe.supervision.supervisor import Supervisor
+
+_ANSWER = 2.0  # seconds in which the scheduler says how the run is
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: that of the run, or 2 when it cannot be started as it was asked for."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except (ConfigurationError, SchedulerError) as error:
+        print(f"sdpipe run: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sdpipe run",
+        usage="sdpipe run --pipelines N [--stages M] [options] [-m] SCRIPT [ARGUMENT …]",
+        description="Trains on this machine with N pipelines of M processes each, which are started again when they "
+        "die: a scheduler, N supervised jobs, one terminal.",
+    )
+    parser.add_argument("--pipelines", type=int, required=True, metavar="N", help="pipelines, each a job of its own")
+    parser.add_argument("--stages", type=int, default=1, metavar="M", help="processes of a pipeline (%(default)s)")
+    parser.add_argument(
+        "--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up (%(default)s)"
+    )
+    parser.add_argument(
+        "--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train (%(default)s)"
+    )
+    parser.add_argument(
+        "--gather", type=float, help="seconds after which it begins without those that have not come (60)"
+    )
+    parser.add_argument(
+        "--hold-limit", type=float, help="seconds of waiting for --min-pipelines that end the run (1800)"
+    )
+    parser.add_argument("--worker-timeout", type=float, help="seconds of silence until a process counts as lost (30)")
+    parser.add_argument("--policy", help="of the scheduler; that of the script's sync= by default")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
+    parser.add_argument(
+        "--bind",
+        default="tcp://127.0.0.1:*",
+        help="where the scheduler listens (%(default)s); beyond loopback it gets keys, and pipelines may come from "
+        "other machines",
+    )
+    parser.add_argument("--logs", type=Path, help="a directory to be made for logs, keys and the scheduler's journal")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="yours; it makes a Trainer with SDPipeStrategy, and fits")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the script")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    settings = _check(options)
+    logs = _make_directory(options.logs)
+    environment = _environment(settings)
+    of_scheduler = ["--num-stages", str(settings.num_stages), "--num-pipelines", str(settings.num_pipelines)]
+    of_scheduler += ["--journal", str(logs / "scheduler.journal"), "--log", str(logs / "scheduler.jsonl")]
+    of_scheduler += ["--min-pipelines", str(settings.min_pipelines), "--start-pipelines", str(settings.num_pipelines)]
+    for name in ("gather", "hold_limit", "worker_timeout"):
+        if (value := getattr(options, name)) is not None:
+            of_scheduler += [f"--{name.replace('_', '-')}", str(value)]
+    policy_file = None
+    if options.policy is None:
+        policy_file = logs / "policy.json"
+        environment["SDPIPE_POLICY_FILE"] = str(policy_file)
+    else:
+        of_scheduler += ["--policy", options.policy, *(part for value in options.set for part in ("--set", value))]
+    keys = None
+    if not is_loopback(options.bind):
+        scheduler_keys, worker_keys = write_keys(logs)
+        of_scheduler += ["--key-file", str(scheduler_keys)]
+        environment["SDPIPE_KEY_FILE"], keys = str(worker_keys), read_worker_keys(worker_keys)
+    scheduler = StandingScheduler(of_scheduler, options.bind, environment, logs / "scheduler.log", policy_file)
+    terminal = own_terminal()
+    shape = f"{settings.num_pipelines} pipelines × {settings.num_stages} stages"
+    terminal.say(f"{shape}; scheduler at {scheduler.address}; logs in {logs}")
+
+    def look(asked: float) -> Seen:
+        if not scheduler.started:
+            return Seen(asked, {})
+        return seen(ask_status(scheduler.address, credentials=keys, timeout=_ANSWER), asked)
+
+    command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
+    return Supervisor(settings, command, environment, scheduler, look, logs, terminal).run()
+
+
+def _check(options: argparse.Namespace) -> Settings:
+    """Raises ConfigurationError before anything is started."""
+    if not sys.platform.startswith("linux"):
+        raise ConfigurationError(
+            f"it needs Linux, which lets processes die with their supervisor, and this is {sys.platform}; start a "
+            "scheduler and, for each pipeline, torchrun: docs/faults.md"
+        )
+    check_integer("--pipelines", options.pipelines, 1, "pipelines")
+    check_integer("--stages", options.stages, 1, "stages of a pipeline")
+    check_integer("--restarts", options.restarts, 0, "times that a pipeline is started again")
+    check_integer("--min-pipelines", options.min_pipelines, 1, "pipelines")
+    if options.min_pipelines > options.pipelines:
+        raise ConfigurationError(
+            f"--min-pipelines {options.min_pipelines} are more than --pipelines {options.pipelines}, so that nobody "
+            "would ever train; give at most as many"
+        )
+    if options.set and options.policy is None:
+        raise ConfigurationError("--set gives values of --policy, which is missing; or give them to the script's sync=")
+    if options.policy is not None:
+        policy = registry.from_text(options.policy, options.set)
+        registry.build(policy, options.stages, options.pipelines)
+    if not options.module and not Path(options.script).is_file():
+        raise ConfigurationError(f"there is no script {options.script}; give its path, or -m and a module's name")
+    if "SDPIPE_PIPELINE" in os.environ:
+        raise ConfigurationError(
+            "SDPIPE_PIPELINE is set, so this is already a pipeline of an elastic run; give the script to python itself"
+        )
+    return Settings(options.pipelines, options.stages, options.restarts, options.min_pipelines)
+
+
+def _make_directory(asked: Path | None) -> Path:
+    directory = asked or Path("sdpipe-runs", time.strftime("%Y-%m-%d_%H-%M-%S") + f"_{os.getpid()}")
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigurationError(f"--logs {directory} cannot be made ({error.strerror}); give a new one") from error
+    return directory.resolve()
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    """Of all ranks. The processors are shared by all pipelines, of which a rank does not know."""
+    processes = settings.num_pipelines * settings.num_stages
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"} | os.environ

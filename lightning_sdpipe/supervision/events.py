@@ -1,0 +1,113 @@
+"""What a supervisor hears of, and what it decides: the two sides of :mod:`~lightning_sdpipe.supervision.rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lightning_sdpipe.supervision.raised import Raised
+
+# --------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The scheduler listens."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process has ended: with ``code``, or by the signal −``code``; ``raised`` is what its interpreter printed."""
+
+    pipeline: int
+    rank: int
+    code: int
+    raised: Raised | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the scheduler answered to a question that was asked at ``asked``.
+
+    ``lives`` has the pipelines that train, each with what tells this life of it from others; ``leader`` leads them.
+    ``update`` is how far the furthest is, ``ever`` are those that ever trained, ``gone`` lives that it has given up.
+    ``failure`` is what ended the run, if anything.
+    """
+
+    asked: float
+    lives: Mapping[int, str]
+    leader: int | None = None
+    update: int | None = None
+    ever: frozenset[int] = frozenset()
+    gone: frozenset[str] = frozenset()
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class SchedulerEnded:
+    """The scheduler's process has ended."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Told:
+    """The supervisor got this signal."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event: TypeAlias = Begin | Ended | Seen | SchedulerEnded | Told | Tick
+
+# ------------------------------------------------------------------ decisions
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Start the processes of a pipeline; ``again`` counts how often that was done before."""
+
+    pipeline: int
+    again: int
+
+
+@dataclass(frozen=True)
+class LaunchScheduler:
+    """Start the scheduler again, at the same address."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Send a signal to those processes of the pipeline that live."""
+
+    pipeline: int
+    signal: int
+
+
+@dataclass(frozen=True)
+class Show:
+    """The terminal is this pipeline's."""
+
+    pipeline: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """A line for the user."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Nothing runs any more; ``code`` is the exit code of the run."""
+
+    code: int
+
+
+Decision: TypeAlias = Launch | LaunchScheduler | Stop | Show | Say | Finish

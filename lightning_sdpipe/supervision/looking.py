@@ -1,0 +1,58 @@
+"""Asking the scheduler again and again, in a thread: an answer may take seconds, and nothing else waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.supervision.events import Seen
+
+PERIOD = 0.25
+
+
+class Looker:
+    """Calls ``look`` with the time every ``PERIOD`` seconds, and writes to the descriptor ``wake`` when it answers.
+
+    What ``look`` raises ends the supervisor, but for a scheduler that does not answer: it may be starting again.
+    """
+
+    def __init__(self, look: Callable[[float], Seen], wake: int) -> None:
+        self._look = look
+        self._wake = wake
+        self._answers: deque[Seen | Exception] = deque(maxlen=1)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="looker", daemon=True)
+        self._thread.start()
+
+    def answer(self) -> Seen | None:
+        """The newest, if it has not been taken yet."""
+        try:
+            answer = self._answers.pop()
+        except IndexError:
+            return None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """Returns when the thread has ended."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(PERIOD):
+            try:
+                self._answers.append(self._look(time.monotonic()))
+            except SchedulerError:
+                continue
+            except Exception as error:
+                self._answers.append(error)
+                return
+            finally:
+                with contextlib.suppress(BlockingIOError):  # it has not yet been read of the last one
+                    os.write(self._wake, b"\0")

@@ -1,0 +1,175 @@
+"""What the processes print: all of it into a log per pipeline, and one process's on to the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import struct
+import sys
+import termios
+import tty
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+_AT_ONCE = 1 << 16
+_LONGEST_LINE = 1 << 16
+TAIL = 1 << 16
+"""Bytes of what a process printed last that are kept, to find its exception in."""
+
+
+class Terminal:
+    """The user's: lines of the supervisor, between what a process prints."""
+
+    def __init__(self, out: BinaryIO, err: BinaryIO) -> None:
+        self._streams = {1: out, 2: err}
+        self._in_line = False
+
+    def say(self, line: str) -> None:
+        """A line of its own."""
+        before = b"\n" if self._in_line else b""
+        self._in_line = False
+        self._write(2, before + f"sdpipe: {line}\n".encode())
+
+    def pass_on(self, descriptor: int, data: bytes) -> None:
+        """What a process has written to 1 or 2."""
+        self._in_line = not data.endswith(b"\n")
+        self._write(descriptor, data)
+
+    def _write(self, descriptor: int, data: bytes) -> None:
+        stream = self._streams[descriptor]
+        with contextlib.suppress(BrokenPipeError):  # whoever read it has gone; the logs have it all
+            stream.write(data)
+            stream.flush()
+
+    def is_terminal(self, descriptor: int) -> bool:
+        return self._streams[descriptor].isatty()
+
+    def size(self) -> bytes | None:
+        """Rows and columns as the system writes them; None if it is no terminal."""
+        for stream in self._streams.values():
+            if stream.isatty():
+                return fcntl.ioctl(stream.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
+        return None
+
+
+class Log:
+    """The file of one pipeline; lines of its stages, each with the stage's number."""
+
+    def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
+        self.path = path
+        self._file: BinaryIO | None = path.open("ab")
+        self._complain = complain
+
+    def write(self, prefix: str, line: bytes) -> None:
+        """A line without its end. Of a progress bar that was drawn again and again, its last state."""
+        shown = line.rstrip(b"\r").rpartition(b"\r")[2]
+        if self._file is None or (line and not shown):
+            return
+        try:
+            self._file.write(prefix.encode() + shown + b"\n")
+            self._file.flush()
+        except OSError as error:
+            self._complain(f"{self.path} cannot be written any more ({error.strerror}); the run goes on without it")
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Stream:
+    """One of the two outputs of a process, or both where they are one terminal. ``shown`` says whether they pass on."""
+
+    def __init__(
+        self, source: int, descriptor: int, log: Log, prefix: str, terminal: Terminal, shown: Callable[[], bool]
+    ) -> None:
+        self.source = source
+        self._descriptor = descriptor
+        self._log = log
+        self._prefix = prefix
+        self._terminal = terminal
+        self._shown = shown
+        self._line = b""
+        self._tail = b""
+        os.set_blocking(source, False)
+
+    def read(self) -> bool:
+        """What is there now, up to some amount; False at the end."""
+        try:
+            data = os.read(self.source, _AT_ONCE)
+        except BlockingIOError:
+            return True
+        except OSError:  # how a pseudo-terminal says that nobody writes to it any more
+            data = b""
+        if data:
+            self._take(data)
+        return bool(data)
+
+    def close(self) -> None:
+        """After what can still be read at once. Something else may hold the other end, so its end is not awaited."""
+        while True:
+            before = self._tail
+            if not self.read() or self._tail is before:
+                break
+        if self._line:
+            self._log.write(self._prefix, self._line)
+            self._line = b""
+        os.close(self.source)
+
+    @property
+    def tail(self) -> str:
+        """What was printed last."""
+        return self._tail.decode(errors="replace")
+
+    def resize(self, size: bytes) -> None:
+        """Where it is a terminal."""
+        if os.isatty(self.source):
+            fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
+
+    def _take(self, data: bytes) -> None:
+        if self._shown():
+            self._terminal.pass_on(self._descriptor, data)
+        self._tail = (self._tail + data)[-TAIL:]
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            self._log.write(self._prefix, line)
+        self._line = self._line[-_LONGEST_LINE:]
+
+
+def open_outputs(terminal: Terminal | None) -> tuple[dict[int, int], tuple[int, int]]:
+    """Where a process's output is read, by what it is to the process (1 or 2), and the two ends that it gets.
+
+    With a ``terminal``, what is one there is one for the process as well, so that progress bars look as they should.
+    """
+    if terminal is not None and terminal.is_terminal(1) and terminal.is_terminal(2):
+        ours, theirs = _pseudo_terminal(terminal)
+        return {1: ours}, (theirs, theirs)
+    sources, ends = {}, []
+    for descriptor in (1, 2):
+        if terminal is not None and terminal.is_terminal(descriptor):
+            ours, theirs = _pseudo_terminal(terminal)
+        else:
+            ours, theirs = os.pipe()
+        sources[descriptor] = ours
+        ends.append(theirs)
+    return sources, (ends[0], ends[1])
+
+
+def own_terminal() -> Terminal:
+    """Of this process."""
+    return Terminal(sys.stdout.buffer, sys.stderr.buffer)
+
+
+def _pseudo_terminal(terminal: Terminal) -> tuple[int, int]:
+    ours, theirs = pty.openpty()
+    tty.setraw(theirs)
+    size = terminal.size()
+    if size is not None and struct.unpack("HHHH", size)[0]:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
+    return ours, theirs

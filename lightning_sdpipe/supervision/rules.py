@@ -1,0 +1,384 @@
+"""What the supervisor of a machine's pipelines does about what happens to them: events in, decisions out.
+
+A pipeline is M processes that live and die together::
+
+    WAITING ── its time comes ──▶ RUNNING ── a process fails ──▶ ENDING ── the last one has ended ──▶ WAITING | GIVEN_UP
+                                     └────── all end with exit code 0 ──▶ FINISHED
+
+- A process that fails takes its pipeline with it: the others of the pipeline get ``grace`` seconds to notice and say
+  what they know, then they are killed. So the pipeline's own reason is told, and not that of who waited for it.
+- It starts again at once; if it fails again before it has trained, after twice as long each time, up to
+  ``longest_delay``. Each start again takes one from the pipeline's budget.
+- The run ends by name when that helps nobody: two pipelines raise the same exception (a bug of the script would kill
+  one after another), fewer than ``min_pipelines`` are left, a script ends without having trained, or the scheduler says
+  that the run is over.
+- Once a pipeline has finished, the training is over: those that still train come to its end too, and who does not train
+  is not started again, since it would begin a run of its own.
+
+It knows of training what the scheduler knows (:class:`Seen`). No processes, clocks or sockets are in here.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Mapping
+
+from lightning_sdpipe.supervision.events import (
+    Begin,
+    Decision,
+    Ended,
+    Event,
+    Finish,
+    Launch,
+    LaunchScheduler,
+    Say,
+    SchedulerEnded,
+    Seen,
+    Show,
+    Stop,
+    Tick,
+    Told,
+)
+from lightning_sdpipe.supervision.raised import Raised
+from lightning_sdpipe.supervision.state import GONE, Phase, PipelineState, Settings
+
+INTERRUPTED = 128
+"""Plus the number of a signal: the exit code of what it ended."""
+FAILED = 1
+
+
+class Rules:
+    """One run of a machine's pipelines. ``on`` must be called with times that do not decrease, and at ``deadline``."""
+
+    def __init__(self, settings: Settings, stage_of: Mapping[int, int]) -> None:
+        """``stage_of`` says which stage a rank of a pipeline runs."""
+        self._settings = settings
+        self._stage_of = stage_of
+        self._pipelines = [PipelineState(number) for number in range(settings.num_pipelines)]
+        self._raised: list[tuple[int, Raised]] = []
+        self._shown: int | None = None
+        self._leader: int | None = None
+        self._scheduler_again = 0
+        self._all_came = self._anybody_came = self._blemished = False
+        self._over_since = math.inf
+        """When the first pipeline had finished, and the training with it."""
+        self._ends_with: int | None = None
+        """The run's exit code, once its end has begun."""
+        self._kill_at = math.inf
+        self._finished = False
+        self._out: list[Decision] = []
+
+    def on(self, event: Event, now: float) -> list[Decision]:
+        """What is to be done, in this order."""
+        match event:
+            case Begin():
+                for pipeline in self._pipelines:
+                    self._launch(pipeline)
+            case Ended():
+                self._ended(event, now)
+            case Seen():
+                self._seen(event, now)
+            case SchedulerEnded():
+                self._scheduler_ended(event)
+            case Told():
+                self._told(event, now)
+            case Tick():
+                pass
+        self._let_time_pass(now)
+        self._choose_whom_to_show()
+        self._finish_if_over()
+        decided, self._out = self._out, []
+        return decided
+
+    def deadline(self) -> float:
+        """When time alone changes something; infinite if never."""
+        if self._finished or self._ends_with is not None:
+            return math.inf if self._finished else self._kill_at
+        waits = [pipeline.due for pipeline in self._pipelines if pipeline.phase not in GONE]
+        waits += [p.silent_since + self._settings.silence for p in self._pipelines if p.silent_since is not None]
+        return min(waits, default=math.inf)
+
+    @property
+    def asks(self) -> bool:
+        """Whether it matters what the scheduler knows."""
+        return self._ends_with is None and not self._finished
+
+    # --------------------------------------------------------------- pipelines
+
+    def _launch(self, pipeline: PipelineState) -> None:
+        pipeline.phase, pipeline.due = Phase.RUNNING, math.inf
+        pipeline.alive, pipeline.ends = set(range(self._settings.num_stages)), []
+        pipeline.told = pipeline.pressed = pipeline.trained = False
+        self._out.append(Launch(pipeline.number, pipeline.again))
+
+    def _ended(self, event: Ended, now: float) -> None:
+        pipeline = self._pipelines[event.pipeline]
+        if event.rank not in pipeline.alive:
+            raise ValueError(f"{event} of a process that does not run")
+        pipeline.alive.discard(event.rank)
+        pipeline.ended_at = now
+        if not pipeline.pressed:
+            pipeline.ends.append(event)
+        if event.code and pipeline.phase is Phase.RUNNING:
+            if pipeline.trained and any(end.code == 0 for end in pipeline.ends):
+                self._failed_after_training(pipeline, event)
+            else:
+                self._begin_to_end(pipeline, now)
+        if pipeline.phase is Phase.ENDING:
+            self._say_why(pipeline, event)
+        if pipeline.alive:
+            return
+        if pipeline.phase is Phase.ENDING:
+            self._lost(pipeline, now)
+        elif pipeline.trained or self._ends_with is not None:
+            self._finished_training(pipeline, now)
+        else:  # the scheduler knows whether it has trained; perhaps that was too short to be seen
+            pipeline.due = now + self._settings.silence
+
+    def _failed_after_training(self, pipeline: PipelineState, event: Ended) -> None:
+        """Another stage has already come to the end of the script."""
+        self._blemished = True
+        self._out.append(Say(f"pipeline {pipeline.number} failed after the training ({self._describe(event)})"))
+
+    def _begin_to_end(self, pipeline: PipelineState, now: float) -> None:
+        pipeline.phase, pipeline.due = Phase.ENDING, now + self._settings.grace
+        pipeline.lost_at = now if pipeline.lost_at is None else pipeline.lost_at
+        pipeline.in_vain = 0 if pipeline.trained else pipeline.in_vain + 1
+        pipeline.stops_training()
+
+    def _lost(self, pipeline: PipelineState, now: float) -> None:
+        """All of its processes have ended, and not as they should."""
+        if self._ends_with is not None or self._over_since < math.inf:
+            pipeline.phase = Phase.GIVEN_UP
+            return
+        if self._is_a_bug(pipeline):
+            return
+        if pipeline.again >= self._settings.restarts:
+            pipeline.phase = Phase.GIVEN_UP
+            budget = f"its budget of {self._settings.restarts} restarts is used up"
+            self._out.append(Say(f"pipeline {pipeline.number} is given up: {budget}"))
+            self._end_if_too_few()
+            return
+        pipeline.again += 1
+        delay = 0.0
+        if pipeline.in_vain > 1:
+            delay = min(self._settings.first_delay * 2.0 ** min(pipeline.in_vain - 2, 30), self._settings.longest_delay)
+        pipeline.phase, pipeline.due = Phase.WAITING, now + delay
+
+    def _finished_training(self, pipeline: PipelineState, now: float) -> None:
+        pipeline.phase, pipeline.due = Phase.FINISHED, math.inf
+        self._over_since = min(self._over_since, now)
+        for other in self._pipelines:
+            if other.phase is Phase.WAITING and self._ends_with is None:
+                other.phase = Phase.GIVEN_UP
+                self._out.append(Say(f"pipeline {other.number} does not start again: the training is over"))
+
+    def _turn_away(self, pipeline: PipelineState, now: float) -> None:
+        """It does not train yet, and the others have finished."""
+        pipeline.phase, pipeline.due, pipeline.told = Phase.ENDING, now + self._settings.farewell, True
+        late = f"pipeline {pipeline.number} comes too late: the training is over"
+        self._out += [Say(late), Stop(pipeline.number, signal.SIGTERM)]
+
+    # ----------------------------------------------------------------- reasons
+
+    def _reason(self, pipeline: PipelineState) -> Ended:
+        """The end that explains the others: a killed process, or an exception of its own, or the first."""
+        failed = [end for end in pipeline.ends if end.code]
+        own = [end for end in failed if end.code < 0 or end.raised is None or not end.raised.follows_another]
+        return (own or failed)[0]
+
+    def _say_why(self, pipeline: PipelineState, event: Ended) -> None:
+        """At once, unless this process failed because of another one of its pipeline, whose reason may yet come."""
+        follows = event.code == 0 or (event.raised is not None and event.raised.follows_another)
+        if pipeline.told or self._ends_with is not None or (follows and pipeline.alive):
+            return
+        pipeline.told = True
+        reason = self._describe(self._reason(pipeline))
+        self._out.append(Say(f"pipeline {pipeline.number} lost ({reason}); {self._who_goes_on()}"))
+
+    def _who_goes_on(self) -> str:
+        if not self._anybody_came:
+            return "nobody trains yet"
+        others = sum(pipeline.trains for pipeline in self._pipelines)
+        return f"{others} of {self._settings.num_pipelines} go on"
+
+    def _describe(self, end: Ended) -> str:
+        stage = f"stage {self._stage_of[end.rank]}"
+        if end.code == -signal.SIGKILL:
+            return f"{stage} killed"
+        if end.code == -signal.SIGTERM or end.code == INTERRUPTED + signal.SIGTERM:
+            return f"{stage} ended by SIGTERM"
+        if end.code < 0:
+            return f"{stage} ended by {_signal_name(-end.code)}"
+        if end.raised is not None:
+            return f"{stage}: {end.raised}"
+        return f"{stage} ended with exit code {end.code}"
+
+    # --------------------------------------------------------------- scheduler
+
+    def _seen(self, event: Seen, now: float) -> None:
+        if self._ends_with is not None:
+            return
+        if event.failure is not None:
+            self._end(f"the scheduler ended it: {event.failure}", FAILED)
+            return
+        self._leader = event.leader
+        for pipeline in self._pipelines:
+            if pipeline.phase is not Phase.RUNNING:
+                continue
+            life = event.lives.get(pipeline.number)
+            if not pipeline.alive:
+                self._judge_the_finished(pipeline, event, now)
+            elif life is not None and pipeline.life is None and life != pipeline.last_life:
+                self._came(pipeline, life, event, now)
+            elif event.asked >= self._over_since and self._comes_too_late(pipeline, event):
+                self._turn_away(pipeline, now)
+            elif pipeline.life in event.gone:
+                self._is_given_up(pipeline, now)
+
+    def _came(self, pipeline: PipelineState, life: str, event: Seen, now: float) -> None:
+        pipeline.life, pipeline.trained, self._anybody_came = life, True, True
+        if pipeline.lost_at is not None:
+            where = "" if event.update is None else f", at update {event.update}"
+            self._out.append(Say(f"pipeline {pipeline.number} is back after {now - pipeline.lost_at:.1f} s{where}"))
+            pipeline.lost_at = None
+        if not self._all_came and all(other.life is not None for other in self._pipelines):
+            self._all_came = True
+            self._out.append(Say(f"all {self._settings.num_pipelines} pipelines train"))
+
+    @staticmethod
+    def _comes_too_late(pipeline: PipelineState, event: Seen) -> bool:
+        return not pipeline.trained and (pipeline.lost_at is not None or pipeline.number not in event.ever)
+
+    def _is_given_up(self, pipeline: PipelineState, now: float) -> None:
+        """The scheduler goes on without it. Its processes are told so when they wake, and have to end."""
+        if not pipeline.doubted:  # a process may have ended in this moment, which is the better reason
+            pipeline.doubted = True
+            return
+        pipeline.stops_training()
+        pipeline.silent_since = pipeline.lost_at = now
+        pipeline.told = True
+        self._out.append(Say(f"pipeline {pipeline.number} lost (silent); {self._who_goes_on()}"))
+
+    def _judge_the_finished(self, pipeline: PipelineState, event: Seen, now: float) -> None:
+        if pipeline.number in event.ever:
+            self._finished_training(pipeline, now)
+        elif event.asked >= pipeline.ended_at:
+            self._end(
+                f"the script of pipeline {pipeline.number} ended without training: it has not called Trainer.fit with "
+                "SDPipeStrategy",
+                FAILED,
+            )
+
+    def _scheduler_ended(self, event: SchedulerEnded) -> None:
+        if self._ends_with is not None or self._finished:
+            return
+        how = "killed" if event.code == -signal.SIGKILL else f"exit code {event.code}"
+        if self._scheduler_again >= self._settings.restarts:
+            budget = f"its budget of {self._settings.restarts} restarts is used up"
+            self._end(f"the scheduler ended ({how}), and {budget}", FAILED)
+            return
+        self._scheduler_again += 1
+        self._out += [Say(f"the scheduler ended ({how}); it starts again"), LaunchScheduler()]
+
+    # --------------------------------------------------------------------- end
+
+    def _is_a_bug(self, pipeline: PipelineState) -> bool:
+        """Whether another pipeline has failed with the same exception; then the run ends."""
+        raised = self._reason(pipeline).raised
+        killed = any(end.code < 0 for end in pipeline.ends)
+        if raised is None or raised.follows_another or killed:
+            return False
+        for other, known in self._raised:
+            if other != pipeline.number and known.is_like(raised):
+                place = f" ({raised.place})" if raised.place else ""
+                self._end(
+                    f"pipelines {other} and {pipeline.number} failed with the same exception, which starting again "
+                    f"does not mend: {raised}{place}",
+                    FAILED,
+                )
+                return True
+        self._raised.append((pipeline.number, raised))
+        return False
+
+    def _end_if_too_few(self) -> None:
+        left = [pipeline for pipeline in self._pipelines if pipeline.phase not in GONE]
+        least = self._settings.min_pipelines
+        if len(left) < least:
+            needed = f"{len(left)} of {self._settings.num_pipelines} pipelines are left, and it needs {least}"
+            self._end(f"{needed} (--min-pipelines)", FAILED)
+
+    def _told(self, event: Told, now: float) -> None:
+        if self._ends_with is not None and self._kill_at > now:
+            self._kill_at = now  # told twice
+            return
+        name = "Ctrl-C" if event.signal == signal.SIGINT else _signal_name(event.signal)
+        self._end(name, INTERRUPTED + event.signal, event.signal)
+
+    def _end(self, reason: str, code: int, by: int = signal.SIGTERM) -> None:
+        if self._ends_with is not None:
+            return
+        self._ends_with, self._kill_at = code, -math.inf  # its time is set when time passes
+        self._out.append(Say(f"the run ends: {reason}"))
+        for pipeline in self._pipelines:
+            if pipeline.alive:
+                self._out.append(Stop(pipeline.number, by))
+                pipeline.due, pipeline.silent_since = math.inf, None
+            elif pipeline.phase not in GONE:
+                pipeline.phase = Phase.GIVEN_UP
+
+    def _let_time_pass(self, now: float) -> None:
+        if self._ends_with is not None:
+            self._press(now)
+            return
+        for pipeline in self._pipelines:
+            silent = pipeline.silent_since is not None and pipeline.silent_since + self._settings.silence <= now
+            if silent and pipeline.phase is Phase.RUNNING:
+                pipeline.silent_since = None
+                self._out += [
+                    Say(f"pipeline {pipeline.number} is killed: it is silent and does not end"),
+                    Stop(pipeline.number, signal.SIGKILL),
+                ]
+            if pipeline.due > now:
+                continue
+            if pipeline.phase is Phase.WAITING:
+                self._launch(pipeline)
+            elif pipeline.phase is Phase.ENDING:
+                pipeline.due, pipeline.pressed = math.inf, True
+                self._out.append(Stop(pipeline.number, signal.SIGKILL))
+            elif pipeline.phase is Phase.RUNNING:  # nobody of it lives, and nobody says whether it has trained
+                self._finished_training(pipeline, now)
+
+    def _press(self, now: float) -> None:
+        if self._kill_at == -math.inf:
+            self._kill_at = now + self._settings.farewell
+        elif self._kill_at <= now:
+            self._kill_at = math.inf
+            self._out += [Stop(pipeline.number, signal.SIGKILL) for pipeline in self._pipelines if pipeline.alive]
+
+    def _finish_if_over(self) -> None:
+        if self._finished or any(pipeline.alive or pipeline.phase not in GONE for pipeline in self._pipelines):
+            return
+        self._finished = True
+        if self._ends_with is None:
+            succeeded = any(pipeline.phase is Phase.FINISHED for pipeline in self._pipelines)
+            self._ends_with = 0 if succeeded and not self._blemished else FAILED
+        self._out.append(Finish(self._ends_with))
+
+    # ---------------------------------------------------------------- terminal
+
+    def _choose_whom_to_show(self) -> None:
+        """The leader's progress is everybody's; until it is known, that of the first pipeline that lives."""
+        alive = [pipeline.number for pipeline in self._pipelines if pipeline.alive]
+        chosen = next((one for one in (self._leader, self._shown) if one in alive), min(alive, default=None))
+        if chosen is not None and chosen != self._shown:
+            self._shown = chosen
+            self._out.append(Show(chosen))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,109 @@
+"""The scheduler of supervised pipelines: `sdpipe scheduler` as a child, at one address however often it is started.
+
+Without a policy of its own it is started when a worker has said what it shall decide by; the address is known before.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.supervision.children import Child
+
+START_TIMEOUT = 30.0
+_SAYS = "scheduler listens at "
+
+
+class StandingScheduler:
+    """Started by :meth:`start`, again by the same.
+
+    Args:
+        options: of ``sdpipe scheduler``, but where it binds.
+        bind: where it listens, as for ZeroMQ; a port ``*`` is chosen here.
+        environment: of the process.
+        log: gets what it prints.
+        policy_file: that a worker writes; None if ``options`` name a policy.
+
+    Raises:
+        SchedulerError: nobody can listen there.
+    """
+
+    def __init__(
+        self, options: Sequence[str], bind: str, environment: dict[str, str], log: Path, policy_file: Path | None = None
+    ) -> None:
+        self._options = [*options]
+        self._policy_file = policy_file
+        if policy_file is not None:
+            self._options += ["--policy-file", str(policy_file)]
+        self._reserved: socket.socket | None = None
+        self.address = bind
+        if bind.startswith("tcp://") and bind.endswith(":*"):
+            host = bind.removeprefix("tcp://").removesuffix(":*").strip("[]")
+            try:
+                self._reserved = reserve_port(host)
+            except OSError as error:
+                raise SchedulerError(f"the scheduler cannot listen at {bind} ({error.strerror})") from error
+            self.address = f"{bind.removesuffix('*')}{self._reserved.getsockname()[1]}"
+        self._environment = environment
+        self._log = log
+        self.child: Child | None = None
+        self.started = False
+
+    def close(self) -> None:
+        """Others may have the port."""
+        if self._reserved is not None:
+            self._reserved.close()
+
+    @property
+    def can_start(self) -> bool:
+        """Is it known what it decides by?"""
+        return self._policy_file is None or self._policy_file.exists()
+
+    def start(self) -> None:
+        """Returns when it listens.
+
+        Raises:
+            SchedulerError: it does not; what it says is in the log, and the end of it in the message.
+        """
+        command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *self._options, "--bind", self.address]
+        reading, writing = os.pipe()
+        before = self._log.stat().st_size if self._log.exists() else 0
+        try:
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self.child = Child(command, self._environment, (writing, log))
+            line = self._first_line(reading)
+        finally:
+            os.close(reading)
+        if not line.startswith(_SAYS):
+            self.child.signal(9)
+            self.child.bury()
+            said = self._log.read_text(errors="replace")[before:].strip().rpartition("\n")[2]
+            raise SchedulerError(said or f"the scheduler did not start; {self._log} has what it printed")
+        self.started = True
+
+    def _first_line(self, reading: int) -> str:
+        line, until = b"", time.monotonic() + START_TIMEOUT
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([reading], [], [], max(0.0, until - time.monotonic()))
+            data = os.read(reading, 4096) if ready else b""
+            if not data:
+                break
+            line += data
+        return line.decode(errors="replace")
+
+
+def reserve_port(host: str = "127.0.0.1") -> socket.socket:
+    """A port that nobody else is given while this socket is open, and on which one who allows it may listen.
+
+    torch's store and ZeroMQ allow it (SO_REUSEADDR); the system gives ports to others that nobody is bound to.
+    """
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved

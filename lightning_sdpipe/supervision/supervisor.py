@@ -1,0 +1,283 @@
+"""The shell around the rules: starts and buries processes, and moves what they print."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.scheduler.stop_signals import stop_signals
+from lightning_sdpipe.supervision.children import Child
+from lightning_sdpipe.supervision.events import (
+    Begin,
+    Decision,
+    Ended,
+    Event,
+    Finish,
+    Launch,
+    LaunchScheduler,
+    Say,
+    SchedulerEnded,
+    Seen,
+    Show,
+    Stop,
+    Tick,
+    Told,
+)
+from lightning_sdpipe.supervision.looking import Looker
+from lightning_sdpipe.supervision.output import Log, Stream, Terminal, open_outputs
+from lightning_sdpipe.supervision.raised import Raised, last_raised
+from lightning_sdpipe.supervision.rules import FAILED, Rules
+from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
+from lightning_sdpipe.supervision.state import Settings
+
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PATIENCE = 5.0  # seconds that the scheduler gets to end
+_LONGEST_WAIT = 60.0
+_GLANCE = 0.05  # seconds between looks whether a worker has said what the scheduler shall decide by
+
+
+@dataclass
+class _Rank:
+    """A process of a pipeline, and what it writes to."""
+
+    child: Child
+    streams: dict[int, Stream]
+
+
+@dataclass
+class _Job:
+    """A pipeline: its log, its port, and its processes that run."""
+
+    log: Log
+    port: socket.socket | None = None
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+
+
+class Supervisor:
+    """One run of ``sdpipe run``.
+
+    Args:
+        settings: of the rules.
+        command: what every rank runs.
+        environment: of every rank, without what tells it who it is.
+        scheduler: not started yet.
+        look: asks it how the run is; called in a thread with the time, which goes into the answer.
+        logs: a directory that is there.
+        terminal: gets the lines of the supervisor, and the leader's output.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        scheduler: StandingScheduler,
+        look: Callable[[float], Seen],
+        logs: Path,
+        terminal: Terminal,
+    ) -> None:
+        size = settings.num_stages
+        self._size = size
+        self._mesh = Mesh.build(size, size)
+        self._rules = Rules(settings, {rank: self._mesh.locate(rank)[0] for rank in range(size)})
+        self._command = [*command]
+        self._environment = dict(environment)
+        self._scheduler = scheduler
+        self._look = look
+        self._terminal = terminal
+        self._jobs = {
+            number: _Job(Log(logs / f"pipeline-{number}.log", terminal.say)) for number in range(settings.num_pipelines)
+        }
+        self._selector = selectors.DefaultSelector()
+        self._events: deque[Event] = deque()
+        self._shown = -1
+        self._code: int | None = None
+
+    def run(self) -> int:
+        """Until everything has ended; the exit code. Whatever is raised here, no process stays.
+
+        Raises:
+            SchedulerError: the scheduler does not start.
+        """
+        woken, wake = os.pipe()
+        os.set_blocking(woken, False)
+        os.set_blocking(wake, False)
+        looker = None
+        try:
+            with stop_signals(*_STOPS, signal.SIGCHLD, signal.SIGWINCH) as signals:
+                for descriptor, name in ((signals, "signals"), (woken, "woken")):
+                    self._selector.register(descriptor, selectors.EVENT_READ, name)
+                if self._scheduler.can_start:
+                    self._scheduler.start()
+                looker = Looker(self._look, wake)
+                self._events.append(Begin())
+                while self._code is None:
+                    self._turn(signals, woken, looker)
+                return self._code
+        finally:
+            if looker is not None:
+                looker.close()
+            self._end_everything()
+            self._selector.close()
+            os.close(woken)
+            os.close(wake)
+
+    # -------------------------------------------------------------------- loop
+
+    def _turn(self, signals: int, woken: int, looker: Looker) -> None:
+        now = time.monotonic()
+        if not self._events:
+            wait = max(0.0, min(self._rules.deadline() - now, _LONGEST_WAIT if self._scheduler.started else _GLANCE))
+            for key, _ in self._selector.select(wait):
+                if isinstance(key.data, Stream):
+                    if not key.data.read():
+                        self._selector.unregister(key.fd)
+                elif key.fd == signals:
+                    self._hear(os.read(signals, 4096))
+                else:
+                    os.read(woken, 4096)
+                    answer = looker.answer()
+                    if answer is not None and self._rules.asks:
+                        self._events.append(answer)
+            self._find_ended()
+            if not self._scheduler.started and self._scheduler.can_start and self._rules.asks:
+                self._scheduler.start()
+        event = self._events.popleft() if self._events else Tick()
+        for decision in self._rules.on(event, time.monotonic()):
+            self._carry_out(decision)
+
+    def _hear(self, numbers: bytes) -> None:
+        self._events.extend(Told(number) for number in numbers if number in _STOPS)
+        size = self._terminal.size() if signal.SIGWINCH in numbers else None
+        if size is not None:
+            for job in self._jobs.values():
+                for rank in job.ranks.values():
+                    for stream in rank.streams.values():
+                        stream.resize(size)
+
+    def _find_ended(self) -> None:
+        for number, job in self._jobs.items():
+            for rank, process in list(job.ranks.items()):
+                if process.child.has_ended():
+                    del job.ranks[rank]
+                    self._events.append(self._bury(number, rank, process))
+        scheduler = self._scheduler.child
+        if scheduler is not None and scheduler.has_ended():
+            self._scheduler.child = None
+            self._events.append(SchedulerEnded(scheduler.bury()))
+
+    def _bury(self, number: int, rank: int, process: _Rank) -> Ended:
+        code = process.child.bury()
+        self._close(process)
+        errors = process.streams.get(2, process.streams[1])
+        raised = last_raised(errors.tail) if code == 1 else None  # with which the interpreter ends for an exception
+        return Ended(number, rank, code, raised)
+
+    def _close(self, process: _Rank) -> None:
+        for stream in process.streams.values():
+            if stream.source in self._selector.get_map():
+                self._selector.unregister(stream.source)
+            stream.close()
+
+    # --------------------------------------------------------------- decisions
+
+    def _carry_out(self, decision: Decision) -> None:
+        match decision:
+            case Launch(number, again):
+                self._launch(number, again)
+            case Stop(number, which):
+                for process in self._jobs[number].ranks.values():
+                    process.child.signal(which)
+            case Say(line):
+                self._terminal.say(line)
+            case Show(number):
+                self._shown = number
+            case LaunchScheduler():
+                self._launch_scheduler()
+            case Finish(code):
+                self._code = code
+
+    def _launch(self, number: int, again: int) -> None:
+        job = self._jobs[number]
+        if job.port is not None:
+            job.port.close()
+        job.port = reserve_port()
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        job.log.write("", f"--- {when} started{f' (restart {again})' if again else ''} ---".encode())
+        for rank in range(self._size):
+            try:
+                job.ranks[rank] = self._start(number, rank, job)
+            except OSError as error:  # out of processes or memory, perhaps for a moment
+                self._events.append(Ended(number, rank, FAILED, Raised("OSError", str(error), "")))
+
+    def _start(self, number: int, rank: int, job: _Job) -> _Rank:
+        assert job.port is not None
+        environment = self._environment | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._size),
+            "LOCAL_WORLD_SIZE": str(self._size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(job.port.getsockname()[1]),
+            "SDPIPE_PIPELINE": str(number),
+            "SDPIPE_SCHEDULER": self._scheduler.address,
+        }
+        sources, ends = open_outputs(self._terminal if rank == 0 else None)
+        prefix = f"[stage {self._mesh.locate(rank)[0]}] " if self._size > 1 else ""
+
+        def shown() -> bool:
+            return rank == 0 and self._shown == number
+
+        streams = {
+            descriptor: Stream(source, descriptor, job.log, prefix, self._terminal, shown)
+            for descriptor, source in sources.items()
+        }
+        try:
+            child = Child(self._command, environment, ends)
+        except OSError:
+            for stream in streams.values():
+                stream.close()
+            raise
+        for stream in streams.values():
+            self._selector.register(stream.source, selectors.EVENT_READ, stream)
+        return _Rank(child, streams)
+
+    def _launch_scheduler(self) -> None:
+        try:
+            self._scheduler.start()
+        except SchedulerError as error:
+            self._terminal.say(f"the scheduler did not start: {error}")
+            self._scheduler.child = None
+            self._events.append(SchedulerEnded(FAILED))
+
+    def _end_everything(self) -> None:
+        """After the last decision only the scheduler runs; after an exception here, perhaps everything."""
+        for job in self._jobs.values():
+            for process in job.ranks.values():
+                process.child.signal(signal.SIGKILL)
+            for process in job.ranks.values():
+                process.child.bury()
+                self._close(process)
+            job.ranks.clear()
+            if job.port is not None:
+                job.port.close()
+            job.log.close()
+        scheduler = self._scheduler.child
+        if scheduler is not None:
+            scheduler.signal(signal.SIGTERM)
+            until = time.monotonic() + _PATIENCE
+            while not scheduler.has_ended() and time.monotonic() < until:
+                time.sleep(0.01)
+            scheduler.signal(signal.SIGKILL)
+            scheduler.bury()
+            self._scheduler.child = None
+        self._scheduler.close()

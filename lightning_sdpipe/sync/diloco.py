@@ -1,0 +1,260 @@
+"""DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (2025): local training, and an optimizer for what it amounts to.
+
+A pause, such as a validation, is an early round of all fragments, so that replicas are equal there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sdpipe.exchange.algorithms.outer import Fragments, Nesterov
+from lightning_sdpipe.exchange.background import Background, Job
+from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
+from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean
+from lightning_sdpipe.exchange.late import turn_into_changes
+from lightning_sdpipe.exchange.moving import finish, pieces_of
+from lightning_sdpipe.exchange.outer_model import OuterModel
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.local_sgd import LocalSGD
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.sync.exchanges import OUTER, Takes, hosts_of
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+
+MOMENTUM = "outer_momentum"
+_MIXES = (
+    "mix= says what becomes of updates that were made meanwhile, and overlap='step' keeps them all: use delay= with "
+)
+_MIXES += "mix=, or leave mix out"
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """Pipelines train alone for ``every`` updates. What their mean has moved by since the last round is then taken for
+    a gradient, by SGD with Nesterov's momentum: ``lr`` and ``momentum``; 1 and 0 make it ``LocalSGD``.
+
+    Streaming DiLoCo: the model in so many ``fragments``, whose rounds follow each other at even distances; during
+    ``delay`` updates their means may travel. Then a worker takes over the new base, and keeps the share ``mix`` of its
+    own fragment; what it has trained meanwhile is lost otherwise. With ``overlap="step"`` it keeps all of that: what is
+    added is the new base minus what it has sent.
+    """
+
+    every: int = 500
+    lr: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.nesterov  # noqa: B018  refuses values
+        self.schedule  # noqa: B018
+
+    @property
+    def nesterov(self) -> Nesterov:
+        return Nesterov(self.lr, self.momentum)
+
+    @property
+    def schedule(self) -> Fragments:
+        return Fragments(self.every, self.fragments, self.delay, self.mix)
+
+    @property
+    def policy(self) -> PolicyConfig:
+        return LocalSGD(every=1)  # workers ask when a round is due
+
+    @property
+    def takes(self) -> Takes:
+        return replace(OUTER, step=_MIXES) if self.mix else OUTER
+
+    def build(self, replica: Replica) -> Synchronizer:
+        keeps = replica.exchange.overlap == "step"
+        delay = max(self.delay, 1) if keeps else self.delay
+        return OuterAveraging(replica, self.nesterov, Fragments(self.every, self.fragments, delay, self.mix), keeps)
+
+
+class _Fragment:
+    """Part of a stage's model, and its round under way."""
+
+    def __init__(self, common: OuterModel, mover: EncodedMean, keeps: bool) -> None:
+        self.common = common
+        self.mover = mover
+        self.keeps = keeps  # what was trained meanwhile
+        self.tensors: list[Tensor] = []
+        self.copies: list[Tensor] = []
+        self.job: Job | None = None
+        self.since = 0  # updates since its last round began
+
+    def take_over(self) -> float:
+        """Waits for the round that is under way, and takes over the base; seconds that were waited."""
+        if self.job is None:
+            return 0.0
+        job, self.job = self.job, None
+        waited = job.wait()
+        if self.keeps:
+            for tensor, change in zip(self.tensors, self.copies, strict=True):
+                tensor.add_(change)
+        else:
+            for number, piece in enumerate(pieces_of(self.tensors)):
+                self.common.take_over(piece, number)
+        return waited
+
+    def exchange(self, group: Group) -> None:
+        """Beside training; on copies."""
+        if self.keeps:
+            turn_into_changes(self.mover, self.copies, group)
+        else:
+            finish(self.mover.start(self.copies, group))
+
+
+class OuterAveraging(Synchronizer):
+    """Rounds over all replicas. Memory: twice the model, once without momentum; and a fragment while its mean travels.
+
+    Args:
+        replica: this worker.
+        nesterov: the outer optimizer's values.
+        schedule: of the rounds.
+        keeps: whether updates that were made while a mean travelled are kept.
+    """
+
+    def __init__(self, replica: Replica, nesterov: Nesterov, schedule: Fragments, keeps: bool) -> None:
+        super().__init__(replica)
+        self._schedule = schedule
+        beside = schedule.delay or replica.exchange.hierarchy == "hosts"
+        channel = replica.groups.side_channel(replica.timeout) if beside else None
+        replicas, hosts = replica.groups.replicas(channel), hosts_of(replica)
+        commons = [
+            OuterModel(replica.exchange.payload, replica.pipeline, nesterov, schedule.mix)
+            for _ in range(schedule.fragments)
+        ]
+        self._fragments = [_Fragment(common, EncodedMean(replicas, common, hosts), keeps) for common in commons]
+        self._background = Background("averaging what models have moved by", 2 * replica.timeout.total_seconds())
+        self._update = 0
+        self._rounds = 0
+        self._loaded: dict[nn.Parameter, Tensor] = {}
+
+    def announce(self, iteration: int) -> None:
+        """Tells the scheduler that this worker is ready if a round begins after this update."""
+        self._update = iteration + 1
+        if self._schedule.begin(self._update):
+            self.replica.client.ready(iteration)
+            self.announced = True
+
+    @property
+    def shares_next(self) -> bool:
+        """See the base class."""
+        return self.announced
+
+    def synchronise(self) -> None:
+        """Takes over the bases that are due, and begins the rounds that are."""
+        start = time.perf_counter()
+        for fragment in self._fragments:
+            fragment.since += 1
+        ending = self._schedule.end(self._update) if self._schedule.delay else []
+        waited = sum(self._fragments[number].take_over() for number in ending)
+        members = 1
+        if self.announced:
+            asked = time.perf_counter()
+            group = self.replica.client.group()
+            self.announced = False
+            waited += time.perf_counter() - asked
+            members = len(group.members)
+            self._rounds += 1
+            for number in self._schedule.begin(self._update):
+                waited += self._begin(self._fragments[number], group)
+        self.statistics.count(members, waited, time.perf_counter() - start - waited)
+
+    def enter(self) -> None:
+        """All replicas are equal."""
+        self._rounds = 0
+        trained = tensors_of(self._trained)
+        parts = [torch.tensor_split(tensor, len(self._fragments)) for tensor in trained]
+        for number, fragment in enumerate(self._fragments):
+            fragment.tensors = [part[number] for part in parts]
+            fragment.common.begin(fragment.tensors)
+            fragment.since = 0
+        if self._loaded:
+            self._take_loaded()
+
+    def arrive(self) -> None:
+        for fragment in self._fragments:
+            fragment.take_over()
+
+    def catch_up(self) -> None:
+        self.make_parameters_equal()
+
+    def make_parameters_equal(self) -> None:
+        """An early round of all fragments, unless nobody has trained since the last one."""
+        size = len(self.replica.ranks)
+        counts = torch.tensor([0] * size + [fragment.since for fragment in self._fragments], device=self.replica.device)
+        counts[self.replica.pipeline] = self._rounds
+        dist.all_reduce(counts, group=self.replica.groups.stage)
+        rounds, updates = counts[:size].tolist(), counts[size:].tolist()
+        furthest = rounds.index(max(rounds))
+        for fragment, since in zip(self._fragments, updates, strict=True):
+            bases = [outer.base for outer in fragment.common.outer]
+            pieces = list(pieces_of(fragment.tensors))
+            moved = [piece - base for piece, base in zip(pieces, bases, strict=True)]
+            finish(FullMean(self.replica.groups.replicas()).start(moved, self.replica.everybody()))
+            if len(set(rounds)) > 1:  # whoever was out of data has missed some
+                state = [tensor for outer in fragment.common.outer for tensor in outer.state_dict().values()]
+                weights = [float(pipeline == furthest) for pipeline in range(len(rounds))]
+                finish(TakeOver(self.replica.groups.replicas()).start(state, self.replica.everybody(weights)))
+            for piece, outer, change in zip(pieces, fragment.common.outer, moved, strict=True):
+                if since:
+                    outer.step(change)
+                piece.copy_(outer.base)
+        self._average([b for b in self.replica.parameters if not b.trains and torch.is_floating_point(b.buffer)])
+
+    def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """The outer momentum."""
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for bucket, flat in zip(self._trained, self._momenta(), strict=True):
+            sizes = [parameter.numel() for parameter in bucket.parameters]
+            for parameter, part in zip(bucket.parameters, torch.split_with_sizes(flat, sizes), strict=True):
+                if part.any():
+                    states[parameter] = {MOMENTUM: part.view(parameter.shape)}
+        return states
+
+    def load_parameter_states(self, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
+        self._loaded = {parameter: state[MOMENTUM] for parameter, state in states.items() if MOMENTUM in state}
+
+    def _momenta(self) -> list[Tensor]:
+        """Flat, of each bucket that trains; zeros before training."""
+        flats = [torch.zeros_like(bucket.buffer) for bucket in self._trained]
+        for number, fragment in enumerate(self._fragments):
+            parts = [torch.tensor_split(flat, len(self._fragments))[number] for flat in flats]
+            for piece, momentum in zip(pieces_of(parts), fragment.common.momentum, strict=False):
+                piece.copy_(momentum)
+        return flats
+
+    def _take_loaded(self) -> None:
+        flats = [
+            torch.cat([self._loaded.get(p, torch.zeros_like(p)).reshape(-1) for p in bucket.parameters])
+            for bucket in self._trained
+        ]
+        for number, fragment in enumerate(self._fragments):
+            parts = [torch.tensor_split(flat, len(self._fragments))[number] for flat in flats]
+            fragment.common.load_momentum(torch.cat(parts))
+        self._loaded = {}
+
+    @property
+    def _trained(self) -> list[FlatBucket]:
+        return [bucket for bucket in self.replica.parameters if bucket.trains]
+
+    def _begin(self, fragment: _Fragment, group: Group) -> float:
+        """One round; seconds that were waited for the others."""
+        fragment.since = 0
+        if not self._schedule.delay:
+            return finish(fragment.mover.start(fragment.tensors, group))
+        if [copy.shape for copy in fragment.copies] != [tensor.shape for tensor in fragment.tensors]:
+            fragment.copies = [torch.empty_like(tensor) for tensor in fragment.tensors]
+        for copy, tensor in zip(fragment.copies, fragment.tensors, strict=True):
+            copy.copy_(tensor)
+        fragment.job = self._background.do(lambda: fragment.exchange(group))
+        return 0.0

@@ -1,0 +1,141 @@
+"""A worker's half of averaging at its own pace, beside training: ``overlap="free"`` (BAGUA §3.2, asynchronous).
+
+A thread of each worker takes part in one average after the other, with an interval between them, whatever the training
+does. It works on what the worker publishes: a copy of its model, to which each update is added when it is ready, and to
+which the thread adds what the mean differs by from what it has sent. So a gradient is computed on one unchanged model,
+nobody stands still, and no update is lost. A lock is held for the copy and the sums only.
+
+All threads average the same number of times: each begins an average by saying whether its worker has arrived at a
+pause, and they end together when all have.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.buckets import tensors_of
+from lightning_sdpipe.exchange.late import turn_into_changes
+from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.sync.exchanges import Begin
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+
+
+class FreeAveraging(Synchronizer):
+    """Averages beside training. Memory: three models besides.
+
+    Args:
+        replica: this worker.
+        mover: moves what is published.
+        meet: whom this worker averages with in which round; asked with everybody as a group, whose sequence is the
+            round.
+        begin: is told of the models whenever training begins; then they are equal on all replicas.
+    """
+
+    def __init__(self, replica: Replica, mover: Mover, meet: Callable[[Group], Group], begin: Begin | None) -> None:
+        super().__init__(replica)
+        self._mover = mover
+        self._meet = meet
+        self._begin = begin
+        self._channel = replica.groups.side_channel(replica.timeout)
+        self._lock = threading.Lock()  # of what is published
+        self._published: list[Tensor] = []
+        self._computed_on: list[Tensor] = []
+        self._thread: threading.Thread | None = None
+        self._arrived = threading.Event()
+        self._failure: BaseException | None = None
+        self._members = 1  # of the last average, which has not been counted yet
+
+    @property
+    def models_averaged(self) -> int:
+        """See the base class."""
+        return len(self.replica.ranks)
+
+    @property
+    def shares_next(self) -> bool:
+        """See the base class."""
+        return True
+
+    def synchronise(self) -> None:
+        """Publishes the update, and takes over what averages have added.
+
+        Raises:
+            WorkerFailedError: another worker broke off while it averaged with this one.
+        """
+        if self._failure is not None:
+            raise self._failure
+        start = time.perf_counter()
+        with self._lock:
+            members, self._members = self._members, 1
+            for tensor, base, published in zip(self._tensors(), self._computed_on, self._published, strict=True):
+                published.add_(tensor - base)
+                tensor.copy_(published)
+                base.copy_(published)
+        self.statistics.count(members, 0.0, time.perf_counter() - start)
+
+    def enter(self) -> None:
+        self._published = [tensor.clone() for tensor in self._tensors()]
+        self._computed_on = [tensor.clone() for tensor in self._published]
+        if self._begin is not None:
+            self._begin(self._published)
+        self._arrived.clear()
+        self._thread = threading.Thread(target=self._run, name="averaging freely", daemon=True)
+        self._thread.start()
+
+    def arrive(self) -> None:
+        """Returns when all workers have arrived."""
+        assert self._thread is not None
+        self._arrived.set()
+        self._thread.join(2 * self.replica.timeout.total_seconds())
+        if self._failure is not None:
+            raise self._failure
+        if self._thread.is_alive():
+            raise WorkerFailedError(
+                f"the replicas of stage {self.replica.stage} did not stop averaging with pipeline "
+                f"{self.replica.pipeline} within {2 * self.replica.timeout.total_seconds():g} s"
+            )
+        for tensor, published in zip(self._tensors(), self._published, strict=True):
+            tensor.copy_(published)
+
+    def catch_up(self) -> None:
+        self.make_parameters_equal()
+
+    def _tensors(self) -> list[Tensor]:
+        return tensors_of([bucket for bucket in self.replica.parameters if bucket.trains])
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                self._go_through_rounds()
+        except BaseException as error:  # raised where the training next asks; a thread could only print it
+            self._failure = error
+
+    def _go_through_rounds(self) -> None:
+        copies = [torch.empty_like(tensor) for tensor in self._published]
+        number = 0
+        while not self._all_have_arrived():
+            with self._lock:
+                for copy, published in zip(copies, self._published, strict=True):
+                    copy.copy_(published)
+            group = self._meet(self.replica.everybody(sequence=number))
+            if len(group.members) > 1:
+                turn_into_changes(self._mover, copies, group)
+                with self._lock:
+                    self._members = len(group.members)
+                    for change, published in zip(copies, self._published, strict=True):
+                        published.add_(change)
+            number += 1
+            self._arrived.wait(self.replica.exchange.interval)
+
+    def _all_have_arrived(self) -> bool:
+        """Waits for the threads of all workers."""
+        training = torch.tensor([0 if self._arrived.is_set() else 1])
+        dist.all_reduce(training, group=self._channel)
+        return not training.item()

@@ -1,0 +1,207 @@
+"""A worker's half of PHD-PSGD: gradients are averaged within a group, models between groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, WorkerFailedError
+from lightning_sdpipe.exchange.buckets import tensors_of
+from lightning_sdpipe.exchange.collectives import FullMean
+from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
+from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.sharded_mean import ShardedMean
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
+from lightning_sdpipe.policies.replay import mean_of_groups
+from lightning_sdpipe.sync.furthest import take_over_furthest
+from lightning_sdpipe.sync.meetings import Meetings
+from lightning_sdpipe.sync.shared_models import InPlace, Published, SharedModel
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+
+_BUCKET_BYTES = 25 * 2**20
+_MARKS = 2**24
+
+
+class HybridGroups(Synchronizer):
+    """Averages gradients over the members of this worker's group, which are to keep equal models, and takes part in the
+    group's meetings.
+
+    A member whose data ends earlier than that of others takes part in their rounds with nothing to add, and in no
+    meeting; when it comes back it takes over their model. The members tell each other in every round which meeting was
+    their last, since one that the scheduler lost may have missed some: then the run ends.
+
+    Args:
+        replica: this worker.
+        policy: says which pipelines form a group, and whether meetings wait for the partner's step.
+    """
+
+    def __init__(self, replica: Replica, policy: PHDPSGD) -> None:
+        super().__init__(replica)
+        self._policy = policy
+        self._worker = Worker(replica.stage, replica.pipeline)
+        self._groups = policy.groups_of(len(replica.ranks))
+        self._mates = replica.groups.part(self._groups, replica.timeout)
+        self._rounds: GradientRounds | None = None
+        if self._mates is not None:
+            self._rounds = GradientRounds(replica.trained, self._mates, _BUCKET_BYTES, replica.watch)
+            self.gradients = self
+        self._averaged: Averaged | None = None
+        self._trained = 0
+        """Rounds since all took part."""
+        self._iteration = 0
+        self._met = self._last_meeting = 0
+        """The last meeting with others that was carried out, and as of the last boundary; from 1."""
+        self._meets = len(self._groups) > 1
+        if self._meets:
+            own_links = replica.groups.side_channel(replica.timeout) if policy.asynchronous else None
+            self._mover = ShardedMean(replica.groups.replicas(own_links), self._groups, policy.sharded)
+            self._model: SharedModel = InPlace([])
+            self._meetings = Meetings(self._worker, self._carry_out, replica.timeout)
+            replica.client.on_invitation = self._meetings.invite
+
+    @property
+    def models_averaged(self) -> float:
+        """See the base class: gradients are averaged before the optimizer sees them, so a group counts as one."""
+        return len(self._groups)
+
+    # ------------------------------------------------------------- gradients
+
+    def ready(self, number: int, gradient: Tensor) -> None:
+        """See :class:`~lightning_sdpipe.exchange.gradients.GradientExchange`, as for the next two."""
+        assert self._rounds is not None
+        self._rounds.ready(number, gradient)
+
+    def complete(self, gradients: Sequence[Tensor | None]) -> None:
+        assert self._rounds is not None
+        self._rounds.complete(gradients, mark=self._last_meeting % _MARKS)
+
+    def finish(self) -> list[Tensor | None]:
+        assert self._rounds is not None
+        outcome = self._averaged = self._rounds.wait()
+        if outcome.nonfinite:
+            raise NonFiniteError(
+                f"the gradients of pipelines {outcome.nonfinite}, stage {self.replica.stage}, for update "
+                f"{self.statistics.groups}, counted from 0 since training started"
+            )
+        if len({*outcome.marks.values()}) > 1:
+            raise WorkerFailedError(
+                f"the pipelines of a group hold different models in stage {self.replica.stage}: the last meeting with "
+                f"other groups was, by pipeline, {outcome.marks} (counted modulo {_MARKS}). The scheduler took some of "
+                "them to be lost while the others met, and their gradients cannot be averaged. Start the run again "
+                "from its last checkpoint."
+            )
+        self._trained += 1
+        if self._mates is not None:
+            members, size = len(self._mates.pipelines), sum(parameter.nbytes for parameter in self.replica.trained)
+            self.statistics.traffic.add(2 * (members - 1) * size // members)  # torch sends them around a ring
+        return outcome.gradients
+
+    # -------------------------------------------------------------- meetings
+
+    def announce(self, iteration: int) -> None:
+        """Tells the scheduler that this worker is ready, unless meetings are asynchronous: then those that serve others
+        while they compute would wait for the backward that remains."""
+        self._iteration = iteration
+        if self._meets and not self._policy.asynchronous:
+            self.replica.client.ready(iteration)
+            self.announced = True
+
+    @property
+    def shares_next(self) -> bool:
+        """See the base class."""
+        return self._meets
+
+    def synchronise(self) -> None:
+        """Learns whom this worker's group meets after its step, and averages models with them.
+
+        Raises:
+            WorkerFailedError: another one broke off, now or while this one was invited.
+        """
+        members, waited, averaging = 1, 0.0, 0.0
+        if self._averaged is not None:
+            members = self._averaged.members
+            waited, averaging = self._averaged.seconds_waiting, self._averaged.seconds_averaging
+        if self._meets:
+            start = time.perf_counter()
+            self._meetings.stand()
+            if not self.announced:
+                self.replica.client.ready(self._iteration)
+            group = self.replica.client.group()
+            self.announced = False
+            told = time.perf_counter()
+            for_others = self._meetings.go_on(self._iteration, group)
+            members = len(group.members)
+            waited += told - start + for_others
+            averaging += time.perf_counter() - told - for_others
+        self.statistics.count(members, waited, averaging)
+
+    def _carry_out(self, group: Group, with_step: bool) -> float:
+        waited, alone = 0.0, len(self._mover.parts(group)) == 1
+        if not alone:
+            waited = finish(self._mover.start(self._model.tensors(with_step), group))
+            self._met = group.sequence + 1
+        if self._worker not in group.passive:  # a boundary
+            self._model.take()
+            self._last_meeting = self._met
+        return waited
+
+    # ---------------------------------------------------------------- pauses
+
+    def enter(self) -> None:
+        self._trained = self._met = self._last_meeting = 0
+        self._averaged = None
+        if self._rounds is not None:
+            self._rounds.arrange()  # what trains may have changed
+        if self._meets:
+            self._refuse_other_groups()
+            trained = [bucket for bucket in self.replica.parameters if bucket.trains]
+            self._model = Published(trained) if self._policy.asynchronous else InPlace(trained)
+            self._meetings.begin()
+
+    def arrive(self) -> None:
+        if self._meets:
+            self._meetings.end()
+            self._model.take()  # of meetings since the last boundary
+        if self._rounds is None:
+            return
+        nothing: list[Tensor | None] = [None] * len(self.replica.trained)
+        while True:  # until all of the group are here
+            self._rounds.complete(nothing, trains=False)
+            if self._rounds.wait().members == 0:
+                break
+
+    def catch_up(self) -> None:
+        """The group's members take over the model of the one that has trained longest, and met others last."""
+        if self._mates is not None:
+            take_over_furthest(self.replica, self._mates, self._trained * 2**40 + self._met)
+
+    def make_parameters_equal(self) -> None:
+        """All get the mean of the groups' models."""
+        self.catch_up()
+        if self._meets:
+            weights = dict(zip((p for group in self._groups for p in group), mean_of_groups(self._groups), strict=True))
+            everybody = self.replica.everybody([weights[pipeline] for pipeline in range(len(self.replica.ranks))])
+            buckets = [b for b in self.replica.parameters if b.trains or torch.is_floating_point(b.buffer)]
+            finish(FullMean(self.replica.groups.replicas()).start(tensors_of(buckets), everybody))
+
+    def _refuse_other_groups(self) -> None:
+        """Where another scheduler than the run's own decides."""
+        theirs = registry.from_json(self.replica.client.policy or "")
+        ours, size = self._policy, len(self.replica.ranks)
+        if not isinstance(theirs, PHDPSGD) or theirs.groups_of(size) != self._groups:
+            raise ConfigurationError(
+                f"the scheduler decides by {theirs}, and this run averages gradients within the groups "
+                f"{[list(group) for group in self._groups]}. Start it with --policy phd_psgd --set "
+                f"groups={[list(group) for group in self._groups]}, or give the run its groups."
+            )
+        if theirs.asynchronous != ours.asynchronous:
+            raise ConfigurationError(
+                f"the scheduler decides with asynchronous={theirs.asynchronous}, and this run has "
+                f"asynchronous={ours.asynchronous}; give both the same."
+            )

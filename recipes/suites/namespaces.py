@@ -1,0 +1,60 @@
+"""Hosts as far as the network is concerned: a namespace each, joined by a bridge, with links that the kernel slows down
+(``tc tbf`` at both ends). It takes root, and the commands ``ip`` and ``tc`` of iproute2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+INTERFACE = "sdpipe0"
+BURST = 131072
+"""Bytes that a bucket lets pass at once: more than the largest packet."""
+
+
+class NotAllowed(Exception):
+    """Namespaces cannot be made here; says why."""
+
+
+@contextmanager
+def hosts(count: int, rate_mbit: float) -> Iterator[list[str]]:
+    """Names of so many namespaces, whose addresses are :func:`address`.
+
+    Raises:
+        NotAllowed: there is no root, or no command, or the kernel refuses.
+    """
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        raise NotAllowed("network namespaces need root and the commands ip and tc (package iproute2)")
+    switch = f"sdsw{os.getpid()}"
+    names = [f"sdh{os.getpid()}-{number}" for number in range(count)]
+    try:
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        for number, name in enumerate(names):
+            _run("ip", "netns", "add", name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            port = f"port{number}"
+            _run("ip", "-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
+            _run("ip", "-n", name, "addr", "add", f"{address(number)}/24", "dev", INTERFACE)
+            _run("ip", "-n", switch, "link", "set", port, "master", "br0")
+            for owner, device in ((name, INTERFACE), (switch, port)):
+                _run("ip", "-n", owner, "link", "set", device, "up")
+                bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(BURST), "latency", "10s")
+                _run("ip", "netns", "exec", owner, "tc", "qdisc", "add", "dev", device, "root", *bucket)
+        yield names
+    finally:
+        for name in (*names, switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def address(number: int) -> str:
+    return f"10.232.1.{number + 1}"
+
+
+def _run(*command: str) -> None:
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    if outcome.returncode:
+        raise NotAllowed(f"{' '.join(command)}: {outcome.stderr.strip()}")

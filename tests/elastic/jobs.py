@@ -1,0 +1,276 @@
+"""Elastic runs for tests: a standing scheduler, and pipelines as jobs of forked processes, which are killed at will."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_sdpipe import SDPipeStrategy
+from tests.workers import free_port
+
+BATCH = 4
+SECONDS = 0.02
+"""Of a batch."""
+FINDING_OUT = timedelta(seconds=30)
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that say which they are."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor([index / self.size, 1.0]), torch.tensor(index)
+
+
+class Slow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(SECONDS / 2)
+        return x
+
+
+class Model(L.LightningModule):
+    """Each pipeline initialises it differently, as no script should."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(int(os.environ["SDPIPE_PIPELINE"]))
+        self.net = nn.Sequential(nn.Linear(2, 8), Slow(), nn.BatchNorm1d(8), nn.Tanh(), Slow(), nn.Linear(8, 1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[0][:, :1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[0][:, :1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), 0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Diary(Callback):
+    """Writes down what happens in this process, line by line: it may be killed."""
+
+    def __init__(self, directory: Path) -> None:
+        name = f"{os.environ['SDPIPE_PIPELINE']}-{os.environ['RANK']}-{os.getpid()}.jsonl"
+        self.file = open(directory / name, "a", buffering=1)  # noqa: SIM115  # as long as the process
+        self.before = time.monotonic()
+        self.directory = directory
+
+    def note(self, **what: Any) -> None:
+        self.file.write(json.dumps({"at": time.monotonic(), **what}) + "\n")
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        optimizer = trainer.optimizers[0]
+        steps = [int(state["step"]) for state in optimizer.state.values()]
+        self.note(started=trainer.global_step, epoch=trainer.current_epoch, moments=max(steps, default=0))
+        self.before = time.monotonic()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, _: Any, batch: Any, __: int) -> None:
+        now, strategy = time.monotonic(), trainer.strategy
+        assert isinstance(strategy, SDPipeStrategy)
+        trained = [] if strategy.training.phase.name == "ABSENT" else batch[1].tolist()
+        members = strategy.statistics.members - strategy.statistics.groups  # others that it averaged with
+        seconds, self.before = now - self.before, now
+        self.note(step=trainer.global_step, epoch=trainer.current_epoch, trained=trained, took=seconds, others=members)
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        state = {name: value.double().sum().item() for name, value in module.state_dict().items() if not value.is_meta}
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.note(pause=trainer.global_step, epoch=trainer.current_epoch, state=state, metrics=metrics)
+        self.before = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.should_stop = (self.directory / "stop").exists()  # on whoever sees it first
+
+    def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        self.note(ended=trainer.global_step, rates=rates, leads=trainer.is_global_zero)
+
+
+def fit(directory: Path, samples: int, options: dict[str, Any]) -> None:
+    """What the user's script does: it trains until the test says stop."""
+    torch.set_num_threads(1)
+    strategy = SDPipeStrategy(timeout=FINDING_OUT, **options)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        default_root_dir=directory,
+        max_epochs=10_000,
+        logger=CSVLogger(directory, flush_logs_every_n_steps=1),
+        log_every_n_steps=5,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Diary(directory), ModelCheckpoint(every_n_train_steps=10, save_top_k=-1)],
+    )
+    data = Numbered(samples)
+    trainer.fit(Model(), DataLoader(data, BATCH, shuffle=True), DataLoader(Subset(data, range(16)), 16))
+
+
+class Job:
+    """One start of a pipeline's job."""
+
+    def __init__(self, run: ElasticRun, pipeline: int, work: Callable[[], None]) -> None:
+        self.pipeline = pipeline
+        self.codes: dict[int, int] = {}
+        port = str(free_port())
+        self.pids = [self._start(run, rank, port, work) for rank in range(run.num_stages)]
+
+    def _start(self, run: ElasticRun, rank: int, port: str, work: Callable[[], None]) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            output = os.open(run.directory / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.num_stages, "LOCAL_WORLD_SIZE": run.num_stages}
+            place = {"SDPIPE_PIPELINE": self.pipeline, "SDPIPE_SCHEDULER": run.address, **world}
+            os.environ.update({name: str(value) for name, value in place.items()})
+            os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+            work()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def signal(self, number: signal.Signals, rank: int = 0) -> float:
+        """Sends it to one process; the time."""
+        os.kill(self.pids[rank], number)
+        return time.monotonic()
+
+    def ended(self) -> bool:
+        """Have all processes ended?"""
+        return all(self._code(pid) is not None for pid in self.pids)
+
+    def _code(self, pid: int) -> int | None:
+        if pid not in self.codes:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                self.codes[pid] = os.waitstatus_to_exitcode(status)
+        return self.codes.get(pid)
+
+    def kill(self) -> None:
+        for pid in self.pids:
+            if self._code(pid) is None:
+                os.kill(pid, signal.SIGKILL)
+                _, status = os.waitpid(pid, 0)
+                self.codes[pid] = os.waitstatus_to_exitcode(status)
+
+
+class ElasticRun:
+    """A run in ``directory``, whose scheduler is a process of its own."""
+
+    def __init__(self, directory: Path, num_stages: int, num_pipelines: int, *options: str) -> None:
+        self.directory, self.num_stages, self.num_pipelines = directory, num_stages, num_pipelines
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self._options = ["--journal", str(directory / "journal"), *options]
+        self.jobs: list[Job] = []
+        self.start_scheduler()
+
+    def start_scheduler(self) -> None:
+        stages, pipelines = str(self.num_stages), str(self.num_pipelines)
+        mesh = ["--num-stages", stages, "--num-pipelines", pipelines, "--bind", self.address]
+        with open(self.directory / "scheduler.txt", "a") as output:
+            command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *mesh, *self._options]
+            self.scheduler = subprocess.Popen(command, stdout=output, stderr=output)
+
+    def start(self, pipeline: int, work: Callable[[], None]) -> Job:
+        self.jobs.append(Job(self, pipeline, work))
+        return self.jobs[-1]
+
+    def rows(self, pipeline: int, rank: int = 0) -> list[list[dict[str, Any]]]:
+        """What each start of a worker wrote down, the oldest first."""
+        texts = [path.read_text().splitlines(True) for path in self.directory.glob(f"{pipeline}-{rank}-*.jsonl")]
+        rows = [[json.loads(line) for line in lines if line.endswith("\n")] for lines in texts]
+        return sorted(filter(None, rows), key=lambda of_a_start: of_a_start[0]["at"])
+
+    def turns(self, pipeline: int) -> int:
+        """Of the newest start."""
+        rows = self.rows(pipeline)
+        return sum("took" in row for row in rows[-1]) if rows else 0
+
+    def wait(self, holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+        until = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < until, f"{what} did not happen in {seconds:g} s:\n{self.said()}"
+            time.sleep(0.02)
+
+    def wait_for_turns(self, pipelines: Iterator[int] | range | list[int], more: int) -> None:
+        """Until all of them have made so many turns more."""
+        aims = {pipeline: self.turns(pipeline) + more for pipeline in pipelines}
+        self.wait(lambda: all(self.turns(i) >= aim for i, aim in aims.items()), f"{more} turns of {sorted(aims)}")
+
+    def finish(self) -> dict[int, list[int]]:
+        """Ends the run with the epoch, and waits for all jobs; the exit codes of the last start of each pipeline."""
+        (self.directory / "stop").touch()
+        self.wait(lambda: all(job.ended() for job in self.jobs), "the end")
+        return {job.pipeline: [job.codes[pid] for pid in job.pids] for job in self.jobs}
+
+    def said(self) -> str:
+        texts = [self.directory / "scheduler.txt", self.directory / "output.txt"]
+        return "\n".join(text.read_text()[-6000:] for text in texts if text.exists())
+
+    def trained(self) -> dict[int, Counter[int]]:
+        """How often each sample was trained in each epoch, by all."""
+        found: dict[int, Counter[int]] = {}
+        for pipeline in {job.pipeline for job in self.jobs}:
+            for rows in self.rows(pipeline):
+                for row in rows:
+                    if "took" in row:
+                        found.setdefault(row["epoch"], Counter()).update(row["trained"])
+        return found
+
+    def longest(self, pipeline: int, at: float, seconds: float = 1.5) -> tuple[float, float]:
+        """The longest turn from ``at`` on, and the median of all."""
+        turns = [row for row in self.rows(pipeline)[-1] if "took" in row]
+        took = sorted(row["took"] for row in turns)
+        near = [row["took"] for row in turns if at <= row["at"] <= at + seconds]
+        return max(near, default=0.0), took[len(took) // 2]
+
+    def close(self) -> None:
+        for job in self.jobs:
+            job.kill()
+        self.scheduler.kill()
+        self.scheduler.wait()
+
+
+@contextmanager
+def elastic_run(directory: Path, num_stages: int, num_pipelines: int, *options: str) -> Iterator[ElasticRun]:
+    run = ElasticRun(directory, num_stages, num_pipelines, *options)
+    try:
+        yield run
+    finally:
+        run.close()

@@ -1,0 +1,161 @@
+"""Whole elastic runs, on real processes that are killed: the others go on, and who comes back takes part."""
+
+from __future__ import annotations
+
+import csv
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.jobs import ElasticRun, elastic_run, fit
+
+pytestmark = pytest.mark.distributed
+
+
+SAMPLES = 96
+
+
+def check_that_nothing_is_lost(run: ElasticRun) -> None:
+    trained = run.trained()
+    assert sorted(trained) == list(range(len(trained)))
+    assert all(set(counts) == set(range(SAMPLES)) for counts in trained.values())
+
+
+def check_that_replicas_were_equal(run: ElasticRun, pipelines: list[int]) -> None:
+    """At every pause, bit for bit, and the metrics too."""
+    for rank in range(run.num_stages):
+        pauses: dict[tuple[int, int], list[Any]] = {}
+        for pipeline in pipelines:
+            for row in run.rows(pipeline, rank)[-1]:
+                if "pause" in row:
+                    pauses.setdefault((row["epoch"], row["pause"]), []).append((row["state"], row["metrics"]))
+        assert pauses
+        for at, seen in pauses.items():
+            assert all(other == seen[0] for other in seen), (rank, at, seen)
+
+
+def test_one_is_killed_and_comes_back(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
+        for pipeline in range(3):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1, 2], 15)
+        killed = run.jobs[2].signal(signal.SIGKILL)
+        run.wait_for_turns([0, 1], 8)
+        run.start(2, work)
+        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([2], 12)
+        codes = run.finish()
+        assert codes == {0: [0], 1: [0], 2: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1, 2])
+        for survivor in (0, 1):
+            longest, median = run.longest(survivor, killed)
+            assert longest < median + 1.0, (longest, median)
+        rows = run.rows(2)[-1]
+        assert rows[0]["started"] > 0
+        assert rows[0]["moments"] > 0  # the donor's optimizer
+        assert rows[-1]["rates"] == run.rows(0)[-1][-1]["rates"]  # and its schedule
+        assert any(row.get("others", 0) > 0 for row in rows)
+
+
+def test_a_stage_is_killed_and_its_pipeline_comes_back(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"num_stages": 2})
+    with elastic_run(tmp_path, 2, 2, "--start-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 10)
+        run.jobs[0].signal(signal.SIGKILL, rank=1)  # stage 0 of the leader
+        run.wait(run.jobs[0].ended, "the end of the other stage")
+        run.wait_for_turns([1], 5)
+        run.start(0, work)
+        run.wait(lambda: len(run.rows(0)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([0], 12)
+        codes = run.finish()
+        assert codes == {0: [0, 0], 1: [0, 0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])
+
+
+def test_leaders_go_and_others_lead_on(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
+        for pipeline in range(3):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1, 2], 25)
+        run.jobs[0].signal(signal.SIGKILL)  # the oldest, and of those that began together the first, leads
+        run.wait_for_turns([1, 2], 10)
+        run.wait_for_turns([1, 2], 10)
+        left = run.jobs[1].signal(signal.SIGTERM)
+        run.wait(run.jobs[1].ended, "the end of pipeline 1")
+        run.wait_for_turns([2], 30)
+        codes = run.finish()
+        assert codes == {0: [-signal.SIGKILL], 1: [128 + signal.SIGTERM], 2: [0]}, run.said()
+        assert "pipeline 1 left" in run.said()
+        longest, median = run.longest(2, left)
+        assert longest < median + 1.0, (longest, median)
+        check_that_nothing_is_lost(run)
+        (logs,) = (tmp_path / "lightning_logs").iterdir()
+        steps = [int(row["step"]) for row in csv.DictReader((logs / "metrics.csv").open())]
+        assert steps[0] == 4  # of the first leader
+        last = run.rows(2)[-1][-1]
+        assert last["leads"]
+        assert max(steps) > last["ended"] - 10  # of the last one
+        saved = {int(path.stem.split("=")[-1]) for path in (logs / "checkpoints").iterdir()}
+        assert set(range(10, last["ended"] + 1, 10)) == saved
+
+
+def test_the_scheduler_is_killed_and_started_again(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 15)
+        run.scheduler.kill()
+        run.scheduler.wait()
+        run.start_scheduler()
+        run.wait_for_turns([0, 1], 15)
+        codes = run.finish()
+        assert codes == {0: [0], 1: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])
+        assert all(max(counts.values()) <= 2 for counts in run.trained().values())  # a shuffled epoch may be padded
+
+
+def test_too_few_wait_for_more(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 2, "--min-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 10)
+        run.jobs[0].signal(signal.SIGKILL)
+        run.wait(lambda: "training waits for more" in run.said(), "the pause")
+        before = run.turns(1)
+        run.start(0, work)
+        run.wait(lambda: bool(run.rows(0)) and run.turns(0) > 0 and len(run.rows(0)) == 2, "the newcomer's turn")
+        assert run.turns(1) <= before + 4  # what was under way, and what it has trained with the newcomer by now
+        codes = run.finish()
+        assert codes == {0: [0], 1: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+
+
+def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 8)
+        run.start(5, work)  # two at once, above the number by which an epoch is counted
+        run.start(3, work)
+        run.wait(lambda: all(run.turns(i) > 8 for i in (3, 5)), "the newcomers' turns")
+        run.jobs[0].signal(signal.SIGKILL)  # two at once, all but newcomers
+        run.jobs[1].signal(signal.SIGKILL)
+        run.wait_for_turns([3, 5], 12)
+        codes = run.finish()
+        assert codes == {0: [-9], 1: [-9], 3: [0], 5: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [3, 5])
+        assert run.rows(3)[-1][-1]["leads"] != run.rows(5)[-1][-1]["leads"]

@@ -1,0 +1,182 @@
+"""Exchanges that break off in the middle: no piece is torn, and what was remembered is right, or gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange import moving, transfers
+from lightning_sdpipe.exchange.algorithms.outer import Nesterov
+from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean
+from lightning_sdpipe.exchange.late import Late
+from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.outer_model import OuterModel
+from lightning_sdpipe.exchange.own_reference import OwnReference
+from lightning_sdpipe.exchange.payloads import EightBit, OneBit
+from lightning_sdpipe.exchange.ring_mean import RingMean
+from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.policies import Group
+from lightning_sdpipe.policies.decentralized import with_neighbours
+from lightning_sdpipe.policies.peers import ring
+from tests.exchange.test_group_mean import group, values
+from tests.exchange.threads import Crew, one_thread, together
+
+N, PIECE, SIZE = 3, 300, 1000
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with one_thread():
+        yield Crew(N)
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "PIECE", PIECE)
+
+
+@pytest.fixture
+def break_off(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """From the given call of each worker on, nobody reaches anybody; None mends everything."""
+    calls: dict[int, int] = {}
+    limit: list[int | None] = [None]
+    begin = transfers.begin
+
+    def failing(outgoing: Any, into: Any, replicas: Replicas, tag: int) -> transfers.Transfers:
+        calls[replicas.pipeline] = calls.get(replicas.pipeline, 0) + 1
+        if limit[0] is not None and calls[replicas.pipeline] > limit[0]:
+            raise WorkerFailedError("exchanging with pipeline 2 of stage 0 failed: it was lost")
+        return begin(outgoing, into, replicas, tag)
+
+    def set_limit(last: int | None) -> None:
+        calls.clear()
+        limit[0] = last
+
+    monkeypatch.setattr(transfers, "begin", failing)
+    return set_limit
+
+
+def everybody(number: int) -> Group:
+    return group(range(N), [1 / N] * N, number)
+
+
+def start(rank: int) -> Tensor:
+    return 10 * values(99, SIZE)
+
+
+@pytest.mark.parametrize("last", [0, 1, 2, 5])
+def test_pieces_of_groups_are_whole_and_the_next_exchange_goes_on(
+    crew: Crew, break_off: Callable[[int | None], None], last: int
+) -> None:
+    codings = [OwnReference(EightBit(block=64)) for _ in range(N)]
+    models = [start(rank) + values(rank, SIZE) for rank in range(N)]
+    movers = [EncodedMean(crew.replicas(rank), codings[rank]) for rank in range(N)]
+    together(N, lambda rank: finish(movers[rank].start([models[rank]], everybody(1))))
+    for rank, model in enumerate(models):
+        model.add_(0.1 * values(rank + 10, SIZE))
+    before, mean = [model.clone() for model in models], torch.stack(models).mean(0)
+    break_off(last)
+
+    def fail(rank: int) -> None:
+        with pytest.raises(WorkerFailedError, match="it was lost"):
+            finish(movers[rank].start([models[rank]], everybody(2)))
+
+    together(N, fail)
+    done = last // 2 * PIECE  # two messages each way
+    for rank, model in enumerate(models):
+        assert torch.equal(model[done:], before[rank][done:])
+        assert done == 0 or not torch.equal(model[:done], before[rank][:done])
+    break_off(None)
+    together(N, lambda rank: finish(movers[rank].start([models[rank]], everybody(3))))
+    torch.testing.assert_close(torch.stack(models).mean(0), mean, rtol=1e-6, atol=1e-5)
+
+
+def test_gradients_forget_what_was_left_out(crew: Crew, break_off: Callable[[int | None], None]) -> None:
+    """All of them, since parts of it may have been sent: and means stay equal on all."""
+    codings = [CommonReference(OneBit(block=64), rank) for rank in range(N)]
+    movers = [EncodedMean(crew.replicas(rank), codings[rank]) for rank in range(N)]
+    together(N, lambda rank: finish(movers[rank].start([values(rank, SIZE)], everybody(1))))
+    assert all(coding._residuals for coding in codings)
+    break_off(1)
+
+    def fail(rank: int) -> None:
+        with pytest.raises(WorkerFailedError):
+            finish(movers[rank].start([values(rank, SIZE)], everybody(2)))
+
+    together(N, fail)
+    assert not any(coding._residuals for coding in codings)
+    break_off(None)
+    gradients = [values(rank, SIZE) for rank in range(N)]
+    together(N, lambda rank: finish(movers[rank].start([gradients[rank]], everybody(3))))
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+def common_model(crew: Crew, rank: int, model: Tensor) -> tuple[Mover, Callable[[], None]]:
+    coding = CommonModel(EightBit(), rank)
+    return EncodedMean(crew.replicas(rank), coding), lambda: coding.begin([model])
+
+
+def outer_model(crew: Crew, rank: int, model: Tensor) -> tuple[Mover, Callable[[], None]]:
+    coding = OuterModel(EightBit(), rank, Nesterov(0.7, 0.9), 0.0)
+    return EncodedMean(crew.replicas(rank), coding), lambda: coding.begin([model])
+
+
+def in_a_ring(crew: Crew, rank: int, model: Tensor) -> tuple[Mover, Callable[[], None]]:
+    mover = RingMean(crew.replicas(rank), EightBit())
+    return mover, lambda: mover.begin([model], ring(rank, N))
+
+
+@pytest.mark.parametrize("make", [common_model, outer_model, in_a_ring])
+def test_what_is_not_common_any_more_is_not_used(
+    crew: Crew, break_off: Callable[[int | None], None], make: Callable[..., tuple[Mover, Callable[[], None]]]
+) -> None:
+    models = [start(rank) for rank in range(N)]
+    made = [make(crew, rank, models[rank]) for rank in range(N)]
+    for _, begin in made:
+        begin()
+
+    def exchange(rank: int, number: int) -> None:
+        finish(
+            made[rank][0].start([models[rank]], with_neighbours(everybody(number), N) if is_ring else everybody(number))
+        )
+
+    is_ring = make is in_a_ring
+    together(N, lambda rank: exchange(rank, 1))
+    break_off(1)
+
+    def fail(rank: int) -> None:
+        with pytest.raises(WorkerFailedError, match="it was lost"):
+            exchange(rank, 2)
+        with pytest.raises(WorkerFailedError, match="all replicas must be made equal first"):
+            exchange(rank, 3)
+
+    together(N, fail)
+    break_off(None)
+    for rank in range(N):
+        models[rank].copy_(start(0))
+        made[rank][1]()
+    together(N, lambda rank: exchange(rank, 4))
+    for model in models:
+        torch.testing.assert_close(model, start(0))
+
+
+def test_a_late_mean_that_breaks_off_changes_nothing(crew: Crew, break_off: Callable[[int | None], None]) -> None:
+    def fail(rank: int) -> None:
+        model = start(rank) + values(rank, SIZE)
+        late = Late(EncodedMean(crew.replicas(rank), OwnReference(EightBit(block=64))), 20)
+        late.begin([model], everybody(1))
+        model.add_(1.0)
+        before = model.clone()
+        with pytest.raises(WorkerFailedError, match="it was lost"):
+            late.end()
+        assert torch.equal(model, before)
+        assert late.end() == 0.0, "it is over"
+
+    break_off(3)
+    together(N, fail)

@@ -1,0 +1,279 @@
+"""Means over groups by encoded messages: exact where they must be, and never torn, in threads over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange import moving, transfers
+from lightning_sdpipe.exchange.coding import Coding
+from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean, _by_host
+from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.own_reference import OwnReference
+from lightning_sdpipe.exchange.parts import Team, owned
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload, TopK
+from tests.exchange.test_group_mean import group, values
+from tests.exchange.threads import Crew, one_thread, together
+
+N = 4
+PIECE = 300
+SIZES = (1, 2, 7, 1000)
+HOSTS = ("a", "a", "b", "b")
+UNEVEN = ("a", "b", "a", "a")
+LAYOUTS: Sequence[Sequence[str] | None] = (None, HOSTS, UNEVEN, ("a",) * 4, tuple("abcd"))
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with one_thread():
+        yield Crew(N)
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "PIECE", PIECE)
+
+
+def models(rank: int, dtype: torch.dtype = torch.float32, apart: float = 1.0) -> list[Tensor]:
+    """Of one worker: something common, and something of its own."""
+    return [(10 * values(99, n) + apart * values(rank, n)).to(dtype) for n in SIZES]
+
+
+def exchanged(
+    crew: Crew,
+    make: Callable[[int], Coding],
+    model: Callable[[int], list[Tensor]],
+    hosts: Sequence[str] | None = None,
+    members: Sequence[int] = range(N),
+    weights: Sequence[float] | None = None,
+    rounds: int = 1,
+    between: Callable[[int, list[Tensor]], None] = lambda rank, tensors: None,
+) -> list[list[Tensor]]:
+    def work(rank: int) -> list[Tensor]:
+        tensors, coding = model(rank), make(rank)
+        if isinstance(coding, CommonModel):
+            coding.begin(tensors)
+        mover = EncodedMean(crew.replicas(rank), coding, hosts)
+        for number in range(rounds):
+            between(rank, tensors)
+            if rank in members:
+                finish(mover.start(tensors, group(members, weights or [1 / len(members)] * len(members), number)))
+        return tensors
+
+    return together(N, work)
+
+
+def means(model: Callable[[int], list[Tensor]], members: Sequence[int], weights: Sequence[float]) -> list[Tensor]:
+    return [
+        sum(w * model(m)[index].double() for w, m in zip(weights, members, strict=True))  # type: ignore[misc]
+        for index in range(len(SIZES))
+    ]
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("payload", [Full(), Half(), EightBit(block=64)], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_group_that_changes_keeps_its_mean(
+    crew: Crew, hosts: Sequence[str] | None, payload: Payload, dtype: torch.dtype
+) -> None:
+    """Whatever the payload: the error of the mean is that of full precision, and models come close."""
+    for members in (range(N), (0, 2, 3), (1, 3), (2,)):
+        got = exchanged(
+            crew, lambda _: OwnReference(payload), lambda rank: models(rank, dtype), hosts, members, None, 3
+        )
+        before = means(lambda rank: models(rank, dtype), members, [1 / len(members)] * len(members))
+        rounding = 4 * torch.finfo(dtype).eps * 40
+        for index, mean in enumerate(before):
+            after = sum(got[m][index].double() for m in members) / len(members)
+            assert (after - mean).abs().max() <= rounding, (members, index)
+            for m in members:
+                error = 1.0 if dtype == torch.bfloat16 else 0.1  # the owner has four times the last bits
+                assert (got[m][index].double() - mean).abs().max() <= error
+        for other in set(range(N)) - set(members):
+            assert all(torch.equal(a, b) for a, b in zip(got[other], models(other, dtype), strict=True))
+
+
+def test_full_precision_is_the_mean_with_any_weights_and_on_any_hosts(crew: Crew) -> None:
+    weights, members = (0.1, 0.4, 0.3, 0.2), range(N)
+    expected = means(models, members, weights)
+    for hosts in LAYOUTS:
+        for coding in (lambda rank: OwnReference(Full()), lambda rank: CommonReference(Full(), rank)):
+            got = exchanged(crew, coding, models, hosts, members, weights)
+            for tensors in got:
+                for tensor, mean in zip(tensors, expected, strict=True):
+                    torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-5)
+
+
+def test_eight_bits_follow_models_that_come_closer_and_ask_for_full_precision_where_they_jump(crew: Crew) -> None:
+    codings = [OwnReference(EightBit(block=64)) for _ in range(N)]
+
+    def train(rank: int, tensors: list[Tensor]) -> None:
+        for index, tensor in enumerate(tensors):
+            step[rank][0] += 1 if index == 0 else 0
+            jump = 300.0 if step[rank][0] == 5 and rank == 1 else 0.01
+            update = jump * values(1000 + 10 * step[rank][0] + rank, tensor.numel())
+            tensor.add_(update)
+            updates[rank][index] += update.double()
+
+    step = [[0] for _ in range(N)]
+    updates = [[torch.zeros(n, dtype=torch.float64) for n in SIZES] for _ in range(N)]
+    got = exchanged(crew, lambda rank: codings[rank], models, None, rounds=8, between=train)
+    assert sum(coding.parts_in_full for coding in codings) >= 2, "the first exchange, and the jump"
+    assert sum(coding.parts_in_full for coding in codings) < 8 * 7 * N, "not always"
+    for index in range(len(SIZES)):
+        total = torch.stack([models(r)[index].double() + updates[r][index] for r in range(N)]).mean(0)
+        after = torch.stack([got[r][index].double() for r in range(N)]).mean(0)
+        torch.testing.assert_close(after, total, rtol=1e-6, atol=2e-4)
+
+
+PAYLOADS = [
+    Half(),
+    Half("bfloat16"),
+    EightBit(),
+    EightBit(64, "stochastic"),
+    EightBit(64, feedback=True),
+    OneBit(64),
+    TopK(0.3),
+]
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("payload", PAYLOADS, ids=repr)
+def test_what_is_common_stays_common_to_the_bit_and_nothing_is_lost(
+    crew: Crew, payload: Payload, hosts: Sequence[str] | None
+) -> None:
+    """The sum of all means and of what is left out is that of the gradients, with feedback; else it is close."""
+    codings = [CommonReference(payload, rank) for rank in range(N)]
+    sums = [[torch.zeros(n, dtype=torch.float64) for n in SIZES] for _ in range(N)]
+
+    def gradients(rank: int, tensors: list[Tensor]) -> None:
+        for index, tensor in enumerate(tensors):
+            if round_of[rank]:
+                sums[rank][index] += tensor.double()
+            tensor.copy_(values(100 + rank, tensor.numel()))
+        round_of[rank] += 1
+
+    round_of = [0] * N
+    got = exchanged(crew, lambda rank: codings[rank], models, hosts, rounds=6, between=gradients)
+    for index, n in enumerate(SIZES):
+        for rank in range(N):
+            sums[rank][index] += got[rank][index].double()
+            assert torch.equal(got[rank][index], got[0][index]), "replicas differ"
+        exact = 6 * sum(values(100 + rank, n).double() for rank in range(N)) / N
+        left = exact - sums[0][index]
+        if not payload.feedback:
+            assert left.abs().max() <= 6 * 0.1
+            continue
+        groups = len(set(hosts)) if hosts else N
+        pieces = -(-n // PIECE)
+        first = sum(-(-size // PIECE) for size in SIZES[:index])
+        kept = torch.zeros(n, dtype=torch.float64)
+        for piece in range(pieces if groups > 1 else 0):
+            span = slice(piece * PIECE, min(n, (piece + 1) * PIECE))
+            kept[span] += _left_out(codings, first + piece, span.stop - span.start, hosts)
+        torch.testing.assert_close(left, kept, rtol=1e-4, atol=2e-5)
+
+
+def _left_out(codings: Sequence[CommonReference], piece: int, n: int, hosts: Sequence[str] | None) -> Tensor:
+    """What belongs into a mean but was not sent: of the parts of others by its weight, of one's own as it is."""
+    kept = torch.zeros(n, dtype=torch.float64)
+    machines = _by_host(range(N), hosts or tuple("abcd"))
+    for number, span in owned(n, range(max(map(len, machines))), 1).items():
+        owners = sorted(members[number % len(members)] for members in machines)
+        share = {members[number % len(members)]: len(members) / N for members in machines}
+        for owner, part in owned(span.stop - span.start, owners, 1).items():
+            here = slice(span.start + part.start, span.start + part.stop)
+            for member in owners:
+                residual = codings[member]._residuals[piece].residual[here].double()
+                kept[here] += residual * (1.0 if member == owner else share[member])
+    return kept
+
+
+@pytest.mark.parametrize("hosts", [None, HOSTS], ids=str)
+@pytest.mark.parametrize("payload", PAYLOADS, ids=repr)
+def test_models_with_a_common_past_stay_equal_to_the_bit(
+    crew: Crew, payload: Payload, hosts: Sequence[str] | None
+) -> None:
+    def train(rank: int, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.add_(values(rank, tensor.numel()), alpha=0.1)
+
+    got = exchanged(
+        crew, lambda rank: CommonModel(payload, rank), lambda rank: models(0), hosts, rounds=3, between=train
+    )
+    for index, n in enumerate(SIZES):
+        assert all(torch.equal(got[rank][index], got[0][index]) for rank in range(N))
+        exact = models(0)[index].double() + 3 * 0.1 * sum(values(rank, n).double() for rank in range(N)) / N
+        distance, moved = (got[0][index] - exact).norm(), 0.3 * n**0.5
+        assert distance <= (0.02 if isinstance(payload, Half | EightBit) else 1.0) * moved
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("payload", [Half(), EightBit(block=64)], ids=repr)
+def test_what_is_not_finite_stays_where_it_is(crew: Crew, payload: Payload, bad: float) -> None:
+    """A part with such a number is exchanged in full precision: the others of its block are what they would be."""
+
+    def broken(rank: int) -> list[Tensor]:
+        tensors = models(rank)
+        if rank == 2:
+            tensors[3][17] = bad
+        return tensors
+
+    got = exchanged(crew, lambda _: OwnReference(payload), broken, rounds=2)
+    sound = torch.arange(SIZES[3]) != 17
+    mean = means(models, range(N), [1 / N] * N)[3]
+    for tensors in got:
+        assert not tensors[3][17].isfinite()
+        torch.testing.assert_close(tensors[3][sound].double(), mean[sound], rtol=1e-3, atol=0.1)
+
+
+def test_values_beyond_sixteen_bits_go_in_full_precision(crew: Crew) -> None:
+    def large(rank: int) -> list[Tensor]:
+        return [torch.full((n,), 1e6 * (rank + 1)) for n in SIZES]
+
+    for tensors in exchanged(crew, lambda _: OwnReference(Half()), large):
+        assert all(torch.allclose(tensor, torch.full_like(tensor, 2.5e6)) for tensor in tensors)
+
+
+@pytest.mark.parametrize("payload", [Full(), Half(), EightBit(block=64)], ids=repr)
+def test_bytes_are_those_of_the_specification(crew: Crew, payload: Payload, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, sent = 1024, [0] * N
+    begin = transfers.begin
+
+    def counting(outgoing: dict[int, Tensor], into: object, replicas: object, tag: int) -> object:
+        sent[replicas.pipeline] += sum(tensor.nbytes for tensor in outgoing.values())  # type: ignore[attr-defined]
+        return begin(outgoing, into, replicas, tag)  # type: ignore[arg-type]
+
+    def work(rank: int) -> None:
+        monkeypatch.setattr(moving, "PIECE", n)
+        mover, tensor = EncodedMean(crew.replicas(rank), codings[rank]), values(rank, n)
+        for number in range(2):
+            finish(mover.start([tensor], group(range(N), [1 / N] * N, number)))
+
+    codings = [OwnReference(payload) for _ in range(N)]
+    together(N, work)
+    sent[:] = [0] * N
+    monkeypatch.setattr(transfers, "begin", counting)
+
+    def again(rank: int) -> None:
+        finish(EncodedMean(crew.replicas(rank), codings[rank]).start([tensors[rank]], group(range(N), [1 / N] * N, 9)))
+
+    tensors = [values(99, n) + 1e-3 * values(rank, n) for rank in range(N)]
+    together(N, again)
+    assert sent == [2 * (N - 1) * payload.nbytes(n // N)] * N
+
+
+def test_what_has_no_common_reference_is_refused() -> None:
+    for payload in (OneBit(), TopK(0.1), EightBit(feedback=True)):
+        with pytest.raises(ConfigurationError, match="needs a common reference"):
+            OwnReference(payload)
+
+
+def test_integers_are_refused(crew: Crew) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot carry torch\.int64"):
+        EncodedMean(crew.replicas(0), OwnReference(EightBit())).average(torch.arange(4), 0, Team((0,), (1.0,)), 0)

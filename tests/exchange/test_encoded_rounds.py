@@ -1,0 +1,160 @@
+"""Gradients averaged by encoded messages, in threads: what a round of full precision does, they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
+from lightning_sdpipe.optim import FrozenVariance
+from tests.exchange.test_group_mean import values
+from tests.exchange.threads import Crew, one_thread, together
+
+N = 3
+SHAPES = [(3,), (2, 200), (5,), (70,)]
+CAP = 700  # bytes: three buckets
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[tuple[Crew, Crew]]:
+    with one_thread():
+        yield Crew(N), Crew(N)
+
+
+def gradient(rank: int, number: int, turn: int) -> Tensor:
+    size = int(torch.tensor(SHAPES[number]).prod())
+    return values(1000 * turn + 10 * rank + number, size).view(SHAPES[number])
+
+
+def run(
+    crews: tuple[Crew, Crew],
+    payload: Payload,
+    work: Callable[[int, EncodedRounds], object],
+    scales: Sequence[float] = (1.0,) * N,
+    dtype: torch.dtype = torch.float32,
+) -> list[Any]:
+    def start(rank: int) -> object:
+        parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+        replicas, beside = crews[0].replicas(rank), crews[1].replicas(rank)
+        return work(
+            rank, EncodedRounds(parameters, replicas, beside, CAP, True, payload, None, 20.0, lambda: scales[rank])
+        )
+
+    return together(N, start)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("payload", [Full(), Half(), EightBit(block=64)], ids=repr)
+def test_rounds_average_over_those_that_train_and_drop_what_nobody_used(
+    crews: tuple[Crew, Crew], payload: Payload, dtype: torch.dtype
+) -> None:
+    def work(rank: int, rounds: EncodedRounds) -> list[object]:
+        outcomes: list[object] = []
+        for turn, trains in enumerate([True, rank != 1, True]):
+            mine = [gradient(rank, number, turn).to(dtype) if number != 2 else None for number in range(4)]
+            if turn == 0:
+                for number, grad in enumerate(mine):
+                    if grad is not None:
+                        rounds.ready(number, grad)
+            rounds.complete(mine if trains else [None] * 4, trains)
+            outcomes.append(rounds.wait())
+        return outcomes
+
+    by_rank = run(crews, payload, work, dtype=dtype)
+    for turn in range(3):
+        there = [rank for rank in range(N) if turn != 1 or rank != 1]
+        for rank in range(N):
+            averaged = by_rank[rank][turn]
+            assert averaged.members == len(there)
+            assert averaged.gradients[2] is None, "nobody used it"
+            for number in (0, 1, 3):
+                mean = torch.stack([gradient(other, number, turn) for other in there]).mean(0)
+                found, first = averaged.gradients[number], by_rank[0][turn].gradients[number]
+                assert found.dtype == dtype
+                assert torch.equal(found, first), "replicas would drift apart"
+                torch.testing.assert_close(found.float(), mean, rtol=0.03, atol=0.05)
+
+
+def test_who_is_not_finite_is_known_to_all(crews: tuple[Crew, Crew]) -> None:
+    def work(rank: int, rounds: EncodedRounds) -> list[int]:
+        mine: list[Tensor | None] = [gradient(rank, number, 0) for number in range(4)]
+        if rank == 2:
+            assert mine[1] is not None
+            mine[1][0, 7] = float("inf")
+        rounds.complete(mine)
+        outcome = rounds.wait()
+        assert outcome.gradients[1] is not None
+        assert not outcome.gradients[1].isfinite().all(), "a loss scaler has to see it"
+        return outcome.nonfinite
+
+    assert run(crews, EightBit(), work) == [[2]] * N
+
+
+def test_residuals_follow_the_loss_scale(crews: tuple[Crew, Crew]) -> None:
+    """Gradients that are sent twice as large from the third round on: the sum of means is that of the gradients, in
+    terms of one scale, but for what is left out."""
+    scales = [1.0, 1.0, 8.0, 8.0, 0.5, 0.5] * 4
+
+    def work(rank: int, rounds: EncodedRounds) -> Tensor:
+        total = torch.zeros(SHAPES[1])
+        for turn, factor in enumerate(scales):
+            now[rank] = factor
+            rounds.complete([factor * gradient(rank, number, 0) for number in range(4)])
+            mean = rounds.wait().gradients[1]
+            assert mean is not None
+            total += mean / scales[turn]
+        return total / len(scales)
+
+    now = [1.0] * N
+    mean = torch.stack([gradient(rank, 1, 0) for rank in range(N)]).mean(0)
+    for average in run(crews, OneBit(block=64), work, now):
+        assert (average - mean).norm() < 0.3 * mean.norm(), "feedback has sent nearly everything by now"
+
+
+@pytest.mark.parametrize("payload", [OneBit(64, feedback=True, momentum=0.9, after=3)], ids=repr)
+def test_one_bit_adam_takes_the_mean_momentum_for_its_own(crews: tuple[Crew, Crew], payload: Payload) -> None:
+    """Until ``after`` it is Adam with mean gradients; then its first moment is the mean of what was sent."""
+
+    def work(rank: int, rounds: EncodedRounds) -> list[Tensor]:
+        own = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        optimizer = FrozenVariance(torch.optim.Adam(own, lr=0.1), after=3)
+        for turn in range(6):
+            rounds.complete([gradient(rank, number, turn) for number in range(4)])
+            for parameter, mean in zip(own, rounds.wait().gradients, strict=True):
+                parameter.grad = mean
+            optimizer.step()
+        numbers = rounds._layout
+        for bucket, members in enumerate(numbers):
+            momentum = torch.cat([optimizer.state[own[number]]["exp_avg"].view(-1) for number in members])
+            torch.testing.assert_close(momentum, rounds._momenta[bucket], rtol=1e-4, atol=1e-6)
+        return [parameter.detach() for parameter in own]
+
+    by_rank = run(crews, payload, work)
+    for other in by_rank[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(by_rank[0], other, strict=True))
+
+
+def test_full_precision_of_the_momentum_is_the_mean_gradient(crews: tuple[Crew, Crew]) -> None:
+    """With all bits of float64 the gradient that is handed on is the mean, to its last bits."""
+
+    class Exact(Full):
+        momentum = 0.9
+        after = 1
+
+    def work(rank: int, rounds: EncodedRounds) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for turn in range(4):
+            rounds.complete([gradient(rank, number, turn).double() for number in range(4)])
+            found += rounds.wait().gradients
+        return found
+
+    for found in run(crews, Exact(), work, dtype=torch.float64):
+        for index, mean in enumerate(found):
+            turn, number = divmod(index, 4)
+            exact = torch.stack([gradient(rank, number, turn).double() for rank in range(N)]).mean(0)
+            assert (mean - exact).abs().max() <= 1e-14

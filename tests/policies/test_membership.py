@@ -1,0 +1,462 @@
+"""Who is in an elastic run: scripted events and whole lists of decisions, and promises against all histories."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies import members as w
+from lightning_sdpipe.policies.members import Epoch, Member, MemberDecision, MemberEvent, Met
+from lightning_sdpipe.policies.membership import Membership
+from lightning_sdpipe.policies.terms import Terms
+
+LONG = settings.default.max_examples >= 10_000  # --hypothesis-profile=long
+HISTORIES = 100_000 if LONG else 200
+SAME = {"model": "linear", "seed": "1"}
+
+
+class Run:
+    """A scheduler's core, spoken to by name; it is looked for contradictions after each event."""
+
+    def __init__(self, stages: int = 1, **terms: float) -> None:
+        self.core = Membership(stages, Terms(**{"settle": 0.0, **terms}))  # type: ignore[arg-type]
+        self.stages = stages
+        self.incarnations: dict[int, int] = {}
+
+    def on(self, event: MemberEvent, now: float = 0.0) -> list[MemberDecision]:
+        decisions = self.core.on(event, now)
+        self.core.validate()
+        return decisions
+
+    def say(self, kind: type, pipeline: int, *fields: object, stage: int = 0, now: float = 0.0) -> list[MemberDecision]:
+        return self.on(kind(Worker(stage, pipeline), self.incarnations[pipeline], *fields), now)
+
+    def enrol(self, pipeline: int, incarnation: int = 0, now: float = 0.0, **other: str) -> list[MemberDecision]:
+        """All stages of it."""
+        self.incarnations[pipeline] = incarnation or 100 + pipeline
+        decisions = []
+        for stage in range(self.stages):
+            decisions += self.say(w.Enrolled, pipeline, SAME | other, stage=stage, now=now)
+        return decisions
+
+    def gives(self, donate: w.Donate, update: int = 10) -> list[MemberDecision]:
+        """All stages of the donor say where they are; the next proposal is accepted."""
+        decisions: list[MemberDecision] = [donate]
+        while True:
+            (donate,) = (d for d in decisions if isinstance(d, w.Donate))
+            past = donate.at_update <= update
+            decisions = []
+            for stage in range(self.stages):
+                said = (donate.transfer, update, "past") if past else (donate.transfer, donate.at_update, "taken")
+                decisions += self.say(w.Snapshot, donate.donor, *said, stage=stage)
+            if not past:
+                return decisions
+
+    def comes(self, pipeline: int, incarnation: int = 0) -> list[MemberDecision]:
+        """A newcomer, until it is a member."""
+        (donate,) = self.enrol(pipeline, incarnation)
+        assert isinstance(donate, w.Donate)
+        (receive,) = (d for d in self.gives(donate) if isinstance(d, w.Receive))
+        decisions = []
+        for stage in range(self.stages):
+            decisions += self.say(w.Received, pipeline, receive.transfer, stage=stage)
+        return decisions
+
+
+def kinds(decisions: list[MemberDecision]) -> list[str]:
+    return [type(decision).__name__ for decision in decisions]
+
+
+def test_pipelines_start_together_when_all_their_stages_are_there() -> None:
+    run = Run(stages=2, start_pipelines=2)
+    assert run.enrol(1) == []
+    run.incarnations[0] = 7
+    assert run.say(w.Enrolled, 0, SAME) == []
+    epoch, *started = run.say(w.Enrolled, 0, SAME, stage=1)
+    assert epoch == Epoch(1, (Member(0, 7), Member(1, 101)), "pipelines 0, 1 start together")
+    assert started == [w.Started(0, epoch, True), w.Started(1, epoch, True)]
+    assert run.say(w.Enrolled, 0, SAME) == started[:1], "the answer may have been lost"
+
+
+def test_those_who_are_there_start_without_the_others_after_a_while() -> None:
+    run = Run(start_pipelines=3, gather=60.0)
+    assert run.enrol(2, now=5.0) == []
+    assert run.core.deadline() == 65.0
+    assert "training starts when 3 pipelines are there; pipeline 2 waits" in run.core.missing()
+    assert kinds(run.on(w.Passed(), 65.0)) == ["Epoch", "Started"]
+
+
+def test_fewer_than_the_least_never_start() -> None:
+    run = Run(min_pipelines=2, hold_limit=100.0)
+    assert run.enrol(0) == []
+    (over,) = run.on(w.Passed(), 100.0)
+    assert isinstance(over, w.RunOver)
+    assert over.failed
+    assert "2 pipelines are there; pipeline 0 waits" in over.reason
+
+
+def test_a_newcomer_gets_the_state_of_a_member_at_one_update_of_all_its_stages() -> None:
+    run = Run(stages=2, start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    (first,) = run.enrol(2)
+    assert first == w.Donate(1, 2, "state-2-1", 0, 1), "the leader is spared"
+    assert run.say(w.Snapshot, 1, "state-2-1", 40, "past") == []
+    (second,) = run.say(w.Snapshot, 1, "state-2-1", 41, "past", stage=1)
+    assert second == w.Donate(1, 2, "state-2-2", 42, 2)
+    assert run.say(w.Snapshot, 1, "state-2-2", 41, "pending") == []
+    (third,) = run.say(w.Snapshot, 1, "state-2-2", 43, "past", stage=1)
+    assert third == w.Donate(1, 2, "state-2-3", 45, 3), "twice as far ahead as before"
+    assert run.say(w.Snapshot, 1, "state-2-3", 45, "taken") == []
+    assert run.say(w.Snapshot, 1, "state-2-3", 45, "taken", stage=1) == [w.Receive(2, 1, "state-2-3", 45)]
+    assert run.say(w.Received, 2, "state-2-3", stage=1) == []
+    epoch, started = run.say(w.Received, 2, "state-2-3")
+    assert run.core.members == [0, 1, 2]
+    assert epoch == run.core.epoch
+    assert started == w.Started(2, run.core.epoch, False)
+
+
+def test_the_oldest_leads_and_the_next_oldest_after_it() -> None:
+    run = Run()
+    run.enrol(3)
+    run.comes(1)
+    run.comes(0)
+    assert run.core.epoch.leader == 3
+    assert run.core.epoch.pipelines == (0, 1, 3)
+    decisions = run.say(w.Died, 3, "ended")
+    assert kinds(decisions) == ["Gone", "Epoch"]
+    assert run.core.epoch.leader == 1
+    assert run.core.epoch.lost == (3,)
+    run.comes(3, incarnation=900)
+    assert run.core.members == [1, 0, 3]
+
+
+def test_all_stages_of_a_pipeline_go_with_one_and_never_come_back() -> None:
+    run = Run(stages=2, start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    gone, epoch = run.say(w.Died, 1, "was silent for 2.0 s", stage=1)
+    assert gone == w.Gone(1, 101, "stage 1 was silent for 2.0 s", was_member=True)
+    assert isinstance(epoch, Epoch)
+    assert epoch.reason == "pipeline 1 lost (stage 1 was silent for 2.0 s)"
+    for event in (w.Enrolled(Worker(0, 1), 101, SAME), w.Meets(Worker(1, 1), 101, "pause", b"")):
+        assert run.on(event) == [w.Ended(event.worker, 101, "stage 1 was silent for 2.0 s")]
+
+
+def test_another_donor_gives_its_state_when_one_is_lost() -> None:
+    run = Run(start_pipelines=3)
+    for pipeline in (0, 1, 2):
+        run.enrol(pipeline)
+    (donate,) = run.enrol(3)
+    assert isinstance(donate, w.Donate)
+    (receive,) = run.gives(donate)
+    assert receive == w.Receive(3, 2, "state-3-2", 11)
+    gone, epoch, again = run.say(w.Died, 2, "ended")
+    assert (type(gone), type(epoch)) == (w.Gone, Epoch)
+    assert again == w.Donate(1, 3, "state-3-3", 0, 3)
+    assert run.say(w.Received, 3, "state-3-2") == [], "of a donor that is gone: the other stages may not have it"
+
+
+def test_a_donor_that_fails_a_newcomer_is_asked_last() -> None:
+    run = Run(start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    (donate,) = run.enrol(2)
+    assert isinstance(donate, w.Donate)
+    (receive,) = run.gives(donate)
+    assert isinstance(receive, w.Receive)
+    abandoned, again = run.say(w.Missed, 2, receive.transfer, "connection reset")
+    assert abandoned == w.Abandoned(1, receive.transfer)
+    assert isinstance(again, w.Donate)
+    assert again.donor == 0
+
+
+def test_a_new_start_is_made_when_nobody_is_left_to_give_a_state() -> None:
+    run = Run()
+    run.enrol(0)
+    run.enrol(1)
+    *_, started = run.say(w.Died, 0, "ended")
+    assert started == w.Started(1, run.core.epoch, fresh=True)
+    assert "again" in run.core.epoch.reason
+
+
+def test_below_the_least_all_are_held_until_there_are_enough() -> None:
+    run = Run(min_pipelines=2, hold_limit=50.0)
+    run.enrol(0), run.enrol(1)
+    *_, held = run.say(w.Died, 1, "ended", now=10.0)
+    assert held == w.Held("1 of at least 2 pipelines are left (0)")
+    assert run.core.deadline() == 60.0
+    _, held = run.enrol(1, incarnation=900)
+    assert held == w.Held(""), "who is held could not give its state"
+    run.say(w.Died, 1, "ended", now=20.0)
+    (over,) = run.on(w.Passed(), 70.0)
+    assert over == w.RunOver("1 of at least 2 pipelines are left (0) for 50 s", failed=True)
+
+
+def test_a_job_that_differs_is_refused_with_what_was_found_and_expected() -> None:
+    run = Run()
+    run.enrol(0)
+    (denied,) = run.enrol(1, seed="2")
+    assert isinstance(denied, w.Denied)
+    assert "(seed: found 2, expected 1)" in denied.reason
+    assert run.core.members == [0]
+    (denied,) = run.enrol(5000)
+    assert isinstance(denied, w.Denied)
+    assert "give SDPIPE_PIPELINE from 0 to 1023" in denied.reason
+    (denied,) = run.on(w.Enrolled(Worker(1, 1), 5, SAME))
+    assert isinstance(denied, w.Denied)
+    assert "pipelines of 1 stages" in denied.reason
+
+
+def test_a_second_job_of_one_number_is_refused_when_the_first_is_heard_of() -> None:
+    run = Run()
+    run.enrol(0)
+    assert run.on(w.Enrolled(Worker(0, 0), 999, SAME)) == [], "the first may be about to end"
+    assert run.core.doubts(Worker(0, 0), 100)
+    (denied,) = run.say(w.Heard, 0)
+    assert isinstance(denied, w.Denied)
+    assert (denied.incarnation, "another job, which lives" in denied.reason) == (999, True)
+    assert not run.core.doubts(Worker(0, 0), 100)
+
+
+def test_a_second_job_of_one_number_takes_the_place_of_one_that_is_gone() -> None:
+    run = Run(start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    assert run.on(w.Enrolled(Worker(0, 1), 999, SAME)) == []
+    assert kinds(run.say(w.Died, 1, "was silent for 2.0 s")) == ["Gone", "Epoch"]
+    assert not run.core.is_here(Worker(0, 1), 999), "it may have died meanwhile"
+    assert kinds(run.on(w.Enrolled(Worker(0, 1), 999, SAME))) == ["Donate"]
+
+
+def test_meetings_wait_for_the_living_and_are_decided_once() -> None:
+    run = Run(start_pipelines=3)
+    for pipeline in (0, 1, 2):
+        run.enrol(pipeline)
+    assert run.say(w.Meets, 0, "pause/1", b"a") == []
+    assert run.say(w.Meets, 1, "pause/1", b"b") == []
+    *_, met = run.say(w.Died, 2, "ended")
+    assert met == Met(0, "pause/1", (0, 1), (b"a", b"b"), 0)
+    assert run.say(w.Meets, 1, "pause/1", b"b") == [met], "the answer may have been lost"
+    run.comes(2, incarnation=900)
+    (late,) = run.say(w.Meets, 2, "pause/1", b"c")
+    assert late == Met(0, "pause/1", (2,), (b"c",), 0, past=True)
+
+
+def test_a_meeting_waits_for_a_newcomer_whose_state_has_been_taken() -> None:
+    run = Run()
+    run.enrol(0)
+    (donate,) = run.enrol(1)
+    assert isinstance(donate, w.Donate)
+    (receive,) = run.gives(donate)
+    assert run.say(w.Meets, 0, "pause", b"") == []
+    assert isinstance(receive, w.Receive)
+    run.say(w.Received, 1, receive.transfer)
+    (met,) = run.say(w.Meets, 1, "pause", b"")
+    assert isinstance(met, Met)
+    assert met.pipelines == (0, 1)
+
+
+def test_pipelines_that_wait_at_different_places_are_refused_instead_of_waiting_for_ever() -> None:
+    run = Run(start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    run.say(w.Meets, 0, "batch 10", b"")
+    first, second = run.say(w.Meets, 1, "batch 12", b"")
+    assert isinstance(first, w.Denied)
+    assert isinstance(second, w.Denied)
+    assert "pipeline 0 at batch 10, pipeline 1 at batch 12" in first.reason
+
+
+def test_two_pipelines_that_fail_alike_end_the_run() -> None:
+    run = Run(start_pipelines=3)
+    for pipeline in (0, 1, 2):
+        run.enrol(pipeline)
+    assert kinds(run.say(w.Failed, 1, "ValueError: bad batch")) == ["Gone", "Epoch"]
+    *_, over = run.say(w.Failed, 0, "ValueError: bad batch")
+    assert isinstance(over, w.RunOver)
+    assert over.failed
+    assert "pipelines 0 and 1 failed with the same exception" in over.reason
+    (denied,) = run.enrol(1, incarnation=900)
+    assert isinstance(denied, w.Denied)
+    assert "the run is over" in denied.reason
+
+
+def test_who_has_finished_is_not_missed_and_the_run_is_over_when_all_have() -> None:
+    run = Run(start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    assert run.say(w.Departed, 0, True) == []
+    assert run.say(w.Died, 0, "ended") == []
+    assert run.say(w.Meets, 1, "the end", b"")[0] == Met(0, "the end", (1,), (b"",), 0)
+    assert run.say(w.Departed, 1, True) == [w.RunOver("all pipelines have finished their training", failed=False)]
+
+
+def test_who_departs_with_notice_has_left() -> None:
+    run = Run(stages=2, start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    gone, epoch = run.say(w.Departed, 0, False)
+    assert gone == w.Gone(0, 100, "stage 0 was told to end", was_member=True, left=True)
+    assert isinstance(epoch, Epoch)
+    assert epoch.leader == 1
+
+
+def resumed(worker: Worker, incarnation: int, epoch: Epoch, *met: Met) -> w.Resumed:
+    return w.Resumed(worker, incarnation, SAME, epoch, met)
+
+
+def test_a_new_scheduler_waits_for_the_members_of_the_newest_epoch() -> None:
+    old, new = Epoch(6, (Member(1, 11), Member(0, 10)), ""), Epoch(7, (Member(1, 11), Member(0, 10), Member(2, 12)), "")
+    run = Run()
+    assert run.on(resumed(Worker(0, 0), 10, old)) == []
+    assert run.enrol(3) == []
+    assert run.on(resumed(Worker(0, 1), 11, new)) == []
+    epoch, donate = run.on(resumed(Worker(0, 2), 12, new))
+    assert epoch == Epoch(8, new.members, "the scheduler was started again")
+    assert isinstance(donate, w.Donate), "who enrolled meanwhile"
+    assert (donate.donor, run.core.epoch.leader) == (2, 1)
+
+
+def test_a_new_scheduler_goes_on_without_those_who_do_not_come_back() -> None:
+    epoch = Epoch(7, (Member(1, 11), Member(0, 10)), "")
+    run = Run(recovery_grace=10.0)
+    run.on(resumed(Worker(0, 0), 10, epoch), 5.0)
+    assert run.core.deadline() == 15.0
+    gone, new = run.on(w.Passed(), 15.0)
+    assert isinstance(gone, w.Gone)
+    assert (gone.pipeline, gone.was_member) == (1, True)
+    assert new == Epoch(8, (Member(0, 10),), "the scheduler was started again", lost=(1,))
+    (ended,) = run.on(resumed(Worker(0, 1), 11, epoch), 20.0)
+    assert isinstance(ended, w.Ended)
+
+
+def test_a_process_that_was_replaced_does_not_come_back_to_a_new_scheduler() -> None:
+    run = Run()
+    run.on(resumed(Worker(0, 2), 5, Epoch(3, (Member(2, 5), Member(0, 10)), "")))
+    run.on(resumed(Worker(0, 0), 10, now := Epoch(9, (Member(0, 10), Member(2, 12)), "")))
+    decisions = run.on(resumed(Worker(0, 2), 12, now))
+    assert run.core.epoch.members == now.members
+    assert kinds(decisions) == ["Gone", "Epoch"], "the one that was replaced"
+    (ended,) = run.on(resumed(Worker(0, 2), 5, now))
+    assert isinstance(ended, w.Ended)
+
+
+def test_meetings_that_a_member_heard_of_are_not_decided_again() -> None:
+    epoch = Epoch(7, (Member(0, 10), Member(1, 11)), "")
+    met = Met(0, "pause/4", (0, 1), (b"a", b"b"), 17)
+    run = Run()
+    run.incarnations = {0: 10, 1: 11}
+    run.on(resumed(Worker(0, 0), 10, epoch, met))
+    run.on(resumed(Worker(0, 1), 11, epoch))
+    assert run.say(w.Meets, 1, "pause/4", b"b") == [met]
+    run.say(w.Meets, 0, "pause/5", b"")
+    (after,) = run.say(w.Meets, 1, "pause/5", b"")
+    assert isinstance(after, Met)
+    assert after.sequence == 18
+
+
+def test_nobody_starts_anew_before_members_of_an_older_run_can_make_themselves_heard() -> None:
+    run = Run(settle=1.5)
+    assert run.enrol(0, now=0.1) == []
+    assert run.core.deadline() == 1.5
+    assert kinds(run.on(w.Passed(), 1.5)) == ["Epoch", "Started"]
+
+
+@pytest.mark.parametrize(
+    ("terms", "name"),
+    [({"min_pipelines": 0}, "min_pipelines"), ({"min_pipelines": 3, "start_pipelines": 2}, "start_pipelines")],
+)
+def test_terms_that_cannot_be_met_are_refused(terms: dict[str, int], name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        Terms(**terms)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ all histories
+
+
+def any_event(rng: random.Random, stages: int, transfers: list[str], epochs: list[Epoch]) -> MemberEvent:
+    """Of processes that follow no rule: each of three starts of each pipeline may say anything at any time."""
+    pipeline = rng.randrange(4)
+    worker, incarnation = Worker(rng.randrange(stages), pipeline), 10 * pipeline + rng.randrange(3)
+    transfer, key = rng.choice(transfers), f"pause/{rng.randrange(3)}"
+    match rng.choice("eeeeeessssrrmMMMdfDhrup"):
+        case "e":
+            return w.Enrolled(worker, incarnation, SAME if rng.random() < 0.95 else {"model": "other"})
+        case "s":
+            return w.Snapshot(worker, incarnation, transfer, rng.randrange(9), rng.choice(["past", "pending", "taken"]))
+        case "r":
+            return w.Received(worker, incarnation, transfer)
+        case "m":
+            return w.Missed(worker, incarnation, transfer, "reset")
+        case "M":
+            return w.Meets(worker, incarnation, key, b"x")
+        case "d":
+            return w.Died(worker, incarnation, "ended")
+        case "f":
+            return w.Failed(worker, incarnation, f"ValueError: {rng.randrange(50)}")
+        case "D":
+            return w.Departed(worker, incarnation, rng.random() < 0.2)
+        case "h":
+            return w.Heard(worker, incarnation)
+        case "u":
+            return w.Unreachable(worker.stage, (pipeline,))
+        case _:
+            return w.Passed() if rng.random() < 0.7 else w.Resumed(worker, incarnation, SAME, rng.choice(epochs))
+
+
+class Promises:
+    """What holds in every history."""
+
+    def __init__(self, core: Membership) -> None:
+        self.core = core
+        self.number = 0
+        self.transfers, self.epochs = ["state-0-1"], [Epoch(3, (Member(0, 0), Member(1, 10)), "")]
+        self.gone, self.started = set[Member](), set[Member]()
+        self.met: dict[tuple[int, str], tuple[int, ...]] = {}
+
+    def on(self, event: MemberEvent, now: float) -> None:
+        before = self.core.members
+        for decision in self.core.on(event, now):
+            match decision:
+                case Epoch(number, members):
+                    assert number > self.number, "epochs' numbers grow"
+                    assert not self.gone & set(members), "who was gone never comes back"
+                    self.number = number
+                    self.epochs.append(decision)
+                case w.Started(pipeline, epoch, fresh):
+                    (member,) = (member for member in epoch.members if member.pipeline == pipeline)
+                    assert not fresh or member in self.started or not before, "nobody starts anew beside a member"
+                    if fresh and member not in self.started:
+                        self.met.clear()  # nobody is left of those who met
+                    self.started.add(member)
+                case w.Gone(pipeline, incarnation):
+                    self.gone.add(Member(pipeline, incarnation))
+                    before = [i for i in before if i != pipeline]
+                case w.Donate(transfer=transfer):
+                    self.transfers.append(transfer)
+                case w.Receive(donor=donor):
+                    assert donor in self.core.members
+                case Met(stage, key, pipelines, past=False):
+                    assert self.met.setdefault((stage, key), pipelines) == pipelines, "a meeting is decided once"
+        self.core.validate()
+
+
+def keep_the_promises(seed: int) -> None:
+    """One history; it is the same again for the same seed."""
+    rng = random.Random(seed)
+    stages, now = rng.randint(1, 3), 0.0
+    core = Membership(
+        stages, Terms(rng.randint(1, 2), rng.choice([None, 2, 3]), 5.0, 40.0, 6.0, rng.choice([0.0, 1.0]))
+    )
+    promises = Promises(core)
+    for _ in range(rng.randint(5, 120)):
+        now += rng.choice([0.0, 0.1, 3.0])
+        promises.on(any_event(rng, stages, promises.transfers, promises.epochs), now)
+        if core.deadline() <= now:
+            promises.on(w.Passed(), now)
+            assert core.deadline() > now, "time that has passed is not due again"
+
+
+@settings(max_examples=HISTORIES, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_no_history_breaks_a_promise(seed: int) -> None:
+    keep_the_promises(seed)

@@ -1,0 +1,31 @@
+"""Elastic runs in virtual time: whatever happens, everybody trains again soon after it has stopped happening."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler.elastic_world import live_through
+
+LONG = settings.default.max_examples >= 10_000
+HISTORIES = 10_000 if LONG else 25
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL")
+
+
+@settings(max_examples=HISTORIES, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 8))
+def test_everybody_trains_again_after_any_faults(seed: int, faults: int) -> None:
+    live_through(seed, faults)
+
+
+def test_a_history_is_the_same_again_for_the_same_seed() -> None:
+    told: list[list[str]] = [[], []]
+    for said in told:
+        live_through(5, 5, said.append)
+    assert told[0] == told[1]
+    assert any("dies" in text for text in told[0])

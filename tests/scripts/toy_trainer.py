@@ -1,0 +1,72 @@
+"""A pipeline of one stage that takes part in a run without a model: it enrols, asks for groups, and gives its number of
+updates to newcomers. Argument: how many updates there are. It imports neither torch nor Lightning."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+import time
+from pathlib import Path
+
+from lightning_sdpipe.launching.elastic_job import from_environment
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.members import Epoch
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler import policy_file
+from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.credentials import read_worker_keys
+from lightning_sdpipe.scheduler.elastic_client import ElasticClient, Receive, Told
+
+
+def main(updates: int) -> None:
+    job = from_environment(os.environ)
+    assert job is not None
+    assert job.scheduler is not None
+    if job.policy_file is not None:
+        policy_file.offer(job.policy_file, SemiDecentralized(connectivity=7))
+    keys = None if job.key_file is None else read_worker_keys(Path(job.key_file))
+    worker, incarnation = Worker(0, job.pipeline), secrets.randbits(60) + 1
+    newest, changed = [0], threading.Condition()
+
+    def hear(epoch: Epoch) -> None:
+        with changed:
+            newest.append(epoch.number)
+            changed.notify()
+
+    def hold() -> None:  # as who makes the process group of each epoch, beside the training
+        known = 1
+        while True:
+            with changed:
+                while len(newest) == known:
+                    changed.wait()
+                known, held = len(newest), newest[-4:]
+            line.holds(held)
+
+    client = SchedulerClient(job.scheduler, worker, credentials=keys, incarnation=incarnation, heartbeat=0.2)
+    client.greet()
+    line = ElasticClient(job.scheduler, worker, incarnation, credentials=keys, told=Told(epoch=hear))
+    done, answer = 0, line.enrol({"model": "toy"})
+    while isinstance(answer, Receive):
+        done = answer.update
+        answer = line.received(answer.transfer)
+    threading.Thread(target=hold, daemon=True).start()
+    line.holds([answer.epoch.number])
+    client.join()
+    while done < updates:
+        client.ready(done)
+        group = client.group()
+        line.completed(group.sequence)
+        done += 1
+        line.donation_due(done)
+        print(f"\rupdate {done}", end="", flush=True)
+        time.sleep(0.02)
+    client.leave()
+    line.depart(finished=True)
+    line.close()
+    client.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

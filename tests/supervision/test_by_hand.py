@@ -1,0 +1,138 @@
+"""The job scripts of docs/faults.md, run here with the variables that SLURM and Kubernetes set."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_sdpipe.scheduler.connection import ask_status
+from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
+from lightning_sdpipe.supervision.standing import StandingScheduler
+
+ROOT = Path(__file__).parents[2]
+FAULTS = ROOT / "docs" / "faults"
+BIN = Path(sys.executable).parent
+LIMIT = 60.0
+
+
+@contextmanager
+def scheduler(directory: Path, keys: Path | None = None) -> Iterator[str]:
+    """For two pipelines of one stage, which begin together."""
+    options = ["--num-stages", "1", "--num-pipelines", "2", "--start-pipelines", "2"]
+    options += [] if keys is None else ["--key-file", str(keys)]
+    standing = StandingScheduler(options, "tcp://127.0.0.1:*", dict(os.environ), directory / "scheduler.log")
+    try:
+        standing.start()
+        yield standing.address
+    finally:
+        standing.close()
+        if standing.child is not None:
+            standing.child.signal(9)
+            standing.child.bury()
+
+
+def outcomes(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], directory: Path) -> list[tuple[int, str]]:
+    """Exit codes and outputs of commands that run at the same time, with no variables of a pipeline but theirs."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SDPIPE", "SLURM"))}
+    clean |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            command,
+            env=clean | variables,
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, variables in commands
+    ]
+    try:
+        printed = [process.communicate(timeout=LIMIT)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [(process.returncode, output) for process, output in zip(processes, printed, strict=True)]
+
+
+@pytest.mark.distributed
+def test_elements_of_a_slurm_array(tmp_path: Path) -> None:
+    toy = ["-m", "tests.scripts.toy_trainer", "20"]
+    with scheduler(tmp_path) as address:
+        variables = [
+            {"SDPIPE_SCHEDULER": address, "SLURM_ARRAY_TASK_ID": str(i), "SLURM_NTASKS": "1"} for i in range(2)
+        ]
+        script = ["bash", str(FAULTS / "pipeline.sbatch"), *toy]
+        for code, output in outcomes([(script, each) for each in variables], tmp_path):
+            assert code == 0, output
+        membership = ask_status(address).membership
+        assert membership is not None
+        assert membership.ever == [0, 1]
+    ((code, output),) = outcomes([(script, {"SLURM_ARRAY_TASK_ID": "0"})], tmp_path)
+    assert code != 0
+    assert "SDPIPE_SCHEDULER: is the address of the scheduler" in output
+
+
+@pytest.mark.distributed
+def test_pods_of_an_indexed_job(tmp_path: Path) -> None:
+    """Their command, as in the manifest; only paths and the script are others."""
+    job = manifest()["Job"]["spec"]
+    assert job["completionMode"] == "Indexed"
+    container = job["template"]["spec"]["containers"][0]
+    write_keys(tmp_path / "keys")
+    (text,) = container["args"]
+    text = text.replace("/keys", str(tmp_path / "keys")).replace("/tmp/worker.key", "$OWN/worker.key")
+    text = text.replace("--nproc-per-node 2", "--nproc-per-node 1").replace(
+        "train.py", "-m tests.scripts.toy_trainer 20"
+    )
+    given = {each["name"]: each["value"] for each in container["env"]}
+    assert given["SDPIPE_SCHEDULER"] == "tcp://sdpipe-scheduler:5555"
+    with scheduler(tmp_path, tmp_path / "keys" / "scheduler.key") as address:
+        commands = []
+        for index in range(2):
+            (tmp_path / str(index)).mkdir()
+            own = {"OWN": str(tmp_path / str(index)), "SDPIPE_KEY_FILE": str(tmp_path / str(index) / "worker.key")}
+            variables = given | own | {"SDPIPE_SCHEDULER": address, "JOB_COMPLETION_INDEX": str(index)}
+            commands.append(([*container["command"], text], variables))
+        for code, output in outcomes(commands, tmp_path):
+            assert code == 0, output
+        membership = ask_status(address, credentials=read_worker_keys(tmp_path / "keys" / "worker.key")).membership
+        assert membership is not None
+        assert membership.ever == [0, 1]
+
+
+def test_the_manifest_starts_a_scheduler_that_there_is() -> None:
+    parts = manifest()
+    stateful, service = parts["StatefulSet"]["spec"], parts["Service"]
+    container = stateful["template"]["spec"]["containers"][0]
+    (text,) = container["args"]
+    command = text.partition("exec ")[2].replace('"tcp://$POD_IP:5555"', "tcp://127.0.0.1:5555").split()
+    from lightning_sdpipe.cli import _parser
+
+    options = _parser().parse_args(command[1:])
+    assert command[0] == "sdpipe"
+    assert {port["port"] for port in service["spec"]["ports"]} == {5555, options.lifeline_port}
+    assert str(options.journal).startswith(
+        stateful["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
+    )
+    assert options.num_pipelines == parts["Job"]["spec"]["completions"]
+    assert stateful["serviceName"] == service["metadata"]["name"]
+
+
+def manifest() -> dict[str, Any]:
+    """Its parts by kind."""
+    return {part["kind"]: part for part in yaml.safe_load_all((FAULTS / "kubernetes.yaml").read_text())}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_job_script_is_one() -> None:
+    subprocess.run(["bash", "-n", str(FAULTS / "pipeline.sbatch")], check=True)

@@ -1,0 +1,302 @@
+"""Real processes under supervision: tiny scripts in the place of a training, and a directory in that of what the
+scheduler knows."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_sdpipe.supervision.events import Seen
+from lightning_sdpipe.supervision.output import Terminal
+from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
+from lightning_sdpipe.supervision.state import Settings
+from lightning_sdpipe.supervision.supervisor import Supervisor
+
+ROOT = Path(__file__).parents[2]
+MAIN = f"import sys; from {__name__} import main; sys.exit(main(*sys.argv[1:]))"
+TOY = ROOT / "tests" / "scripts" / "toy.py"
+
+
+def main(directory: str, pipelines: str, stages: str, restarts: str) -> int:
+    """The supervisor in a process of its own, which tests can kill: trains are the pipelines whose toys run."""
+    where = Path(directory)
+
+    def look(asked: float) -> Seen:
+        lives = {
+            number: "-".join(pids)
+            for number in range(int(pipelines))
+            if len(pids := [pid for rank in range(int(stages)) if (pid := runs(where, number, rank))]) == int(stages)
+        }
+        ever = frozenset(range(int(pipelines))) if not (where / "nobody-trains").exists() else frozenset()
+        trained = lives if ever else {}
+        return Seen(asked, trained, min(lives, default=None), 412, ever)
+
+    scheduler = StandingScheduler(
+        ["--num-stages", stages, "--num-pipelines", pipelines],
+        "tcp://127.0.0.1:*",
+        dict(os.environ),
+        where / "scheduler.log",
+    )
+    settings = Settings(int(pipelines), int(stages), int(restarts), grace=1.0, farewell=5.0)
+    terminal = Terminal(sys.stdout.buffer, sys.stderr.buffer)
+    command = [sys.executable, "-S", str(TOY), directory]
+    return Supervisor(settings, command, {"OMP_NUM_THREADS": "1"}, scheduler, look, where, terminal).run()
+
+
+def runs(directory: Path, pipeline: int, rank: int) -> str | None:
+    """The process number of that rank, if it has said so and lives."""
+    with suppress(OSError, ValueError):
+        pid = str(json.loads((directory / f"runs-{pipeline}-{rank}").read_text())["pid"])
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            return pid
+    return None
+
+
+class Run:
+    """A supervisor, what it says, and the toys under it."""
+
+    def __init__(self, directory: Path, pipelines: int, stages: int, restarts: int) -> None:
+        self.directory, self.size = directory, (pipelines, stages)
+        self.seen: set[int] = set()
+        arguments = [str(directory), *map(str, (pipelines, stages, restarts))]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.out, self.err = io.BytesIO(), io.BytesIO()
+        self._readers = [
+            threading.Thread(target=self._copy, args=pair, daemon=True)
+            for pair in ((self.process.stdout, self.out), (self.process.stderr, self.err))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @staticmethod
+    def _copy(source: Any, to: io.BytesIO) -> None:
+        while data := os.read(source.fileno(), 4096):
+            to.write(data)
+
+    def until(self, what: Callable[[], Any], seconds: float = 20.0) -> Any:
+        end = time.monotonic() + seconds
+        while not (found := what()):
+            assert time.monotonic() < end, f"waited {seconds} s; it said {self.lines()}"
+            time.sleep(0.01)
+        return found
+
+    def lines(self) -> list[str]:
+        said = self.err.getvalue().decode().split("\n")
+        return [line.removeprefix("sdpipe: ") for line in said if line.startswith("sdpipe: ")]
+
+    def says(self, line: str) -> str:
+        return str(self.until(lambda: next((found for found in self.lines() if line in found), None)))
+
+    def pid(self, pipeline: int, rank: int = 0) -> int:
+        pid = int(self.until(lambda: runs(self.directory, pipeline, rank)))
+        self.seen.add(pid)
+        return pid
+
+    def all_run(self) -> list[int]:
+        return [self.pid(pipeline, rank) for pipeline in range(self.size[0]) for rank in range(self.size[1])]
+
+    def order(self, what: str, pipeline: int | None = None, rank: int = 0) -> None:
+        name = "do-all" if pipeline is None else f"do-{pipeline}-{rank}"
+        (self.directory / f".{name}").write_text(what)
+        (self.directory / f".{name}").rename(self.directory / name)
+
+    def ends(self) -> int:
+        code = self.process.wait(30)
+        for reader in self._readers:
+            reader.join(10)
+        self.until(lambda: not any(lives(pid) for pid in self.seen), 5)
+        return code
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextmanager
+def supervised(directory: Path, pipelines: int = 3, stages: int = 1, restarts: int = 5) -> Iterator[Run]:
+    run = Run(directory, pipelines, stages, restarts)
+    try:
+        yield run
+    finally:
+        run.process.kill()
+        run.process.wait()
+
+
+pytestmark = pytest.mark.distributed
+
+
+def test_a_killed_stage_comes_back_and_all_finish(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2, 2) as run:
+        run.all_run()
+        run.says("all 2 pipelines train")
+        before = run.pid(1, 1)
+        os.kill(before, signal.SIGKILL)
+        assert run.says("pipeline 1 lost") == "pipeline 1 lost (stage 0 killed); 1 of 2 go on"
+        assert run.says("pipeline 1 is back").endswith(" s, at update 412")
+        assert run.pid(1, 1) != before
+        told = json.loads((tmp_path / "runs-1-1").read_text())
+        assert told.pop("SDPIPE_SCHEDULER").startswith("tcp://127.0.0.1:")
+        assert int(told.pop("MASTER_PORT")) > 0
+        del told["pid"]
+        assert told == {
+            "RANK": "1",
+            "LOCAL_RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "SDPIPE_PIPELINE": "1",
+        }
+        run.order("exit 0")
+        assert run.ends() == 0
+        assert run.out.getvalue() == b"rank 0 of pipeline 0 runs\n", "the leader's first stage alone"
+        log = (tmp_path / "pipeline-1.log").read_text()
+        assert "started (restart 1) ---\n" in log
+        assert log.count("[stage 1] rank 0 of pipeline 1 runs\n") == 2
+
+
+def test_a_script_with_a_bug_ends_the_run_by_name(tmp_path: Path) -> None:
+    with supervised(tmp_path) as run:
+        run.all_run()
+        run.says("all 3 pipelines train")
+        run.order("raise sample 17 is bad", 0)
+        assert run.says("pipeline 0 lost") == "pipeline 0 lost (stage 0: ValueError: sample 17 is bad); 2 of 3 go on"
+        run.order("raise sample 5 is bad", 2)
+        assert run.ends() == 1
+        assert run.lines()[-1].startswith(
+            "the run ends: pipelines 0 and 2 failed with the same exception, which starting again does not mend: "
+            "ValueError: sample 5 is bad (toy.py:"
+        )
+        assert b"ValueError: sample 17" in run.err.getvalue(), "its progress and errors were the terminal's"
+
+
+def test_a_script_that_never_trains(tmp_path: Path) -> None:
+    (tmp_path / "nobody-trains").touch()
+    with supervised(tmp_path) as run:
+        run.all_run()
+        run.order("exit 0", 1)
+        assert run.ends() == 1
+        assert "the script of pipeline 1 ended without training" in run.lines()[-1]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_word_to_the_supervisor_ends_all(tmp_path: Path, number: int, code: int) -> None:
+    with supervised(tmp_path) as run:
+        run.all_run()
+        run.order(f"child {tmp_path / 'helper'}", 1)
+        run.seen.add(int(run.until(lambda: (tmp_path / "helper").exists() and (tmp_path / "helper").read_text())))
+        run.process.send_signal(number)
+        assert run.ends() == code, "and what the toys have started has ended, too"
+
+
+def test_who_does_not_listen_is_killed_by_a_second_word(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as run:
+        run.all_run()
+        run.order("deaf", 0)
+        run.until(lambda: not (tmp_path / "do-0-0").exists())
+        time.sleep(0.1)  # it has read the order, and obeys
+        run.process.send_signal(signal.SIGINT)
+        run.says("the run ends: Ctrl-C")
+        run.process.send_signal(signal.SIGINT)
+        assert run.ends() == 130
+
+
+def test_no_orphans_of_a_killed_supervisor(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2, 2) as run:
+        run.all_run()
+        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+        assert len(children) == 5, "and the scheduler"
+        run.seen |= {int(pid) for pid in children}
+        run.process.kill()
+        assert run.ends() == -signal.SIGKILL
+
+
+def test_a_killed_scheduler_starts_again_at_its_address(tmp_path: Path) -> None:
+    with supervised(tmp_path, 1) as run:
+        (toy,) = run.all_run()
+        address = json.loads((tmp_path / "runs-0-0").read_text())["SDPIPE_SCHEDULER"]
+        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+        (scheduler,) = {int(pid) for pid in children} - {toy}
+        os.kill(scheduler, signal.SIGKILL)
+        run.says("the scheduler ended (killed); it starts again")
+        from lightning_sdpipe.scheduler.connection import ask_status
+
+        assert ask_status(address, timeout=15).failure is None
+        run.order("exit 0")
+        assert run.ends() == 0
+
+
+def test_progress_bars_in_a_log(tmp_path: Path) -> None:
+    with supervised(tmp_path, 1) as run:
+        run.all_run()
+        bar = "Epoch 0:  10%|# |\rEpoch 0: 100%|##|\rEpoch 0: done\n"
+        run.order(f"print {json.dumps(bar)}", 0)
+        run.until(lambda: b"done\n" in run.out.getvalue())
+        run.order("exit 0")
+        assert run.ends() == 0
+        assert b"Epoch 0:  10%|# |\rEpoch" in run.out.getvalue(), "as it was drawn"
+        log = (tmp_path / "pipeline-0.log").read_text()
+        assert "\nEpoch 0: done\n" in log
+        assert "10%" not in log
+
+
+def test_on_a_terminal_the_leader_has_one_too(tmp_path: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, str(tmp_path), "2", "1", "0"],
+        cwd=ROOT,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    try:
+        shown = b""
+        while b"all 2 pipelines train" not in shown:
+            shown += os.read(ours, 4096)
+        assert b"rank 0 of pipeline 0 runs" in shown
+        assert b"pipeline 1 runs" not in shown
+        leader = runs(tmp_path, 0, 0)
+        assert os.readlink(f"/proc/{leader}/fd/1").startswith("/dev/pts/")
+        (tmp_path / "do-all").write_text("exit 0")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_a_reserved_port_is_free_for_torchs_store_only() -> None:
+    import socket
+
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        with socket.socket(socket.AF_INET6) as store:  # as torch's store listens: all addresses, reusing
+            store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            store.bind(("::", port))
+            store.listen()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))

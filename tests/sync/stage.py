@@ -1,0 +1,142 @@
+"""The replicas of one stage as threads of this process: real methods, policies and transfers, and a scheduler that is
+called instead of being written to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.exchange.buckets import flatten
+from lightning_sdpipe.exchange.value import Exchange
+from lightning_sdpipe.groups import Replicas, Traffic
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Event, Joined, Left, Ready, Tick, Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.sync.rendezvous import Rendezvous
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
+from tests.exchange.threads import Crew, together
+
+TIMEOUT = timedelta(seconds=20)
+
+
+class Office:
+    """A scheduler for one stage: the real policy, behind a lock."""
+
+    def __init__(self, config: PolicyConfig, size: int) -> None:
+        self._policy = registry.build(config, 1, size)
+        self._changed = threading.Condition()
+        self._answers: list[deque[Group]] = [deque() for _ in range(size)]
+        self.clients = [Client(self, pipeline) for pipeline in range(size)]
+        self.groups: list[Group] = []
+
+    def tell(self, event: Event) -> None:
+        with self._changed:
+            self._tell(event)
+
+    def answer(self, pipeline: int) -> Group:
+        end = time.monotonic() + TIMEOUT.total_seconds()
+        with self._changed:
+            while not self._answers[pipeline]:
+                now, due = time.monotonic(), self._policy.deadline()
+                assert now < end, f"no group for pipeline {pipeline}"
+                self._changed.wait(max(0.0, min(end, due if due is not None else end) - now))
+                if due is not None and time.monotonic() >= due:
+                    self._tell(Tick())
+            return self._answers[pipeline].popleft()
+
+    def _tell(self, event: Event) -> None:
+        for group in self._policy.on(event, time.monotonic()):
+            self.groups.append(group)
+            for worker in group.members:
+                if worker not in group.passive:
+                    self._answers[worker.pipeline].append(group)
+            for worker in group.passive:
+                self.clients[worker.pipeline].on_invitation(group, None)
+        self._changed.notify_all()
+
+
+class Client:
+    """What a worker has of it."""
+
+    def __init__(self, office: Office, pipeline: int) -> None:
+        self._office = office
+        self._worker = Worker(0, pipeline)
+        self.on_invitation: Callable[[Group, int | None], None] = lambda group, after: None
+
+    def join(self) -> None:
+        self._office.tell(Joined(self._worker))
+
+    def leave(self) -> None:
+        self._office.tell(Left(self._worker))
+
+    def ready(self, iteration: int) -> None:
+        self._office.tell(Ready(self._worker, iteration))
+
+    def group(self) -> Group:
+        return self._office.answer(self._worker.pipeline)
+
+
+class Places:
+    """As :class:`~lightning_sdpipe.groups.ProcessGroups`, of groups without a name."""
+
+    def __init__(self, crew: Crew, beside: Crew, rank: int) -> None:
+        self.mesh, self.rank = Mesh.build(crew.size, 1), rank
+        self.stage, self._beside = crew.groups[rank], beside.groups[rank]
+        self.traffic = Traffic()
+
+    def replicas(self, group: Any = None) -> Replicas:
+        ranks = self.mesh.stage_ranks(0)
+        return Replicas(group or self.stage, ranks, 0, self.mesh.locate(self.rank)[1], self.traffic)
+
+    def side_channel(self, timeout: timedelta | None) -> Any:
+        return self._beside
+
+
+class Stage:
+    """N replicas, whose process groups serve several trainings, one after the other."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._crew, self._beside = Crew(size), Crew(size)
+
+    def run(
+        self,
+        method: SyncMethod,
+        exchange: Exchange,
+        start: Callable[[int], Tensor],
+        train: Callable[[int, nn.Parameter, Synchronizer, Rendezvous], Any],
+        scale: Callable[[], float] = lambda: 1.0,
+        watch: bool = True,
+    ) -> list[Any]:
+        """What ``train(pipeline, parameter, synchronizer, rendezvous)`` returns for each pipeline.
+
+        Args:
+            method: of synchronisation.
+            exchange: of it.
+            start: the parameter of each pipeline.
+            train: begins and ends outside of training.
+            scale: of the loss.
+            watch: see :class:`~lightning_sdpipe.sync.synchronizer.Replica`.
+        """
+        office = Office(method.policy, self.size)
+
+        def work(rank: int) -> Any:
+            places: Any = Places(self._crew, self._beside, rank)
+            pipeline = places.mesh.locate(rank)[1]
+            parameter = nn.Parameter(start(pipeline))
+            client: Any = office.clients[pipeline]
+            buckets = flatten([parameter])
+            sync = method.build(Replica(client, places, buckets, [], [parameter], TIMEOUT, watch, exchange, scale))
+            with torch.enable_grad():
+                return pipeline, train(pipeline, parameter, sync, Rendezvous(sync))
+
+        return [outcome for _, outcome in sorted(together(self.size, work), key=lambda found: found[0])]

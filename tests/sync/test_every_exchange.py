@@ -1,0 +1,198 @@
+"""The whole product of methods, payloads, overlaps and hierarchies: each combination trains, or is refused with what to
+use instead. Real policies and transfers, in threads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload, TopK
+from lightning_sdpipe.exchange.value import Exchange, Hierarchy, Overlap
+from lightning_sdpipe.sync import (
+    ADPSGD,
+    AllReduce,
+    Decentralized,
+    DiLoCo,
+    HetPipe,
+    LocalSGD,
+    NoSync,
+    ParameterServer,
+    PartialReduce,
+    SemiDecentralized,
+)
+from lightning_sdpipe.sync.methods import method_of, refuse_exchange
+from lightning_sdpipe.sync.rendezvous import Rendezvous
+from lightning_sdpipe.sync.synchronizer import Synchronizer
+from tests.exchange.test_group_mean import values
+from tests.exchange.threads import one_thread
+from tests.sync.stage import Stage
+
+N, SIZE, UPDATES = 4, 1000, 5
+METHODS: list[Any] = [
+    AllReduce(),
+    SemiDecentralized(window=0.005),
+    PartialReduce(group_size=3, decay=0.5),
+    ADPSGD(),
+    ADPSGD(asynchronous=True),
+    LocalSGD(every=1),
+    LocalSGD(every=2),
+    DiLoCo(every=3, lr=1.0, momentum=0.0, fragments=3, delay=1),
+    Decentralized("ring"),
+    Decentralized("shift_one"),
+    Decentralized("random"),
+    NoSync(),
+    ParameterServer(),
+    HetPipe(combine="mean"),
+]
+PAYLOADS: list[Payload] = [
+    Full(),
+    Half(),
+    EightBit(block=64),
+    EightBit(block=64, rounding="stochastic"),
+    EightBit(block=64, feedback=True),
+    OneBit(block=64),
+    OneBit(block=64, after=2),
+    OneBit(block=64, momentum=0.9, after=2),
+    TopK(0.5),
+]
+PRODUCT = [
+    pytest.param(sync, exchange, id=f"{sync}-{exchange}")
+    for sync, payload, overlap, hierarchy in itertools.product(
+        METHODS, PAYLOADS, get_args(Overlap), get_args(Hierarchy)
+    )
+    for exchange in [Exchange(payload, overlap, hierarchy, **({"interval": 0.0} if overlap == "free" else {}))]
+]
+WORKS = 202  # of the product
+NOT_IN_THREADS = ParameterServer | HetPipe  # tests/sync/test_methods.py has them in processes
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with one_thread():
+        yield Stage(N)
+
+
+def start(pipeline: int) -> Tensor:
+    return 10 * values(99, SIZE)
+
+
+def update(pipeline: int, number: int) -> Tensor:
+    return 0.1 * values(1000 + 10 * number + pipeline, SIZE)
+
+
+def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> tuple[Tensor, Tensor]:
+    rendezvous.join()
+    for number in range(UPDATES):
+        change = update(pipeline, number)
+        if sync.gradients is not None:
+            sync.gradients.complete([change])
+            (mean,) = sync.gradients.finish()
+            assert mean is not None
+            change = mean
+        sync.announce(number)
+        parameter.data.add_(change)
+        sync.synchronise()
+    ended = parameter.detach().clone()
+    rendezvous.pause(position=UPDATES)
+    return ended, parameter.detach().clone()
+
+
+def exact() -> Tensor:
+    """Where all methods lead that preserve means."""
+    return start(0) + torch.stack([update(p, k) for p in range(N) for k in range(UPDATES)]).sum(0) / N
+
+
+def tolerance(sync: Any, exchange: Exchange) -> float:
+    """Of the error at the end, as a share of that of what training has moved by."""
+    payload = exchange.payload
+    if isinstance(sync, PartialReduce) and sync.decay is not None:
+        return 2.0  # it does not keep the mean
+    if isinstance(sync, DiLoCo) and sync.delay and exchange.overlap == "none":
+        return 1.0  # what is trained while a mean travels is lost
+    if isinstance(payload, OneBit | TopK):
+        return 1.0
+    common = isinstance(sync, AllReduce | LocalSGD | DiLoCo) or getattr(sync, "peers", "") == "ring"
+    if isinstance(payload, Full) or not common:
+        return 1e-4  # the mean over the workers stays where it is, whatever messages leave out
+    return 0.01 if isinstance(payload, Half) else 0.05
+
+
+@pytest.mark.parametrize(("sync", "exchange"), PRODUCT)
+def test_it_trains_or_is_refused(stage: Stage, sync: Any, exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = method_of(sync)
+    if (reason := refusal(sync, exchange)) is not None:
+        assert reason.startswith(f"exchange={exchange} does not go with sync={sync}: ")
+        assert "use " in reason.removeprefix("exchange") or "average models with" in reason
+        return
+    if isinstance(sync, NOT_IN_THREADS):
+        assert exchange == Exchange()
+        return
+    monkeypatch.setattr(
+        "lightning_sdpipe.sync.exchanges.hosts_of_replicas", lambda groups, device: ["a", "a", "b", "b"]
+    )
+    outcomes = stage.run(method, exchange, start, train)
+    expected, moved = exact(), (exact() - start(0)).norm()
+    for _, paused in outcomes:
+        assert torch.equal(paused, outcomes[0][1]), "replicas differ after a pause"
+        assert (paused - expected).norm() <= tolerance(sync, exchange) * moved
+
+
+def refusal(sync: Any, exchange: Exchange) -> str | None:
+    """Why not, if so."""
+    try:
+        refuse_exchange(sync, method_of(sync), exchange)
+    except ConfigurationError as refused:
+        return str(refused)
+    return None
+
+
+def test_what_is_refused_is_no_more_than_what_has_to_be() -> None:
+    """So that no refusal gets too broad unnoticed."""
+    works = [case.values for case in PRODUCT if refusal(*case.values) is None]  # type: ignore[arg-type]
+    assert len(works) == WORKS
+
+
+PINS = [
+    (AllReduce(), Full(), 6_291_456),
+    (AllReduce(), Half(), 3_145_728),
+    (AllReduce(), EightBit(), 1_575_936),
+    (AllReduce(), OneBit(), 198_144),
+    (LocalSGD(every=1), OneBit(), 198_144),
+    (SemiDecentralized(window=float("inf")), EightBit(), 1_575_936),
+    (Decentralized("ring"), Full(), 8_388_608),
+    (Decentralized("ring"), EightBit(), 2_101_248),
+    (Decentralized("shift_one"), EightBit(), 1_050_624),
+    (DiLoCo(every=2, momentum=0.0), EightBit(), 1_575_936 // 2),
+]
+
+
+@pytest.mark.parametrize(("sync", "payload", "sent"), PINS, ids=str)
+def test_bytes_are_those_of_the_formula(stage: Stage, sync: Any, payload: Payload, sent: int) -> None:
+    """Of each worker in each update, for 2²⁰ values; after the first, which tells groups how far apart models are."""
+
+    def start(pipeline: int) -> Tensor:
+        return torch.zeros(2**20)
+
+    def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> list[int]:
+        rendezvous.join()
+        counts = []
+        for number in range(4):
+            change = 1e-3 * values(pipeline + 10 * number, 2**20)
+            if sync.gradients is not None:
+                sync.gradients.complete([change])
+                sync.gradients.finish()
+            sync.announce(number)
+            parameter.data.add_(change)
+            sync.synchronise()
+            counts.append(sync.statistics.bytes_sent)
+        rendezvous.pause(position=4)
+        return counts
+
+    for counts in stage.run(method_of(sync), Exchange(payload), start, train):
+        assert counts[3] - counts[1] == 2 * sent

@@ -1,0 +1,148 @@
+"""Exchanges in a real Trainer, on 2 × 2 processes: each learns, and ends its epochs with equal replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sdpipe import (
+    ADPSGD,
+    AllReduce,
+    ConfigurationError,
+    Decentralized,
+    DiLoCo,
+    EightBit,
+    Exchange,
+    Half,
+    LocalSGD,
+    OneBit,
+    SDPipeStrategy,
+    SemiDecentralized,
+)
+from lightning_sdpipe.optim import FrozenVariance
+from lightning_sdpipe.placement.roll_call import HOST_VARIABLE
+from lightning_sdpipe.trainer.optimizers import refuse_unfit_momentum
+from tests.sync.test_methods import EqualReplicas, Gentle, Uneven, train
+from tests.test_strategy import Regression, data, fit
+
+
+def loss(model: nn.Module) -> float:
+    x, y = data(48).tensors
+    return nn.functional.mse_loss(model.net(x), y).item()  # type: ignore[operator]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("sync", "exchange", "options"),
+    [
+        (SemiDecentralized(), Exchange(EightBit(block=8), "step"), {}),
+        (ADPSGD(asynchronous=True), Exchange(EightBit(block=8), "step"), {"schedule": "pipedream"}),
+        (LocalSGD(every=1), Exchange(Half(), "free", interval=0.01), {}),
+        (DiLoCo(every=3, fragments=2, delay=1, mix=0.5), Exchange(OneBit(block=8)), {}),
+        (Decentralized("ring"), Exchange(EightBit(block=8, rounding="stochastic"), "step"), {}),
+        (AllReduce(), Exchange(EightBit(block=8), hierarchy="hosts"), {"accumulate_grad_batches": 2}),
+    ],
+    ids=str,
+)
+def test_it_learns_and_ends_each_epoch_with_equal_replicas(
+    tmp_path: Path, sync: Any, exchange: Exchange, options: dict[str, Any]
+) -> None:
+    before = loss(Regression())
+    model, metrics = train(tmp_path, sync, Gentle(), exchange=exchange, **options)
+    assert loss(model) < 0.95 * before
+    assert metrics["groups"] == (12 if "accumulate_grad_batches" not in options else 6)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("sync", "exchange"),
+    [
+        (AllReduce(), Exchange(OneBit(block=8))),
+        (LocalSGD(every=1), Exchange(EightBit(block=8), "free", interval=0.0)),
+        (DiLoCo(every=2), Exchange(EightBit(block=8), "step")),
+        (Decentralized("ring"), Exchange(EightBit(block=8))),
+        (SemiDecentralized(), Exchange(Half(), "step")),
+    ],
+    ids=str,
+)
+def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync: Any, exchange: Exchange) -> None:
+    train(tmp_path, sync, Uneven(), exchange=exchange)
+
+
+class OneBitAdam(Regression):
+    def __init__(self, after: int = 3, beta: float = 0.9, frozen: bool = True) -> None:
+        super().__init__()
+        self.after, self.beta, self.frozen = after, beta, frozen
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        adam = torch.optim.Adam(self.parameters(), lr=0.01, betas=(self.beta, 0.99))
+        return FrozenVariance(adam, after=self.after) if self.frozen else adam
+
+
+@pytest.mark.distributed
+def test_one_bit_adam_trains(tmp_path: Path) -> None:
+    before = loss(Regression())
+    model, _ = train(tmp_path, AllReduce(), OneBitAdam(), exchange=Exchange(OneBit(block=8, momentum=0.9, after=3)))
+    assert loss(model) < 0.95 * before
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (OneBitAdam(frozen=False), r"return FrozenVariance\(optimizer, after=3\)"),
+        (OneBitAdam(after=5), r"return FrozenVariance\(optimizer, after=3\)"),
+        (OneBitAdam(beta=0.8), r"sends momenta of 0\.9, and the optimizer's first beta is 0\.8"),
+    ],
+)
+def test_momenta_want_an_optimizer_that_takes_them(module: Regression, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        refuse_unfit_momentum(module.configure_optimizers(), OneBit(momentum=0.9, after=3))
+
+
+@pytest.mark.distributed
+def test_machines_without_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOST_VARIABLE, "localhost")
+    strategy = SDPipeStrategy(1, exchange=Exchange(hierarchy="hosts"), start_method="fork")
+    with pytest.raises(Exception, match="Give each machine a name, or set the environment variable SDPIPE_HOST"):
+        fit(tmp_path, strategy, 2, 4, callbacks=[EqualReplicas()])
+
+
+@pytest.mark.distributed
+def test_eight_bits_on_a_model_in_bfloat16(tmp_path: Path) -> None:
+    """Full means and encoded ones end close to each other, in 16 bits."""
+    models = [
+        train(
+            tmp_path / str(number),
+            SemiDecentralized(window=float("inf")),
+            Gentle(),
+            exchange=exchange,
+            precision="bf16-true",
+        )[0]
+        for number, exchange in enumerate([Exchange(), Exchange(EightBit(block=8))])
+    ]
+    for full, encoded in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert (full - encoded).float().norm() <= 0.05 * full.float().norm()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("fragments", "stages"), [(2, 2), (1, 1)])
+def test_a_resumed_run_goes_on_with_the_outer_momentum(tmp_path: Path, fragments: int, stages: int) -> None:
+    """Also on another number of stages. (Fragments are parts of a stage.)"""
+    sync, options = DiLoCo(every=3, fragments=fragments), {"max_epochs": 2, "limit_val_batches": 0}
+    _, straight = _two_pipelines(tmp_path / "straight", sync, 2, **options)
+    _two_pipelines(tmp_path / "first", sync, 2, **{**options, "max_epochs": 1})
+    (file,) = (tmp_path / "first").rglob("*.ckpt")
+    saved = torch.load(file, weights_only=False)["optimizer_states"][0]["state"]
+    assert any("sdpipe_outer_momentum" in state for state in saved.values())
+    _, resumed = _two_pipelines(tmp_path / "second", sync, stages, ckpt_path=file, **options)
+    for name, value in straight.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def _two_pipelines(directory: Path, sync: Any, stages: int, **options: Any) -> tuple[Any, Regression]:
+    strategy = SDPipeStrategy(stages, sync=sync, start_method="fork")
+    return fit(directory, strategy, 2 * stages, 4, Gentle(), **options)
