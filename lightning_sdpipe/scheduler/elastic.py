@@ -54,9 +54,6 @@ class Run(answers.Run, Protocol):
     def lose(self, pipeline: int, left: bool, now: float) -> None:
         """Policies and the dealer hear that it is gone."""
 
-    def hold(self, reason: str, now: float) -> None:
-        """Nobody is answered while there is a reason."""
-
     def again(self, peer: bytes, request: m.Request, now: float) -> None:
         """A request that was kept is due."""
 
@@ -223,12 +220,13 @@ class Elastic:
     def _from_one_of_us(self, peer: bytes, request: e.Request, now: float) -> None:
         worker, incarnation, say, core = request.worker, request.incarnation, self._run.say, self.membership
         match request:
-            case e.Beat(holds=holds, epoch=epoch):
+            case e.Beat(holds=holds, epoch=epoch, held=held):
                 self._answers.transport.holds(worker, holds)
                 say(peer, e.Noted(request.number))
                 if not core.recovering:
                     if epoch < core.epoch.number and core.is_member(worker.pipeline, incarnation):
                         say(peer, e.NewEpoch(core.epoch))  # it may have been lost
+                    if held != bool(core.holds) and core.is_member(worker.pipeline, incarnation):
                         say(peer, e.Hold(core.holds))
                     for donate in core.donations.unheard(worker):
                         say(peer, e.Give(donate))

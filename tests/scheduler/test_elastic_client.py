@@ -274,23 +274,14 @@ def test_silence_is_noticed_too() -> None:
         silent.set()
 
 
-def test_below_the_least_nobody_is_answered_until_there_are_enough_again(caplog: pytest.LogCaptureFixture) -> None:
-    segment = Segment(1, 0, 0, 8)
+def test_below_the_least_nobody_begins_a_turn_until_there_are_enough_again() -> None:
     with running(terms=Terms(2, settle=0.0)) as fleet:
         first, second = fleet.start(0, 1)
-        session = fleet.session(first)
-        session.join()
+        assert first.held_up == ""
         second.close()
-        wait_for(lambda: first.epoch.lost == (1,))
-        session.ready(0)
-        waiting = threading.Thread(target=session.group)
-        waiting.start()
-        wait_for(lambda: "1 of at least 2 pipelines are left (0)" in caplog.text)
-        assert waiting.is_alive()
+        wait_for(lambda: first.held_up == "1 of at least 2 pipelines are left (0)")
         comes(fleet, [first], 1, 900)
-        waiting.join(10)
-        assert not waiting.is_alive()
-        assert session.lease(segment, 0).size > 0, "of the dead, too: nobody else has told what it was dealt"
+        wait_for(lambda: first.held_up == "")
 
 
 def test_leases_of_the_dead_are_dealt_to_the_living() -> None:
