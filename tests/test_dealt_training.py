@@ -24,7 +24,10 @@ from lightning_sdpipe.policies.leases import Lease, Segment
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.sync import (
     ADPSGD,
+    PHDPSGD,
     AllReduce,
+    Decentralized,
+    DiLoCo,
     HetPipe,
     LocalSGD,
     NoSync,
@@ -158,7 +161,7 @@ def train(
     strategy = SDPipeStrategy(
         stages,
         sync,
-        schedule,
+        schedule=schedule,
         data=data,
         **(by_speed or {}),
         delays=Static(factors),
@@ -227,6 +230,9 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "in step: AllReduce by speed": (AllReduce(), {"by_speed": {"batch_by_speed": True, "num_micro_batches": 2}}),
     "in step: LocalSGD": (LocalSGD(2), {}),
     "in step: ADPSGD": (ADPSGD(asynchronous=False), {}),
+    "in step: DiLoCo": (DiLoCo(every=2, momentum=0.0), {}),
+    "in step: Decentralized": (Decentralized(), {}),
+    "in step: PHDPSGD": (PHDPSGD(group_size=2), {}),
     "in step: HetPipe": (HetPipe(combine="mean"), {}),
     "in step: BSP": (ParameterServer(combine="mean"), {}),
     "in step: ASP": (ParameterServer(combine="mean", staleness=None), {}),
@@ -391,7 +397,8 @@ def test_without_a_flush_all_stages_of_a_pipeline_count_alike(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "sync", [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), HetPipe(), ParameterServer(staleness=None)]
+    "sync",
+    [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), DiLoCo(), HetPipe(), ParameterServer(staleness=None)],
 )
 def test_methods_whose_pipelines_cannot_leave_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match="data='dealt' does not go with sync="):
