@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import statistics
 import tempfile
@@ -125,7 +126,7 @@ def run(
     calm_losses: dict[tuple[str, int], float] = {}
     while sum(row["kills"] for row in rows) < kills and (runs is None or len(rows) < runs):
         number = seed + len(rows)
-        draws = random.Random(number)
+        draws = random.Random(f"soak {number}")  # numbers that are near draw alike at first
         name, stages = draws.choice(sorted(methods)), draws.choice(list(num_stages))
         work = Regression(
             stages, num_pipelines, hydra.utils.instantiate(methods[name]), batch_seconds, batches, epochs, seed
@@ -170,17 +171,22 @@ def _one(work: Regression, draws: random.Random, kills: int, calm: float) -> Row
         TimeoutError: nobody makes an update, or somebody does not end.
         AssertionError: something was lost.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        world = World(Path(directory), work, ["--worker-timeout", "2"], learn)
-        try:
-            done = _Deaths(world, draws, kills, calm).until_the_end()
-            records = world.records()
-            codes = [code for pipeline in done.finished for code in world.exit_codes(pipeline)]
-            assert codes, f"nobody has finished: {world.said()}"
-            assert not any(codes), f"exit codes {codes}: {world.said()}"
-        finally:
-            world.close()
-    _check(records, work)
+    directory = Path(tempfile.mkdtemp(prefix="soak-"))
+    world = World(directory, work, ["--worker-timeout", "2"], learn)
+    done = _Deaths(world, draws, kills, calm)
+    try:
+        done.until_the_end()
+        records = world.records()
+        codes = [code for pipeline in done.finished for code in world.exit_codes(pipeline)]
+        assert codes, f"nobody has finished: {world.said()}"
+        assert not any(codes), f"exit codes {codes}: {world.said()}"
+        _check(records, work)
+    except (TimeoutError, AssertionError) as error:
+        (directory / "deaths.txt").write_text("\n".join(done.told))
+        raise type(error)(f"{directory} has what everybody said; {str(error)[:1000]}") from error
+    finally:
+        world.close()
+    shutil.rmtree(directory)
     losses = [
         line["loss"]
         for record in records
@@ -196,6 +202,8 @@ class _Deaths:
     def __init__(self, world: World, draws: random.Random, kills: int, calm: float) -> None:
         self.count = 0
         self.what: Counter[str] = Counter()
+        self.told: list[str] = []
+        """Lines with times, for who looks at a run that failed."""
         self.finished: set[int] = set()
         self._world, self._draws, self._kills, self._calm = world, draws, kills, calm
         self._everybody = range(world.work.num_pipelines)
@@ -245,6 +253,7 @@ class _Deaths:
                 if now >= self._due[pipeline] and not self.finished:
                     del self._due[pipeline]
                     self._stopped.discard(pipeline)
+                    self._tell(f"starts pipeline {pipeline}")
                     world.launch(pipeline, self._perhaps_a_fault())
             elif any(world.exit_codes(pipeline)):  # one of it has failed or was killed; the rest follows
                 world.end(pipeline)
@@ -254,9 +263,9 @@ class _Deaths:
         if self.count >= self._kills or self._draws.random() > 0.25:
             return None
         phase = self._draws.choice(INSIDE)
-        self.count += 1
-        self.what[phase] += 1
-        return Fault(phase, self._draws.randrange(2 * self._world.work.batches))
+        fault = Fault(phase, self._draws.randrange(2 * self._world.work.batches))
+        self._count(phase, f"to come: {fault}")
+        return fault
 
     def _strike(self) -> None:
         world, draws = self._world, self._draws
@@ -273,8 +282,16 @@ class _Deaths:
             if kind == "stop":
                 self._stopped.add(victim)
                 self._due[victim] = time.monotonic() + draws.uniform(0.0, 4.0)
+            self._tell(f"pipeline {victim}, rank {rank}")
+        self._count(kind)
+
+    def _count(self, kind: str, more: str = "") -> None:
         self.count += 1
         self.what[kind] += 1
+        self._tell(f"{kind} {more}")
+
+    def _tell(self, what: str) -> None:
+        self.told.append(f"{time.strftime('%H:%M:%S')} {time.monotonic():.3f} {what}")
 
 
 def _check(records: Sequence[Record], work: Regression) -> None:
