@@ -91,13 +91,19 @@ class Diary(Callback):
         self.note(started=trainer.global_step, epoch=trainer.current_epoch, moments=max(steps, default=0))
         self.before = time.monotonic()
 
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.batch = batch[1].tolist()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, _: Any) -> None:
+        """Before the scheduler can be told of it: this process may be killed at any moment."""
+        self.note(trained=self.batch, epoch=trainer.current_epoch)
+
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, _: Any, batch: Any, __: int) -> None:
         now, strategy = time.monotonic(), trainer.strategy
         assert isinstance(strategy, SDPipeStrategy)
-        trained = [] if strategy.training.phase.name == "ABSENT" else batch[1].tolist()
         members = strategy.statistics.members - strategy.statistics.groups  # others that it averaged with
         seconds, self.before = now - self.before, now
-        self.note(step=trainer.global_step, epoch=trainer.current_epoch, trained=trained, took=seconds, others=members)
+        self.note(step=trainer.global_step, epoch=trainer.current_epoch, took=seconds, others=members)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         state = {name: value.double().sum().item() for name, value in module.state_dict().items() if not value.is_meta}
@@ -249,7 +255,7 @@ class ElasticRun:
         for pipeline in {job.pipeline for job in self.jobs}:
             for rows in self.rows(pipeline):
                 for row in rows:
-                    if "took" in row:
+                    if "trained" in row:
                         found.setdefault(row["epoch"], Counter()).update(row["trained"])
         return found
 
