@@ -11,8 +11,8 @@ silent, fails, or departs. The rules:
    first if these are at least ``min_pipelines``. Everybody who comes later is given the state of a member
    (``donations.py``), and is a member when all its stages have it. If the donor goes, another one gives it; if there is
    no member left, a new start is made.
-4. *Enough.* With fewer than ``min_pipelines`` nobody trains. Newcomers count, all of whose stages are there: they need
-   a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
+4. *Enough.* With fewer than ``min_pipelines`` nobody begins another turn. Newcomers count, all of whose stages are
+   there: they need a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
 5. *One job per number.* Who enrols for a pipeline that is there waits until that one is heard of (then it is refused)
    or gone (then it takes its place, when it asks again).
 6. *Meetings* (``meetings.py``) wait for the members, and for newcomers whose state has been taken in that stage: they

@@ -104,8 +104,6 @@ class SchedulerClient:
         self._host = host
         self._incarnation = incarnation
         self._session = secrets.randbits(63) if incarnation is None else incarnation
-        self._held: tuple[float, str] | None = None
-        """When the scheduler said last that it answers nobody for now, and why."""
         self._number = 0
         self._lock = threading.Lock()
         """Guards what a rejoin tells, and that no join is numbered after the leave that ends what it began."""
@@ -325,8 +323,6 @@ class SchedulerClient:
                 return reply
             if self.aborted is not None:
                 raise RunAborted(self.aborted)
-            if self._held is not None and self._held[0] > now - 3 * REPEAT_AFTER:
-                until = time.monotonic() + self._timeout  # the scheduler itself ends that, when it has lasted too long
             repeat()
         raise SchedulerError(f"worker {self.worker} waited {self._timeout:g} s for {what}; {self._who_is_missing()}")
 
@@ -352,10 +348,6 @@ class SchedulerClient:
                 raise RunAborted(reply.failure)
             if isinstance(reply, e.MustEnd):
                 raise SchedulerError(f"this process of pipeline {self.worker.pipeline} must end: {reply.reason}")
-            if isinstance(reply, m.Held):
-                if self._held is None or self._held[1] != reply.reason:
-                    log.warning("worker %s waits: %s", self.worker, reply.reason)
-                self._held = time.monotonic(), reply.reason
             if isinstance(reply, m.Lost):
                 log.warning("worker %s was silent for %.1f s; the others go on without it", reply.worker, reply.silent)
             if isinstance(reply, m.Unknown) and repeat is not None:

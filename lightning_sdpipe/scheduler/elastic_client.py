@@ -12,6 +12,7 @@ In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pi
 
     client.epoch                                           # the newest: .number, .pipelines (sorted: ranks), .leader
     client.holds([3, 4])                                   # epochs of whose members this worker has a process group
+    client.held_up                                         # why no turn may begin now: too few pipelines; or ""
     client.donation_due(update)                            # after every update, cheap: a Donate to snapshot for now
     client.donation, client.snapshot_taken(transfer, n)    # or, where stages agree among themselves when to take it
     client.meet(key, value)                                # waits for all replicas of the stage: Met
@@ -430,7 +431,8 @@ class ElasticClient:
         with self._changed:
             self._number += 1
             holds, epoch = self._holds, self._epoch.number
-            return e.Beat(self.worker, self.incarnation, self._number, holds, epoch, self._enrolled)
+            held = bool(self._holds_up)
+            return e.Beat(self.worker, self.incarnation, self._number, holds, epoch, self._enrolled, held)
 
     def _unanswered(self) -> list[e.Request]:
         with self._changed:

@@ -40,12 +40,13 @@ class Resume(ElasticRequest, frozen=True, gc=False, tag="resume"):
 
 
 class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):
-    """The worker lives. ``epoch`` is the newest that it heard of (0: none), ``waits`` says that it asked for
-    something."""
+    """The worker lives. ``epoch`` is the newest that it heard of (0: none); ``enrolled`` says that it wants to take
+    part, and ``held`` that it begins no turn, since it was told so."""
 
     holds: tuple[int, ...]
     epoch: int
     enrolled: bool
+    held: bool = False
 
 
 class TellSnapshot(ElasticRequest, frozen=True, gc=False, tag="snapshot"):

@@ -63,12 +63,6 @@ class ElasticRun:
         for worker in [worker for worker in service._asking if worker.pipeline == pipeline]:
             del service._asking[worker]
 
-    def hold(self, reason: str, now: float) -> None:
-        service = self._service
-        service._recovery.paused = reason
-        if not reason:
-            service._decide_held(service._recovery.release(), now)
-
     def again(self, peer: bytes, request: m.Request, now: float) -> None:
         self._service._dispatch(peer, request, now)
 

@@ -250,12 +250,6 @@ class AskLeases(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask
     """The scheduler was started anew: which leases has the worker heard of?"""
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="held"):
-    """Nobody is answered for now, however long that takes; ``reason`` says what is waited for."""
-
-    reason: str
-
-
 class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="status"):
     """How the run is."""
 
@@ -279,7 +273,6 @@ Reply: TypeAlias = (
     | Invitation
     | Dealt
     | AskLeases
-    | Held
     | StatusReply
 )
 

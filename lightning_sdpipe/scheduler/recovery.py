@@ -71,9 +71,8 @@ class Recovery:
     """
 
     def __init__(self, expected: int, grace: float) -> None:
-        self.paused = ""
-        """Why nobody may train now, for another reason than a restart."""
-        self._waits = False
+        self.holds = False
+        """Are readies held now?"""
         self.until = math.inf
         """When the held readies may be decided: at once if all are back."""
         self.held: dict[Worker, int] = {}
@@ -85,28 +84,23 @@ class Recovery:
         self._over = False
         self._back: set[Worker] = set()
 
-    @property
-    def holds(self) -> bool:
-        """Are readies held now?"""
-        return self._waits or bool(self.paused)
-
     def expect(self, workers: int) -> None:
         """So many are in the run now."""
         self._expected = workers
-        if self._waits and len(self._back) >= self._expected:
+        if self.holds and len(self._back) >= self._expected:
             self.until = -math.inf
 
     def joins(self, worker: Worker, has_taken_part: bool, now: float) -> None:
         """A client joins that this scheduler has never seen, though it may have taken part before."""
         self._back.add(worker)
-        if has_taken_part and not self._waits and not self._over:
-            self._waits, self.until = True, now + self._grace
+        if has_taken_part and not self.holds and not self._over:
+            self.holds, self.until = True, now + self._grace
             log.warning(
                 "worker %s resumes a run that this scheduler did not start; it waits %g s for the others",
                 worker,
                 self._grace,
             )
-        if self._waits and len(self._back) >= self._expected:
+        if self.holds and len(self._back) >= self._expected:
             self.until = -math.inf
 
     def keep(self, answers: Sequence[Answer], reporter: Worker) -> None:
@@ -135,13 +129,7 @@ class Recovery:
         self.answers.pop(worker, None)
 
     def end(self) -> dict[Worker, int]:
-        """All have come back; the readies that were held, unless they still are."""
-        self._waits, self.until, self._over = False, math.inf, True
-        return self.release()
-
-    def release(self) -> dict[Worker, int]:
-        """The readies that were held, unless there still is a reason to."""
-        if self.holds:
-            return {}
+        """The readies that were held; from now on none are."""
+        self.holds, self.until, self._over = False, math.inf, True
         held, self.held = self.held, {}
         return held

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
 
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.dealer import Dealer
@@ -125,7 +124,7 @@ class SchedulerService:
                 self._call_the_roll(now)
             self._let_time_pass(now)
             if self._recovery.until <= now:
-                self._decide_held(self._recovery.end(), now)
+                self._end_recovery(now)
             if self.elastic is not None:
                 self.elastic.tick(now)
         except Exception as error:
@@ -227,13 +226,12 @@ class SchedulerService:
                 {session.worker: round(now - session.heard, 3) for session in self._sessions},
                 self._sync_graphs(),
             ),
-            membership=None if self.elastic is None else self.elastic.status(),
+            members=None if self.elastic is None else self.elastic.status(),
         )
 
     def validate(self) -> None:
         """Raise AssertionError if what is known here contradicts itself; for tests, after each step."""
-        assert self._recovery.holds or self._recovery.until == math.inf
-        assert self._recovery.paused or self._recovery.holds == (self._recovery.until < math.inf)
+        assert self._recovery.holds == (self._recovery.until < math.inf)
         self._sessions.validate()
         held = {session.worker for session in self._sessions if session.state is HELD}
         assert held == self._recovery.held.keys(), (held, self._recovery.held)
@@ -311,24 +309,17 @@ class SchedulerService:
                 self._say(peer, m.Unknown(request.number))
             elif session.iteration != iteration:
                 self._refuse(request, peer, f"iteration {session.iteration} waits for an answer")
-            else:
-                self._say_held(peer)
             # else it asks again; the answer is on its way to be decided
         elif session.answer is not None and session.iteration == iteration:
             self._say(peer, session.answer)
         elif recovery.holds:
             session.is_ready(iteration, IS_HELD)
             recovery.held[request.worker] = iteration
-            self._say_held(peer)
         elif recovery.answers and (answer := recovery.answer_to(request.worker, iteration)) is not None:
             session.is_ready(iteration, IS_HELD)  # it came back late
             self._answer(session, answer)
         else:
             self._decide_ready(session, iteration, now)
-
-    def _say_held(self, peer: bytes) -> None:
-        if self._recovery.paused:
-            self._say(peer, m.Held(self._recovery.paused))
 
     def _decide_ready(self, session: Session, iteration: int, now: float) -> None:
         if self._decider.deadline <= now:
@@ -367,8 +358,6 @@ class SchedulerService:
         self._check_exists(worker)
         if self.failure is not None:
             self._say(peer, m.Abort(self.failure))
-        elif self._recovery.paused:
-            self._say_held(peer)
         elif (lease := dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
             self._say(peer, m.Dealt(lease))
         elif dealer.asks_for_book(worker.pipeline, segment):
@@ -471,8 +460,8 @@ class SchedulerService:
                     self._say(other.peer, lost)
             self._carry_out(decisions, now)
 
-    def _decide_held(self, held: Mapping[Worker, int], now: float) -> None:
-        for worker, iteration in held.items():
+    def _end_recovery(self, now: float) -> None:
+        for worker, iteration in self._recovery.end().items():
             session = self._sessions[worker]
             answer = self._recovery.answer_to(worker, iteration)
             if answer is None:

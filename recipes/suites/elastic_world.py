@@ -116,10 +116,17 @@ class World:
         directory: for all files.
         work: of every pipeline.
         scheduler_options: of ``sdpipe scheduler``.
+        target: what every process runs, as :func:`train`.
     """
 
-    def __init__(self, directory: Path, work: Work, scheduler_options: Sequence[str] = ()) -> None:
-        self.directory, self.work = directory, work
+    def __init__(
+        self,
+        directory: Path,
+        work: Any,
+        scheduler_options: Sequence[str] = (),
+        target: Callable[..., None] | None = None,
+    ) -> None:
+        self.directory, self.work, self._target = directory, work, target or train
         options = ["--num-stages", str(work.num_stages), "--num-pipelines", str(work.num_pipelines)]
         options += ["--start-pipelines", str(work.num_pipelines), "--journal", str(directory / "journal")]
         policy_file = directory / "policy.json"
@@ -157,7 +164,7 @@ class World:
             own = environment | {"RANK": str(each), "LOCAL_RANK": str(each)}
             name = f"{self._launches:04d}-{pipeline}-{each}"
             arguments = (self.work, self.directory, name, own, fault if each == rank else None)
-            process = context.Process(target=train, args=arguments, daemon=True)
+            process = context.Process(target=self._target, args=arguments, daemon=True)
             process.start()
             self._processes[pipeline].append(process)
 
@@ -210,9 +217,9 @@ class World:
         return made[-1] if made else 0
 
     def members(self) -> list[int]:
-        """Pipelines in the run, the leader first."""
-        status = ask_status(self.scheduler.address, timeout=20).membership
-        return [] if status is None else [pipeline for pipeline, _ in status.members]
+        """Pipelines in the run."""
+        members = ask_status(self.scheduler.address, timeout=20).members
+        return [] if members is None else sorted(members.lives)
 
     def gone_at(self, pipeline: int, since: float) -> float | None:
         """When the scheduler said, from the monotonic time ``since`` on, that a pipeline is gone."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import hydra
 import torch
-from torch.distributed.distributed_c10d import TCPStore  # type: ignore[attr-defined, unused-ignore]
+from torch._C._distributed_c10d import TCPStore
 
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.supervision.standing import reserve_port

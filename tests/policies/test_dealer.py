@@ -6,9 +6,14 @@ import re
 
 import pytest
 
-from lightning_sdpipe.policies import RefusedEvent, Worker
+from lightning_sdpipe.policies import Joined, PolicyConfig, Ready, RefusedEvent, Worker, registry
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.dealer import Dealer
+from lightning_sdpipe.policies.events import Widened
 from lightning_sdpipe.policies.leases import Asked, Done, Lease, Returned, Segment, Told, Trained
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 
 S = Segment(1, 0, 0, 8)
 NEXT = Segment(1, 0, 8, 12)
@@ -201,3 +206,43 @@ def test_a_scheduler_that_was_restarted_at_the_end_hears_that_it_was_the_end() -
     assert desk.ask(1) == []
     (lease,) = desk.tell(1)
     assert lease.over
+
+
+def test_a_pipeline_beyond_the_shards_trains_of_those_of_others() -> None:
+    desk = Desk(2)
+    desk.begin()
+    dealer = desk.dealer
+    with pytest.raises(RefusedEvent, match="does not exist in 1 stages × 2 pipelines"):
+        dealer.on(Asked(Worker(0, 3), S, 0, Done(0)), 0.0)
+    assert dealer.on(Widened(4), 0.0) == []
+    (lease,) = dealer.on(Asked(Worker(0, 3), S, 0, Done(0)), 0.0)
+    assert (lease.pipeline, lease.size > 0, lease.home in (0, 1)) == (3, True, True)
+    assert dealer.still_training() == [0, 1, 3]
+    dealer.on(Returned(3), 1.0)
+    for pipeline in (0, 1):
+        dealer.on(Trained(Worker(0, pipeline), S, Done(1, 0.1)), 1.0)
+    assert 3 not in dealer.still_training()
+    assert dealer.answer(3, S, 0) is None, "its next start begins anew"
+
+
+@pytest.mark.parametrize("config", [SemiDecentralized(window=0.0, staleness=2), AllReduceModels(), NoSync()])
+def test_pipelines_beyond_the_plan_join_and_are_answered(config: PolicyConfig) -> None:
+    policy, stages = registry.build(config, 1, 2), (0, 1, 4)
+    with pytest.raises(RefusedEvent, match="does not exist"):
+        policy.on(Joined(Worker(0, 4)), 0.0)
+    assert policy.on(Widened(5), 0.0) == []
+    for pipeline in stages:
+        policy.on(Joined(Worker(0, pipeline)), 0.0)
+    for iteration in range(12):
+        groups = [
+            group for pipeline in stages for group in policy.on(Ready(Worker(0, pipeline), iteration), float(iteration))
+        ]
+        assert sorted(worker.pipeline for group in groups for worker in group.members) == [0, 1, 4]
+
+
+def test_a_policy_with_fixed_groups_refuses_more_pipelines_than_planned() -> None:
+    policy = registry.build(PHDPSGD(group_size=1), 1, 2)
+    with pytest.raises(RefusedEvent, match="divides the 2 pipelines of the plan"):
+        policy.on(Widened(3), 0.0)
+    with pytest.raises(RefusedEvent, match="does not exist"):
+        policy.on(Joined(Worker(0, 2)), 0.0)
