@@ -6,7 +6,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
