@@ -9,7 +9,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -99,15 +98,17 @@ def _ours(work: Work, after: int, seconds: float) -> tuple[list[Record], float]:
 
 
 def _torchft(work: Work, after: int, seconds: float) -> tuple[list[Record], float]:
-    program = Path(sys.executable).with_name("torchft_lighthouse")
-    lighthouse = shutil.which("torchft_lighthouse") or str(program)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as directory, reserve_port() as port:
         address = f"127.0.0.1:{port.getsockname()[1]}"
         port.close()  # the lighthouse does not share it
         options = ["--min_replicas", "1", "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "2000"]
+        program = Path(directory, "lighthouse.py")  # the package's own script may lie anywhere
+        program.write_text("from torchft._torchft import lighthouse_main\nlighthouse_main()\n")
         with open(Path(directory, "lighthouse.log"), "wb") as log:
-            server = subprocess.Popen([lighthouse, *options, "--bind", address], stdout=log, stderr=log)
+            server = subprocess.Popen(
+                [sys.executable, str(program), *options, "--bind", address], stdout=log, stderr=log
+            )
         processes = [
             context.Process(target=_replica, args=(work, Path(directory), number, f"http://{address}", after))
             for number in range(work.num_pipelines)
