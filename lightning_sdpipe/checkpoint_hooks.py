@@ -9,6 +9,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from torch.optim import Optimizer
 
+from lightning_sdpipe.checkpoints import beside_optimizer
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
@@ -54,11 +55,18 @@ class CheckpointHooks(Collectives):
         self._checkpoints.load_module(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoints.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+        own = getattr(optimizer, "_optimizer", optimizer)
+        states = {} if self._training is None else self._training.sync.parameter_states()
+        with beside_optimizer.added_to(own, states):
+            gathered = self._checkpoints.optimizer_state(own)
+            if "state" in gathered:  # of its own: what is added goes again
+                gathered["state"] = {place: dict(state) for place, state in gathered["state"].items()}
+            return gathered
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         finetuning.restore_groups(self._trainer, self.optimizers[0])
         self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
+        self.training.sync.load_parameter_states(beside_optimizer.taken_from(self.optimizers[0]))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._assembled is not None and self._checkpoints.distributed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -38,8 +38,11 @@ class Collectives(SDPipeOptions):
 
     @cached_property
     def _run(self) -> Run:
-        end = partial(lambda: give_up(self._launcher))
+        end = self._give_up
         return Run(self, end) if self._job is None else ElasticRun(self, self._job, end)
+
+    def _give_up(self) -> None:  # a method, since a lambda cannot be pickled for "spawn" and "forkserver"
+        give_up(self._launcher)
 
     @property
     def module(self) -> LightningModule:

@@ -91,7 +91,7 @@ class Training:
     first_update: int = 0
     """Its number, for one that goes on where another was."""
     updates: int = 0
-    """Its next one, counted alike in all pipelines: absences count."""
+    """Its next one, counted alike in all pipelines: absences count. Whenever training begins it is so in all stages."""
     updating: bool = False
     """Is an optimizer step under way, which the next backward is for?"""
     underway: bool = False
@@ -337,9 +337,12 @@ class Training:
             torch.enable_grad(),
             self.first_failure(),
         ):
+            late = 0
             while pipeline.draining:
                 self._update(strategy.optimizers[0], backward)
+                late += pipeline.late_only
                 strategy.optimizers[0].zero_grad()  # Lightning does not, if this is amidst an accumulation
+            self.updates -= late  # decisions about one stage hold for others at the same number
             pipeline.finish()
             pipeline.settle()
 

@@ -24,7 +24,10 @@ from lightning_sdpipe.policies.leases import Lease, Segment
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.sync import (
     ADPSGD,
+    PHDPSGD,
     AllReduce,
+    Decentralized,
+    DiLoCo,
     HetPipe,
     LocalSGD,
     NoSync,
@@ -150,6 +153,7 @@ def train(
     ckpt_path: Path | None = None,
     by_speed: dict[str, Any] | None = None,
     seconds: float = SECONDS,
+    start_method: Any = "fork",
     **options: Any,
 ) -> None:
     """``factors`` are those of the ranks, ``batches`` those of each pipeline."""
@@ -157,11 +161,11 @@ def train(
     strategy = SDPipeStrategy(
         stages,
         sync,
-        schedule,
+        schedule=schedule,
         data=data,
         **(by_speed or {}),
         delays=Static(factors),
-        start_method="fork",
+        start_method=start_method,
         timeout=timedelta(seconds=30),
     )
     trainer = L.Trainer(
@@ -226,6 +230,9 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "in step: AllReduce by speed": (AllReduce(), {"by_speed": {"batch_by_speed": True, "num_micro_batches": 2}}),
     "in step: LocalSGD": (LocalSGD(2), {}),
     "in step: ADPSGD": (ADPSGD(asynchronous=False), {}),
+    "in step: DiLoCo": (DiLoCo(every=2, momentum=0.0), {}),
+    "in step: Decentralized": (Decentralized(), {}),
+    "in step: PHDPSGD": (PHDPSGD(group_size=2), {}),
     "in step: HetPipe": (HetPipe(combine="mean"), {}),
     "in step: BSP": (ParameterServer(combine="mean"), {}),
     "in step: ASP": (ParameterServer(combine="mean", staleness=None), {}),
@@ -239,7 +246,7 @@ def every_method(directory: Path) -> None:
         saver = ModelCheckpoint(place, every_n_train_steps=8, save_top_k=-1)
         options = {"callbacks": (saver,), "max_epochs": 4, "val_check_interval": 6, "data": "auto", **options}
         options["seconds"] = SECONDS / 4 if name.startswith("in step") else SECONDS
-        train(place, sync, GENERATIONS, 12, **options)
+        train(place, sync, GENERATIONS, 12, start_method="popen", **options)  # by whoever has called this
 
 
 @pytest.fixture(scope="module")
@@ -283,9 +290,12 @@ def test_equal_devices_train_what_a_sharded_run_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_resuming_in_mid_epoch_neither_repeats_nor_skips(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("error:.*dataloader is not resumable")  # Lightning's, which would be wrong here
+@pytest.mark.parametrize("data", ["dealt", "sharded"])
+def test_resuming_in_mid_epoch_neither_repeats_nor_skips(tmp_path: Path, data: str) -> None:
+    """Whoever has written the checkpoint."""
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
-    first = fit(tmp_path / "first", NoSync(), (1.0, 3.0), 8, callbacks=(saver,), max_epochs=1)
+    first = fit(tmp_path / "first", NoSync(), (1.0, 3.0), 8, data=data, callbacks=(saver,), max_epochs=1)
     for record in first:
         record["seen"] = record["seen"][: record["saved"][0]]
     path = tmp_path / "step=5.ckpt"
@@ -293,8 +303,31 @@ def test_resuming_in_mid_epoch_neither_repeats_nor_skips(tmp_path: Path) -> None
     assert sum(once_each([*first, *rest], [0], 8 * BATCH * 2)) == 16
     assert sum(len(record["seen"]) for record in first) == 10
     assert agreed(rest) == [["validation", 8, 7], ["epoch", 8]]
-    with pytest.raises(Exception, match="it is not known which samples remain"):
+    with pytest.raises(
+        Exception, match=r"of the middle of an epoch of 2 pipelines × 8 batches of 2, and this run has 1"
+    ):
         fit(tmp_path / "other", NoSync(), (1.0,), 8, ckpt_path=path, max_epochs=1)
+
+
+@pytest.mark.distributed
+def test_resuming_on_other_pipelines(tmp_path: Path) -> None:
+    """At the end of an epoch nothing is in the way. In the middle of one, batches are dealt by default from the next
+    epoch on."""
+    savers = (
+        ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=6, save_top_k=-1),
+        ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1),
+    )
+    fit(tmp_path / "first", NoSync(), (1.0, 1.0), 9, callbacks=savers)
+    factors = (1.0, 1.0, 3.0)
+    middle, end = tmp_path / "step=6.ckpt", tmp_path / "epoch=0.ckpt"
+    records = fit(tmp_path / "end", NoSync(), factors, 6, ckpt_path=end)
+    once_each(records, [1], 6 * BATCH * 3)
+    assert agreed(records)[-1] == ["epoch", 9 + 6]
+    with pytest.raises(Exception, match="it is not known which samples remain"):
+        fit(tmp_path / "dealt", NoSync(), factors, 8, ckpt_path=middle)
+    records = fit(tmp_path / "auto", NoSync(), factors, 8, data="auto", ckpt_path=middle)
+    once_each(records, [1], 8 * BATCH * 3)
+    assert [len([e for e, *_ in record["seen"] if e == 0]) for record in records] == [2, 2, 2]
 
 
 @pytest.mark.distributed
@@ -364,7 +397,8 @@ def test_without_a_flush_all_stages_of_a_pipeline_count_alike(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "sync", [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), HetPipe(), ParameterServer(staleness=None)]
+    "sync",
+    [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), DiLoCo(), HetPipe(), ParameterServer(staleness=None)],
 )
 def test_methods_whose_pipelines_cannot_leave_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match="data='dealt' does not go with sync="):

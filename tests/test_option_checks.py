@@ -9,7 +9,20 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_sdpipe import AllReduce, Balanced, ConfigurationError, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe import (
+    ADPSGD,
+    AllReduce,
+    Balanced,
+    ConfigurationError,
+    DiLoCo,
+    EightBit,
+    Exchange,
+    LocalSGD,
+    NoSync,
+    OneBit,
+    SDPipeStrategy,
+    SemiDecentralized,
+)
 from lightning_sdpipe.heterogeneity import Delays
 
 
@@ -27,6 +40,22 @@ from lightning_sdpipe.heterogeneity import Delays
         ({"num_micro_batches": 2.0}, "num_micro_batches=2.0 is not allowed: give int or None."),
         ({"sync": AllReduce}, "sync=AllReduce is a class; give an object of it: sync=AllReduce()."),
         ({"sync": "all_reduce"}, "sync='all_reduce' is no synchronisation method; use one of"),
+        ({"exchange": Exchange}, "exchange=Exchange is a class; give an object of it: exchange=Exchange()."),
+        ({"exchange": "eight_bit"}, "exchange='eight_bit' is not allowed: give Exchange or None, such as Exchange("),
+        ({"sync": NoSync(), "exchange": Exchange(EightBit())}, "leave exchange out, or use a method that averages"),
+        ({"exchange": Exchange(OneBit())}, "use EightBit() or Half(), or LocalSGD, DiLoCo or AllReduce"),
+        (
+            {"exchange": Exchange(EightBit(feedback=True))},
+            "use EightBit(block=4096, rounding='nearest', feedback=False)",
+        ),
+        ({"exchange": Exchange(overlap="free")}, "use overlap='step'; LocalSGD(every=1) and Decentralized() can"),
+        ({"sync": AllReduce(), "exchange": Exchange(overlap="step")}, "average models with LocalSGD(every=1)"),
+        ({"sync": LocalSGD(2), "exchange": Exchange(overlap="free")}, "use overlap='step', or every=1"),
+        ({"sync": ADPSGD(), "exchange": Exchange(hierarchy="hosts")}, "use hierarchy='flat'"),
+        (
+            {"sync": DiLoCo(delay=1, mix=0.5), "exchange": Exchange(overlap="step")},
+            "use delay= with mix=, or leave mix",
+        ),
         ({"schedule": "1f1bb"}, "schedule='1f1bb' is not known; use one of ['1f1b', .*; did you mean '1f1b'?"),
         ({"partition": 3}, 'partition=3 is not allowed: give .* such as "parameters", or [3, 2]'),
         ({"partition": "parameter"}, "partition='parameter' is not known; .*; did you mean 'parameters'?"),

@@ -20,7 +20,7 @@ from lightning_sdpipe.training import Phase, Training
 class TwoAhead:
     """A pipeline whose stage runs two mini-batches ahead of its backwards."""
 
-    flushes = False
+    flushes = late_only = False
 
     def __init__(self) -> None:
         self.in_flight = 0

@@ -223,7 +223,7 @@ def test_pipedream_drains_with_uneven_shards(tmp_path: Path) -> None:
     strategy = SDPipeStrategy(
         2,
         SemiDecentralized(window=0.002, connectivity=2),
-        "pipedream",
+        schedule="pipedream",
         start_method="fork",
         timeout=timedelta(seconds=30),
     )

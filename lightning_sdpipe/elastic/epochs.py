@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.group_mean import GroupMean
+from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
@@ -54,6 +55,7 @@ class EpochGroups:
         make_store: MakeStore,
         timeout: timedelta,
         report: Callable[[Sequence[int]], None],
+        among: Callable[[Replicas], Mover] = GroupMean,
     ) -> None:
         self._worker = worker
         self._make_store = make_store
@@ -61,7 +63,9 @@ class EpochGroups:
         self._report = report
         self._lock = threading.Condition()
         self._epochs: dict[int, Epoch] = {}
+        self._among = among
         self._movers: dict[int, GroupMean] = {}
+        self._exchanges: dict[int, Mover] = {}  # as `among` makes them, of the same epochs
         self._groups: dict[int, Any] = {}  # of gloo, by themselves: parts of no world
         self._newest = 0
         self._in_use: Group | None = None
@@ -89,8 +93,17 @@ class EpochGroups:
         with self._lock:
             return sorted(self._movers)
 
+    def exchange(self, group: Group) -> Mover:
+        """What averages among the members of ``group`` while they train; as :meth:`mover` otherwise."""
+        self.mover(group)
+        with self._lock:
+            mover = self._exchanges.get(group.epoch)
+        if mover is None:
+            raise WorkerFailedError(f"the process group of epoch {group.epoch} is not there any more")
+        return mover
+
     def mover(self, group: Group) -> GroupMean:
-        """What averages among the members of ``group``.
+        """What averages among the members of ``group`` in full precision.
 
         Raises:
             WorkerFailedError: somebody of its epoch is gone, so that its process group is, too.
@@ -136,6 +149,7 @@ class EpochGroups:
         with self._lock:
             group = self._groups.pop(number, None)
             self._movers.pop(number, None)
+            self._exchanges.pop(number, None)
         if group is not None:
             peer = (group.rank() + 1) % group.size()
             with suppress(RuntimeError):  # what is to come: the timeout
@@ -158,10 +172,12 @@ class EpochGroups:
             if self._closed:
                 return
             self._groups[number], self._movers[number] = group, GroupMean(replicas)
+            self._exchanges[number] = self._among(replicas)
             in_use = self._in_use.epoch if self._in_use is not None else number
             for earlier in sorted(self._groups)[:-KEPT]:
                 if earlier != in_use:
                     self._movers.pop(earlier, None)
+                    self._exchanges.pop(earlier, None)
                     old.append(self._groups.pop(earlier))
             self._lock.notify_all()
         self._report(self.held)

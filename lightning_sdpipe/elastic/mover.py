@@ -25,7 +25,7 @@ class Regrouping(Protocol):
 
 
 class SurvivingMean:
-    """The weighted mean over a group, as :class:`~lightning_sdpipe.exchange.group_mean.GroupMean` gives it.
+    """The weighted mean over a group, as the mover of its epoch gives it.
 
     After a failure it begins again, with the model as it is by then: pieces that were taken over are means of models
     that existed, and so is a mean of them.
@@ -79,7 +79,7 @@ class _Surviving:
             return
         self._epochs.use(group)
         try:
-            self._inner = self._epochs.mover(group).start(self._tensors, group)
+            self._inner = self._epochs.exchange(group).start(self._tensors, group)
         except WorkerFailedError:
             self._regroup()
 

@@ -9,7 +9,9 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
+from lightning_sdpipe.sync.exchanges import CHANGING_GROUPS
 from lightning_sdpipe.sync.methods import ByPolicy
 from lightning_sdpipe.trainer import loop
 
@@ -18,22 +20,26 @@ _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
 
 def check_options(options: SDPipeOptions) -> None:
     """Raises ConfigurationError for options of the strategy that an elastic job cannot carry out."""
-    method = options._method
-    if isinstance(method.policy, PHDPSGD):
+    policy = options._method.policy if isinstance(options._method, ByPolicy) else None
+    if policy is None or isinstance(policy, ADPSGD | LocalSGD | PHDPSGD):
         raise ConfigurationError(
-            f"sync={options.sync!r} does not work {_HOW} yet: its groups are those of all pipelines of one world. Use "
-            "SemiDecentralized(), PartialReduce() or NoSync()."
+            f"sync={options.sync!r} does not work {_HOW}: its exchanges would wait for all pipelines, or for ones that "
+            "may be gone. Use SemiDecentralized(), PartialReduce() or NoSync()."
         )
-    if isinstance(method, ByPolicy) and isinstance(method.policy, ADPSGD):
-        raise ConfigurationError(
-            f"sync={options.sync!r} does not work {_HOW} yet: its averaging threads do not survive the loss of a "
-            "pipeline. Use SemiDecentralized(), PartialReduce() or NoSync()."
-        )
+    in_groups = getattr(options._method, "takes", None) == CHANGING_GROUPS
     for given, name, instead in (
         (options.placement is not None, "placement", "let sdpipe run, or your launcher, say which machine has which"),
         (options.schedule == "pipedream", "schedule='pipedream'", "use a schedule with a flush, such as '1f1b'"),
         (bool(options.save_distributed_checkpoint), "save_distributed_checkpoint", "leave it out"),
         (plan.is_measured(options.partition), f"partition={options.partition!r}", "use 'parameters', or the numbers"),
+        (options.batch_by_speed, "batch_by_speed", "leave it out; batches are dealt by speed in any case"),
+        (options.exchange.overlap != "none", f"overlap={options.exchange.overlap!r}", "use overlap='none'"),
+        (options.exchange.hierarchy != "flat", "hierarchy='hosts'", "use hierarchy='flat'"),
+        (
+            not options.exchange.is_full and not in_groups,
+            f"{options.exchange.payload} with sync={options.sync!r}",
+            "use SemiDecentralized() or PartialReduce(), or leave exchange out",
+        ),
         (options._start_method != "popen", f"start_method={options._start_method!r}", "leave it out"),
     ):
         if given:

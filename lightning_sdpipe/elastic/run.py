@@ -43,6 +43,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.run import Run
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.elastic_client import Start, Told
+from lightning_sdpipe.sync.exchanges import among_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
 from lightning_sdpipe.trainer import loop
@@ -111,7 +112,9 @@ class ElasticRun(Run):
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, served[1])
         if self._groups is None:
             self._groups = ProcessGroups.open(self._mesh, options._run_timeout)
-        self._epochs = EpochGroups(self._worker, self._make_store, options._run_timeout, self._line.line.holds)
+        self._epochs = EpochGroups(
+            self._worker, self._make_store, options._run_timeout, self._line.line.holds, among_groups(options.exchange)
+        )
         self._words = Words(self._groups)
 
     def _make_store(self, name: str, cancelled: Callable[[], bool] = lambda: False) -> SchedulerStore:

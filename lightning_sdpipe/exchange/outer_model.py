@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
@@ -63,3 +64,14 @@ class OuterModel(CommonReference):
     def take_over(self, piece: Tensor, number: int) -> None:
         """Replaces a piece of the model by the base, but for the share that is kept."""
         piece.lerp_(self.outer[number].base, 1 - self._mix)
+
+    @property
+    def momentum(self) -> list[Tensor]:
+        """Of the outer optimizer, by piece; none without one."""
+        return [state["momentum"] for outer in self.outer if "momentum" in (state := outer.state_dict())]
+
+    def load_momentum(self, flat: Tensor) -> None:
+        """Copies the momenta of all pieces, one after the other; after :meth:`begin`."""
+        pieces = torch.split_with_sizes(flat, [len(outer.base) for outer in self.outer])
+        for outer, piece in zip(self.outer, pieces, strict=True):
+            outer.load_state_dict({"base": outer.base, "momentum": piece})

@@ -46,6 +46,7 @@ class OwnReference:
         self._modulo = Modulo(payload.block) if isinstance(payload, EightBit) else None
         self.block = payload.block if isinstance(payload, EightBit) else 1
         self._spreads: dict[int, Spread] = {}
+        self._lengths: dict[int, int] = {}  # of pieces
         self.parts_in_full = 0
         """That this worker owned and asked for in full precision, so far."""
 
@@ -57,6 +58,9 @@ class OwnReference:
 
     def prepared(self, piece: Tensor, number: int) -> Tensor:
         self._payload.on(piece.dtype)
+        if self._lengths.get(number, len(piece)) != len(piece):  # layers were frozen or unfrozen
+            self._spreads.pop(number, None)
+        self._lengths[number] = len(piece)
         return piece
 
     def offered(self, x: Tensor, at: Place) -> Tensor:

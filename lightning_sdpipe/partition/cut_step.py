@@ -142,7 +142,8 @@ class CutModel:
         if index not in self._owned:
             raise ConfigurationError(
                 f"Block {self._chain[index]!r} was called on a worker that does not hold it, outside of training_step, "
-                "validation_step, test_step and predict_step. Call the model within one of these."
+                "validation_step, test_step and predict_step. Call the model within one of these; and let a part of it "
+                "that is recomputed by torch.utils.checkpoint be one block (blocks=[...]), since no cut may lie within."
             )
         self.streams.enter(self._streams_of[index])
         return original(*args, **kwargs)

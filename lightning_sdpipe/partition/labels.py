@@ -26,6 +26,7 @@ from torchmetrics import Metric
 from lightning_sdpipe.partition.effects import Watch, hear_assignments
 from lightning_sdpipe.partition.ghost import FROM_METADATA, READS
 from lightning_sdpipe.partition.intercept import Original, intercept
+from lightning_sdpipe.partition.kept import tensors_in_attributes
 from lightning_sdpipe.partition.message import EffectLayout, LeafKey, leaves_of
 from lightning_sdpipe.partition.structure import take_apart
 
@@ -88,7 +89,8 @@ class Trace:
     """One step: in which order blocks were called; what the operations of each block read, with their names; where user
     code outside of blocks turned values into Python's, or into a shape, and where it wrote them into a tensor (the
     first of the values); what the step returned, logged and kept in buffers; what the blocks handed on, with the bytes
-    of each tensor and of its gradient; and which of that is written to later."""
+    of each tensor and of its gradient; and which of that is written to later. ``kept`` has what attributes of modules
+    hold when each block has returned and at the end, unless nothing is kept from one step to the next."""
 
     order: list[int] = field(default_factory=list)
     reads: dict[int, list[tuple[Sequence[Value], str]]] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class Trace:
     leaves: dict[LeafKey, Value] = field(default_factory=dict)
     sizes: dict[LeafKey, tuple[int, int]] = field(default_factory=dict)
     changed: frozenset[LeafKey] = frozenset()
+    kept: dict[int, frozenset[Storage]] = field(default_factory=dict)
 
 
 class Labels(TorchDispatchMode):
@@ -120,6 +123,7 @@ class Labels(TorchDispatchMode):
         self._paths: list[str] = []
         self._names = {m: name for name, m in module.named_modules()}
         self._watches = [Watch(path, module.get_submodule(path), self._enter_hooks) for path in chain]
+        self.keeps = False  # has a step left tensors of its own in attributes?
         self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self._begin(tensor, "weight", name)
@@ -152,6 +156,8 @@ class Labels(TorchDispatchMode):
             value = self._value(tensor)
             if value is not None and value.write.origin == "operation" and value.write.block == OUTSIDE:
                 self._result(name, tensor)
+        self._keep(len(self._chain) + 1)
+        self.keeps = self.keeps or any(storage.write.step == self._step for storage in self._kept())
         trace = self.traces[-1]
         trace.changed = frozenset(key for key, v in trace.leaves.items() if v.storage.write is not v.write)
 
@@ -271,7 +277,18 @@ class Labels(TorchDispatchMode):
             if value is not None:
                 size = leaf.numel() * leaf.element_size()
                 trace.leaves[key], trace.sizes[key] = value, (size, size if leaf.requires_grad else 0)
+        self._keep(index + 1)
         return output
+
+    def _keep(self, position: int) -> None:
+        if self.keeps:
+            self.traces[-1].kept[position] = frozenset(self._kept())
+
+    def _kept(self) -> Iterator[Storage]:
+        for tensor in tensors_in_attributes(self._names):
+            storage = self._storages.get(_address(tensor) or 0)
+            if storage is not None and storage.write.origin == "operation":
+                yield storage
 
     def _enter_hooks(self, entered: bool) -> None:
         self._block = OUTSIDE if entered else self._called

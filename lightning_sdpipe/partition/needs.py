@@ -80,6 +80,9 @@ class _Search:
     def _resolve(self, value: Value, use: str) -> Sequence[Value]:
         """Notes where ``value`` comes from, and returns what else is needed for it."""
         write, now = value.write, len(self._traces) - 1
+        if write.step < now and not self._last and self._kept_too_late(value):
+            self.found.refusals.append(Refusal(OUTSIDE, write.name, use, from_earlier_step=True))
+            return ()
         if write.origin == "weight":
             self.found.weights.add(write.name)
         elif write.origin == "operation" and write.block == OUTSIDE:
@@ -93,6 +96,14 @@ class _Search:
         elif not (write.origin == "unseen" and write.step < now):  # else a constant
             self._made_in_a_block(value, write, use, write.step < now)
         return ()
+
+    def _kept_too_late(self, value: Value) -> bool:
+        """Was it put where the next step finds it by user code that this stage does not reach?"""
+        kept = self._traces[value.write.step].kept
+        if not kept or value.storage not in kept[max(kept)]:
+            return False
+        reached = [position for position in kept if position <= self._span.stop]
+        return bool(reached) and value.storage not in kept[max(reached)]
 
     def _write(self, use: Use) -> None:
         """What is written into a tensor that is there is needed."""

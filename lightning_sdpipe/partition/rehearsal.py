@@ -57,7 +57,8 @@ def rehearse(module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls]
                     with step.context():
                         labels.run(partial(getattr(module, step.name), batch, *arguments), batch)
                     orders = {tuple(trace.order) for trace in labels.traces}
-                    if run + 1 >= len(step.calls) and len(orders) == 1:
+                    # one run more where a step leaves tensors: only those after the first see when that happens
+                    if run + 1 >= len(step.calls) + labels.keeps and len(orders) == 1:
                         break
             finally:
                 labels.restore()

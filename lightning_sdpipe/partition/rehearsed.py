@@ -127,7 +127,8 @@ class Rehearsed:
         if refusal.block == OUTSIDE:
             return (
                 f"{step} keeps a value from one batch to the next. It is set ({refusal.made_by}) after the end of a "
-                f"stage that needs it ({refusal.needed_by}). Keep both places on one stage with partition=[...]."
+                f"stage that needs it ({refusal.needed_by}). Let the block that needs it keep it in an attribute of "
+                "its own, or keep both places on one stage with partition=[...]."
             )
         kept = ", keeps it until the next batch" if refusal.from_earlier_step else ""
         return (

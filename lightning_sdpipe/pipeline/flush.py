@@ -79,6 +79,7 @@ class FlushPipeline:
     flushes = True
     filling = draining = False  # nothing is under way between two mini-batches
     unfinished = 0
+    late_only = False
 
     def train(
         self,

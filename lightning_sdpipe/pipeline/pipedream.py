@@ -103,6 +103,8 @@ class PipeDreamPipeline:
         self._sums = [(Lane(last - total.first_stage), total) for total in shared.late_sums(parameters)]
         self._clipped: list[LateSum] = []  # those of the newest update
         self._norms_known = False  # in the newest update
+        self.late_only = False
+        """Is the newest update of shared weights only? Their first owner makes no such one."""
         self._turn = 0
         self._open: Window | None = None
         self._in_flight: deque[_InFlight] = deque()
@@ -334,7 +336,7 @@ class PipeDreamPipeline:
         self, loss: Tensor, due: Sequence[Lane], exchange: GradientExchange | None, ready: Callable[[], None]
     ) -> Tensor:
         found: dict[nn.Parameter, Tensor] = {}
-        self.applied, self._norms_known = [], False
+        self.applied, self._norms_known, self.late_only = [], False, self._own not in due
         if self._own in due:
             window = self._own.waiting.popleft()
             found |= window.gradients

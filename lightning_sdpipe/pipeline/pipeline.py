@@ -29,6 +29,10 @@ class Pipeline(Protocol):
     def unfinished(self) -> int:
         """Mini-batches whose backward has not run yet."""
 
+    @property
+    def late_only(self) -> bool:
+        """Was the newest update one that other stages do not make: of weights that they share, which were late?"""
+
     def train(
         self,
         batch: Any,

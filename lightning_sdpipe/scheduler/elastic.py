@@ -20,12 +20,14 @@ from lightning_sdpipe.scheduler import answers
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.early import Early
-from lightning_sdpipe.scheduler.membership_status import MembershipStatus, membership_status
 from lightning_sdpipe.scheduler.presence import Presence
 from lightning_sdpipe.scheduler.rendezvous import Full, Rendezvous
+from lightning_sdpipe.scheduler.status import Members
 
 logger = logging.getLogger(__name__)
 
+GONE_IN_STATUS = 64
+"""Starts of pipelines that must not come back which a status tells, the last ones."""
 RIVAL_GRACE = 0.5
 """Seconds that a job may be heard of after another has claimed its number, as a process that is about to end is."""
 BEATS_PER_LIMIT = 8
@@ -95,9 +97,22 @@ class Elastic:
         """Is this an elastic run, as far as is known?"""
         return bool(self._presence.incarnations) or self.membership.epoch.number > 0
 
-    def status(self) -> MembershipStatus | None:
+    def status(self) -> Members | None:
         """Who is in the run; None if nobody has enrolled."""
-        return membership_status(self.membership) if self.in_use else None
+        core = self.membership
+        if not self.in_use and not core.ever:
+            return None
+        return Members(
+            core.epoch.number,
+            core.epoch.reason,
+            next(iter(core.members), None),
+            core.states(),
+            core.holds,
+            {member.pipeline: member.incarnation for member in core.epoch.members},
+            sorted(core.ever),
+            [(member.pipeline, member.incarnation) for member in core.buried(GONE_IN_STATUS)],
+            core.over.reason if core.over is not None and core.over.failed else None,
+        )
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""

@@ -226,7 +226,7 @@ class SchedulerService:
                 {session.worker: round(now - session.heard, 3) for session in self._sessions},
                 self._sync_graphs(),
             ),
-            membership=None if self.elastic is None else self.elastic.status(),
+            members=None if self.elastic is None else self.elastic.status(),
         )
 
     def validate(self) -> None:

@@ -17,7 +17,6 @@ from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Broken, Event, Joined, Left, Lost, Progress, Ready, Worker
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.sync_graph import Meeting, SyncGraph
-from lightning_sdpipe.scheduler.membership_status import MembershipStatus
 
 RATE_SECONDS = 10
 """Signals per second are counted over this many whole seconds."""
@@ -115,6 +114,27 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """Seconds of it that passed in waiting for other replicas."""
 
 
+class Members(msgspec.Struct, frozen=True):
+    """Who is in an elastic run."""
+
+    epoch: int
+    reason: str
+    """Why the epoch has begun."""
+    leader: int | None
+    states: dict[int, str]
+    """Of each pipeline that is there, in a word or two."""
+    held: str
+    """Why nobody trains, if so."""
+    lives: dict[int, int]
+    """The incarnation of each member."""
+    ever: list[int]
+    """Pipelines that were members at any time, as far as this scheduler knows."""
+    gone: list[tuple[int, int]]
+    """Pipelines and incarnations of them that must not come back; the last ones."""
+    over: str | None
+    """Why the run has failed, if it has."""
+
+
 class Status(msgspec.Struct, frozen=True):
     """The whole run."""
 
@@ -133,8 +153,8 @@ class Status(msgspec.Struct, frozen=True):
     """Readies that wait until all workers have come back to a scheduler that was restarted."""
     looks_back: tuple[int, Unit]
     stages: list[StageStatus]
-    membership: MembershipStatus | None = None
-    """None until a pipeline of an elastic run has come."""
+    members: Members | None = None
+    """None in a run whose pipelines do not come and go."""
 
     def workers(self) -> list[WorkerStatus]:
         """Everybody that ever joined, by stage and pipeline."""

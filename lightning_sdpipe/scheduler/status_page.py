@@ -75,12 +75,12 @@ def render(status: Status) -> str:
         f"by reason       {_counts(status.groups_by_reason)}",
         f"ignored         {_counts(status.refused)}",
     ]
-    if status.membership is not None:
-        members = status.membership
+    if status.members is not None:
+        members = status.members
         lines.append(f"members         epoch {members.epoch}: {members.reason}")
         lines.append(f"                {', '.join(f'{i} {state}' for i, state in members.states.items()) or 'nobody'}")
-        if members.holds:
-            lines.append(f"waiting         {members.holds}")
+        if members.held:
+            lines.append(f"waiting         {members.held}")
     if status.broken:
         lines.append(f"broken groups   {status.broken}")
     if status.held:

@@ -8,18 +8,18 @@ from lightning_sdpipe.supervision.events import Seen
 
 def seen(status: Status, asked: float) -> Seen:
     """``asked`` is when the question was asked."""
-    members = status.membership
+    members = status.members
     if members is None:
         return Seen(asked, {}, failure=status.failure)
     steps = []
-    for pipeline, _ in members.members:
+    for pipeline in members.lives:
         known = [step for stage in status.stages if (step := stage.iterations[pipeline]) is not None]
         if len(known) == len(status.stages):
             steps.append(min(known))
     return Seen(
         asked,
-        {pipeline: _life(incarnation) for pipeline, incarnation in members.members},
-        members.members[0][0] if members.members else None,
+        {pipeline: _life(incarnation) for pipeline, incarnation in members.lives.items()},
+        members.leader,
         max(steps, default=None),
         frozenset(members.ever),
         frozenset(_life(incarnation) for _, incarnation in members.gone),

@@ -6,15 +6,16 @@ A pause, such as a validation, is an early round of all fragments, so that repli
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.algorithms.outer import Fragments, Nesterov
 from lightning_sdpipe.exchange.background import Background, Job
-from lightning_sdpipe.exchange.buckets import tensors_of
+from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.late import turn_into_changes
@@ -26,6 +27,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.exchanges import OUTER, Takes, hosts_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
+MOMENTUM = "outer_momentum"
 _MIXES = (
     "mix= says what becomes of updates that were made meanwhile, and overlap='step' keeps them all: use delay= with "
 )
@@ -134,6 +136,7 @@ class OuterAveraging(Synchronizer):
         self._background = Background("averaging what models have moved by", 2 * replica.timeout.total_seconds())
         self._update = 0
         self._rounds = 0
+        self._loaded: dict[nn.Parameter, Tensor] = {}
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that this worker is ready if a round begins after this update."""
@@ -169,12 +172,14 @@ class OuterAveraging(Synchronizer):
     def enter(self) -> None:
         """All replicas are equal."""
         self._rounds = 0
-        trained = tensors_of([bucket for bucket in self.replica.parameters if bucket.trains])
+        trained = tensors_of(self._trained)
         parts = [torch.tensor_split(tensor, len(self._fragments)) for tensor in trained]
         for number, fragment in enumerate(self._fragments):
             fragment.tensors = [part[number] for part in parts]
             fragment.common.begin(fragment.tensors)
             fragment.since = 0
+        if self._loaded:
+            self._take_loaded()
 
     def arrive(self) -> None:
         for fragment in self._fragments:
@@ -205,6 +210,42 @@ class OuterAveraging(Synchronizer):
                     outer.step(change)
                 piece.copy_(outer.base)
         self._average([b for b in self.replica.parameters if not b.trains and torch.is_floating_point(b.buffer)])
+
+    def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """The outer momentum."""
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for bucket, flat in zip(self._trained, self._momenta(), strict=True):
+            sizes = [parameter.numel() for parameter in bucket.parameters]
+            for parameter, part in zip(bucket.parameters, torch.split_with_sizes(flat, sizes), strict=True):
+                if part.any():
+                    states[parameter] = {MOMENTUM: part.view(parameter.shape)}
+        return states
+
+    def load_parameter_states(self, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
+        self._loaded = {parameter: state[MOMENTUM] for parameter, state in states.items() if MOMENTUM in state}
+
+    def _momenta(self) -> list[Tensor]:
+        """Flat, of each bucket that trains; zeros before training."""
+        flats = [torch.zeros_like(bucket.buffer) for bucket in self._trained]
+        for number, fragment in enumerate(self._fragments):
+            parts = [torch.tensor_split(flat, len(self._fragments))[number] for flat in flats]
+            for piece, momentum in zip(pieces_of(parts), fragment.common.momentum, strict=False):
+                piece.copy_(momentum)
+        return flats
+
+    def _take_loaded(self) -> None:
+        flats = [
+            torch.cat([self._loaded.get(p, torch.zeros_like(p)).reshape(-1) for p in bucket.parameters])
+            for bucket in self._trained
+        ]
+        for number, fragment in enumerate(self._fragments):
+            parts = [torch.tensor_split(flat, len(self._fragments))[number] for flat in flats]
+            fragment.common.load_momentum(torch.cat(parts))
+        self._loaded = {}
+
+    @property
+    def _trained(self) -> list[FlatBucket]:
+        return [bucket for bucket in self.replica.parameters if bucket.trains]
 
     def _begin(self, fragment: _Fragment, group: Group) -> float:
         """One round; seconds that were waited for the others."""

@@ -151,11 +151,22 @@ def replicas_for(replica: Replica) -> Replicas:
 
 
 def mover_among_groups(replica: Replica) -> Mover:
-    """What moves models among groups that change."""
+    """What moves models among groups that change; in an elastic job, among those who are there."""
+    if (surviving := replica.mover()) is not None:
+        return surviving
     exchange, replicas = replica.exchange, replicas_for(replica)
     if exchange.is_full and exchange.hierarchy == "flat":
         return GroupMean(replicas)
     return EncodedMean(replicas, OwnReference(exchange.payload), hosts_of(replica))
+
+
+def among_groups(exchange: Exchange) -> Callable[[Replicas], Mover]:
+    """What moves models among groups that change, over one process group after the other, between any two workers
+    alike. How far apart models are is remembered."""
+    if exchange.is_full:
+        return GroupMean
+    coding = OwnReference(exchange.payload)
+    return lambda replicas: EncodedMean(replicas, coding)
 
 
 def mover_among_all(replica: Replica) -> tuple[Mover, Begin | None]:

@@ -31,7 +31,7 @@ class ModelAveraging(Synchronizer):
     ) -> None:
         super().__init__(replica)
         self._every = every
-        self._mover = mover or replica.mover() or mover_among_groups(replica)
+        self._mover = mover or mover_among_groups(replica)
         self._begin = begin
         overlaps = replica.exchange.overlap == "step"
         self._late = Late(self._mover, replica.timeout.total_seconds()) if overlaps else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, runtime_checkable
@@ -173,6 +173,14 @@ class Synchronizer:
     def make_parameters_equal(self) -> None:
         """All replicas, which are together, get the same parameters."""
         self._average([b for b in self.replica.parameters if b.trains or torch.is_floating_point(b.buffer)])
+
+    def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """What belongs into a checkpoint beside the optimizer's state, by parameter and in its shape. Called at a
+        pause."""
+        return {}
+
+    def load_parameter_states(self, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
+        """What :meth:`parameter_states` gave, perhaps on another mesh; called before training."""
 
     def _average(self, buckets: Sequence[FlatBucket]) -> None:
         self.replica.average(tensors_of(buckets))

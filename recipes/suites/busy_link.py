@@ -92,7 +92,7 @@ def measure(
         strategy = SDPipeStrategy(
             num_stages,
             NoSync() if name == NOSYNC else SemiDecentralized(),
-            exchange,
+            exchange=exchange,
             num_micro_batches=num_micro_batches,
             delays=slowness,
             timeout=trainings.TRANSFER_TIMEOUT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import hydra
 
@@ -136,11 +136,13 @@ class RealCase(Case):
         pace: how many times slower than a core each worker's device is, see
             :class:`~lightning_sdpipe.heterogeneity.Slowed`.
         variance_correction: of Adam, in the methods that average models.
+        data: ``"sharded"``, or ``"auto"`` for batches that are dealt where the method allows it.
     """
 
     workload: Named
     pace: float
     variance_correction: bool = False
+    data: Literal["sharded", "auto"] = "sharded"
 
     @property
     def slowness(self) -> Heterogeneity:

@@ -217,9 +217,9 @@ class World:
         return made[-1] if made else 0
 
     def members(self) -> list[int]:
-        """Pipelines in the run, the leader first."""
-        membership = ask_status(self.scheduler.address, timeout=20).membership
-        return [] if membership is None else [pipeline for pipeline, _ in membership.members]
+        """Pipelines in the run."""
+        members = ask_status(self.scheduler.address, timeout=20).members
+        return [] if members is None else sorted(members.lives)
 
     def failure(self) -> str | None:
         """Why the scheduler says that the run has failed, if it does."""

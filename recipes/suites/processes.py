@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -28,6 +29,18 @@ class _Failure:
 
 
 def run_processes(count: int, work: Callable[..., Result], *arguments: Any, timeout: float) -> list[Result]:
+    """As :func:`in_processes`, of ranks that gloo connects."""
+    with tempfile.TemporaryDirectory() as directory:
+        connected = partial(_connected, f"file://{directory}/store", count, work)
+        return in_processes(count, connected, *arguments, timeout=timeout)
+
+
+def _connected(store: str, count: int, work: Callable[..., Result], rank: int, *arguments: Any) -> Result:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=TRANSFER_TIMEOUT)
+    return work(rank, *arguments)
+
+
+def in_processes(count: int, work: Callable[..., Result], *arguments: Any, timeout: float) -> list[Result]:
     """What ``work(rank, *arguments)`` returns on each of ``count`` ranks.
 
     The processes are forked, so that they share what this one has imported, and compute with one thread each. None
@@ -45,13 +58,11 @@ def run_processes(count: int, work: Callable[..., Result], *arguments: Any, time
     """
     context = multiprocessing.get_context("fork")
     deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+    with ExitStack() as stack:
         pending: dict[Any, int] = {}
         for rank in range(count):
             receive, send = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run, args=(send, rank, count, f"file://{directory}/store", work, arguments), daemon=True
-            )
+            process = context.Process(target=_run, args=(send, rank, work, arguments), daemon=True)
             process.start()
             send.close()  # the child alone holds it, so its death is an end of file here
             stack.push(lambda error, *_, process=process: _end(process, error is not None))
@@ -84,13 +95,10 @@ def _end(process: BaseProcess, error: bool) -> None:
         process.join()
 
 
-def _run(
-    send: Connection, rank: int, count: int, store: str, work: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _run(send: Connection, rank: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     outcome: Any
     try:
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=TRANSFER_TIMEOUT)
         outcome = work(rank, *arguments)
     except BaseException:
         outcome = _Failure(traceback.format_exc())

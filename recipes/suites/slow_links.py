@@ -3,15 +3,13 @@ concerned. Full precision is gloo's all-reduce."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +24,14 @@ from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.decentralized import with_neighbours
 from lightning_sdpipe.policies.peers import ring, shift_one
-from recipes.suites.namespaces import INTERFACE, NotAllowed, address, hosts
+from recipes.suites.namespaces import INTERFACE, NotAllowed, address, enter, hosts
+from recipes.suites.processes import in_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 
 WORKERS = 4
 PORT = 29631
-TIMEOUT = timedelta(seconds=300)
+SECONDS = 300.0
+TIMEOUT = timedelta(seconds=SECONDS)
 FULL = "full"
 GOALS: Mapping[str, Mapping[str, float]] = {
     "100mbit": {"eight_bit": 3.5, "one_bit": 15, "half": 1.85, "pair8": 5.5, "ring8": 2.6},
@@ -73,26 +73,14 @@ def measure(
 def _timed(elements: int, rate: float, repeats: int, seed: int) -> dict[str, list[float]]:
     """Seconds of each repeat, of the slowest worker."""
     with hosts(WORKERS, rate) as names:
-        processes = [
-            subprocess.Popen(
-                [
-                    *("ip", "netns", "exec", name, sys.executable, "-m", "recipes.suites.slow_links"),
-                    json.dumps({"rank": rank, "elements": elements, "repeats": repeats, "seed": seed}),
-                ],
-                env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank, name in enumerate(names)
-        ]
-        try:
-            printed = [process.communicate(timeout=2 * TIMEOUT.total_seconds())[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    by_rank = [json.loads(text.splitlines()[-1]) for text in printed]
+        by_rank = in_processes(WORKERS, partial(_work_on, names), elements, repeats, seed, timeout=2 * SECONDS)
     return {what: [max(times) for times in zip(*(t[what] for t in by_rank), strict=True)] for what in by_rank[0]}
+
+
+def _work_on(names: Sequence[str], rank: int, elements: int, repeats: int, seed: int) -> dict[str, list[float]]:
+    enter(names[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    return work(rank, elements, repeats, seed)
 
 
 def work(rank: int, elements: int, repeats: int, seed: int) -> dict[str, list[float]]:
@@ -149,8 +137,3 @@ def work(rank: int, elements: int, repeats: int, seed: int) -> dict[str, list[fl
 
 def _finish(mover: Mover, model: torch.Tensor, group: Group) -> None:
     finish(mover.start([model], group))
-
-
-if __name__ == "__main__":
-    arguments: dict[str, Any] = json.loads(sys.argv[1])
-    print(json.dumps(work(**arguments)))

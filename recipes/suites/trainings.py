@@ -128,7 +128,8 @@ def strategy(case: AnyCase) -> DDPStrategy:
         schedule=case.schedule,  # type: ignore[arg-type]
         num_micro_batches=None if case.schedule == "pipedream" else case.num_micro_batches,  # it does not split
         variance_correction=isinstance(case, RealCase) and case.variance_correction,
-        data="sharded",  # equally many iterations of each pipeline, so that all methods meet the same delays
+        # by default equally many iterations of each pipeline, so that all methods meet the same delays
+        data=case.data if isinstance(case, RealCase) else "sharded",
         delays=case.slowness,
         timeout=TRANSFER_TIMEOUT,
         start_method="fork",

@@ -24,22 +24,30 @@ class Place:
         self.pipelines = pipelines
         self.keys: list[str] = []
         self._here: dict[str, dict[int, bytes]] = {}
+        self._met: dict[str, Met] = {}
         self._changed = threading.Condition()
 
     def loses(self, pipeline: int) -> None:
         with self._changed:
             self.pipelines.discard(pipeline)
-            self._changed.notify_all()
+            self._decide()
 
     def meet(self, pipeline: int, key: str, value: bytes) -> Met:
         with self._changed:
             self.keys.append(key)
             here = self._here.setdefault(key, {})
             here[pipeline] = value
-            self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self.pipelines <= here.keys(), 10)
-            members = tuple(sorted(here.keys() & self.pipelines))
-            return Met(0, key, members, tuple(here[i] for i in members), 7, epoch=1)
+            self._decide()
+            assert self._changed.wait_for(lambda: key in self._met, 20)
+            return self._met[key]
+
+    def _decide(self) -> None:
+        """The answer to a meeting is the same for all, whenever they hear it."""
+        for key, here in self._here.items():
+            if key not in self._met and self.pipelines <= here.keys():
+                members = tuple(sorted(self.pipelines))
+                self._met[key] = Met(0, key, members, tuple(here[i] for i in members), 7, epoch=1)
+        self._changed.notify_all()
 
 
 class Table:

@@ -54,7 +54,7 @@ class Epochs:
     def wait_for_newest(self) -> None:
         pass
 
-    def mover(self, group: Group) -> Any:
+    def exchange(self, group: Group) -> Any:
         if self.failures.get(group.sequence) == -1:
             raise WorkerFailedError("the process group is gone")
 

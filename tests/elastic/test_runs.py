@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_sdpipe import EightBit, Exchange
 from tests.elastic.jobs import ElasticRun, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
@@ -37,8 +38,9 @@ def check_that_replicas_were_equal(run: ElasticRun, pipelines: list[int]) -> Non
             assert all(other == seen[0] for other in seen), (rank, at, seen)
 
 
-def test_one_is_killed_and_comes_back(tmp_path: Path) -> None:
-    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+@pytest.mark.parametrize("exchange", [Exchange(), Exchange(EightBit(block=8))], ids=str)
+def test_one_is_killed_and_comes_back(tmp_path: Path, exchange: Exchange) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"exchange": exchange})
     with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
         for pipeline in range(3):
             run.start(pipeline, work)

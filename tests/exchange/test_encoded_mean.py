@@ -213,6 +213,24 @@ def test_models_with_a_common_past_stay_equal_to_the_bit(
         assert distance <= (0.02 if isinstance(payload, Half | EightBit) else 1.0) * moved
 
 
+def test_pieces_may_get_another_length(crew: Crew) -> None:
+    """As when layers are unfrozen."""
+
+    def work(rank: int) -> list[Tensor]:
+        mover, found = EncodedMean(crew.replicas(rank), OwnReference(EightBit(block=64))), []
+        for number, size in enumerate([100, 100, 290, 290, 30]):
+            tensor = values(rank, size)
+            finish(mover.start([tensor], group(range(N), [1 / N] * N, number)))
+            found.append(tensor)
+        return found
+
+    by_rank = together(N, work)
+    for index, size in enumerate([100, 100, 290, 290, 30]):
+        mean = torch.stack([values(rank, size) for rank in range(N)]).mean(0)
+        for found in by_rank:
+            torch.testing.assert_close(found[index], mean, rtol=0, atol=0.2)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("payload", [Half(), EightBit(block=64)], ids=repr)
 def test_what_is_not_finite_stays_where_it_is(crew: Crew, payload: Payload, bad: float) -> None:

@@ -101,7 +101,7 @@ def _finetune(
 
 
 def _pipedream(directory: Path, in_one_run: bool) -> dict[str, Tensor]:
-    strategy = SDPipeStrategy(2, AllReduce(), "pipedream")
+    strategy = SDPipeStrategy(2, AllReduce(), schedule="pipedream")
     trainer, model = pipelines(directory, strategy, max_epochs=2 if in_one_run else 1), Unfreezing()
     trainer.fit(model, train_loader())
     if not in_one_run:
@@ -117,10 +117,12 @@ def _all(directory: Path) -> dict[str, dict[str, Tensor]]:
     runs: dict[str, Callable[[Path], dict[str, Tensor]]] = {
         "later": lambda path: _fit(path, Unfreezing, SDPipeStrategy(2, all_at_once)),
         "later, all_reduce": lambda path: _fit(path, Unfreezing, SDPipeStrategy(2, AllReduce())),
-        "later, zero_bubble": lambda path: _fit(path, Unfreezing, SDPipeStrategy(2, AllReduce(), "zero_bubble")),
+        "later, zero_bubble": lambda path: _fit(
+            path, Unfreezing, SDPipeStrategy(2, AllReduce(), schedule="zero_bubble")
+        ),
         "within": lambda path: _fit(path, UnfreezingWithin, SDPipeStrategy(2, AllReduce())),
         "within, interleaved": lambda path: _fit(
-            path, UnfreezingWithin, SDPipeStrategy(2, all_at_once, "interleaved_1f1b")
+            path, UnfreezingWithin, SDPipeStrategy(2, all_at_once, schedule="interleaved_1f1b")
         ),
         "frozen": lambda path: _fit(path, Freezing, SDPipeStrategy(2, all_at_once)),
         "frozen, all_reduce": lambda path: _fit(path, Freezing, SDPipeStrategy(2, AllReduce())),

@@ -37,7 +37,10 @@ class Breaking(Regression):
 
 def _train(directory: Path, kind: str, sync: Any, schedule: Any, on_nonfinite: Any) -> tuple[str, bool]:
     """The error's message, and whether all that this rank holds is finite."""
-    strategy, module = SDPipeStrategy(2, sync, schedule, data="sharded", on_nonfinite=on_nonfinite), Breaking(kind)
+    strategy, module = (
+        SDPipeStrategy(2, sync, schedule=schedule, data="sharded", on_nonfinite=on_nonfinite),
+        Breaking(kind),
+    )
     trainer = pipelines(directory, strategy, max_epochs=1)
     message = ""
     try:

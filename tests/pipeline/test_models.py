@@ -80,7 +80,7 @@ def words(size: int) -> dict[str, Tensor]:
 def images(size: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(size)
     return {
-        "pixel_values": torch.randn(size, 3, 32, 32, generator=generator),
+        "pixel_values": torch.randn(size, 3, 64, 64, generator=generator),
         "labels": torch.randint(0, 2, (size,), generator=generator),
     }
 

@@ -60,10 +60,9 @@ def test_a_sweep_of_eight_jobs_of_four_processes(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_a_failed_job_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
     choices = ["data.batch_size=2000,32", f"hydra.sweep.dir={tmp_path}"]
-    with script(tmp_path, train, "-m", *FORKED, "trainer.devices=2", *choices) as run:
-        assert run.wait(110) == 1, run.printed()
-        assert run.left() == []
-        printed = run.printed()
+    code, printed, marker = run_app(tmp_path, "-m", "recipes.train", "-m", *FORKED, "trainer.devices=2", *choices)
+    assert code == 1, printed
+    assert processes_of(marker) == []
     assert [row["status"] for row in rows(tmp_path)] == ["failed", "done"]
     assert rows(tmp_path)[0]["error"]
     assert "Job 0 failed" in printed

@@ -145,12 +145,12 @@ def test_a_newcomer_is_given_a_state_and_everybody_hears_of_the_new_epoch(tmp_pa
             assert client.epoch.pipelines == (0, 1, 5), "numbered beyond those that were planned"
             assert client.epoch.leader == 0
         status = ask_status(fleet.server.address)
-        here = status.membership
+        here = status.members
         assert here is not None
-        assert (here.epoch, here.reason, here.holds) == (2, "pipeline 5 has come", "")
+        assert (here.epoch, here.reason, here.held) == (2, "pipeline 5 has come", "")
         assert here.states == {0: "leader", 1: "member", 5: "member"}
         assert "members         epoch 2: pipeline 5 has come\n                0 leader, 1 member" in render(status)
-        assert to_plain(status)["membership"]
+        assert to_plain(status)["members"]
     (record,) = read_log(log)
     assert list(differences(record.policy(), record.dealer(), record.entries, record.membership())) == []
     assert any(isinstance(entry.event, Enrolled) for entry in record.entries)

@@ -49,7 +49,7 @@ def main(case: str, start_method: Any = "popen", **environment: str) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=4 if case in ("stages", "too_many_stages") else 2,
-        strategy=SDPipeStrategy(start_method=start_method, **options),  # type: ignore[arg-type]
+        strategy=SDPipeStrategy(start_method=start_method, data="sharded", **options),  # type: ignore[arg-type]
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

@@ -74,9 +74,9 @@ def test_elements_of_a_slurm_array(tmp_path: Path) -> None:
         script = ["bash", str(FAULTS / "pipeline.sbatch"), *toy]
         for code, output in outcomes([(script, each) for each in variables], tmp_path):
             assert code == 0, output
-        membership = ask_status(address).membership
-        assert membership is not None
-        assert membership.ever == [0, 1]
+        members = ask_status(address).members
+        assert members is not None
+        assert members.ever == [0, 1]
     ((code, output),) = outcomes([(script, {"SLURM_ARRAY_TASK_ID": "0"})], tmp_path)
     assert code != 0
     assert "SDPIPE_SCHEDULER: is the address of the scheduler" in output
@@ -105,9 +105,9 @@ def test_pods_of_an_indexed_job(tmp_path: Path) -> None:
             commands.append(([*container["command"], text], variables))
         for code, output in outcomes(commands, tmp_path):
             assert code == 0, output
-        membership = ask_status(address, credentials=read_worker_keys(tmp_path / "keys" / "worker.key")).membership
-        assert membership is not None
-        assert membership.ever == [0, 1]
+        members = ask_status(address, credentials=read_worker_keys(tmp_path / "keys" / "worker.key")).members
+        assert members is not None
+        assert members.ever == [0, 1]
 
 
 def test_the_manifest_starts_a_scheduler_that_there_is() -> None:

@@ -23,6 +23,7 @@ from lightning_sdpipe import (
     SDPipeStrategy,
     SemiDecentralized,
 )
+from lightning_sdpipe.elastic.refusals import check_options
 from lightning_sdpipe.optim import FrozenVariance
 from lightning_sdpipe.placement.roll_call import HOST_VARIABLE
 from lightning_sdpipe.trainer.optimizers import refuse_unfit_momentum
@@ -126,3 +127,39 @@ def test_eight_bits_on_a_model_in_bfloat16(tmp_path: Path) -> None:
     ]
     for full, encoded in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert (full - encoded).float().norm() <= 0.05 * full.float().norm()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("fragments", "stages"), [(2, 2), (1, 1)])
+def test_a_resumed_run_goes_on_with_the_outer_momentum(tmp_path: Path, fragments: int, stages: int) -> None:
+    """Also on another number of stages. (Fragments are parts of a stage.)"""
+    sync, options = DiLoCo(every=3, fragments=fragments), {"max_epochs": 2, "limit_val_batches": 0}
+    _, straight = _two_pipelines(tmp_path / "straight", sync, 2, **options)
+    _two_pipelines(tmp_path / "first", sync, 2, **{**options, "max_epochs": 1})
+    (file,) = (tmp_path / "first").rglob("*.ckpt")
+    saved = torch.load(file, weights_only=False)["optimizer_states"][0]["state"]
+    assert any("sdpipe_outer_momentum" in state for state in saved.values())
+    _, resumed = _two_pipelines(tmp_path / "second", sync, stages, ckpt_path=file, **options)
+    for name, value in straight.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def _two_pipelines(directory: Path, sync: Any, stages: int, **options: Any) -> tuple[Any, Regression]:
+    strategy = SDPipeStrategy(stages, sync=sync, start_method="fork")
+    return fit(directory, strategy, 2 * stages, 4, Gentle(), **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"exchange": Exchange(EightBit(), "step")}, "overlap='step' does not work in an elastic job"),
+        ({"exchange": Exchange(hierarchy="hosts")}, "hierarchy='hosts' does not work in an elastic job"),
+        (
+            {"sync": AllReduce(), "exchange": Exchange(OneBit())},
+            r"OneBit\(.*with sync=AllReduce.*does not work in an elastic job.*use SemiDecentralized",
+        ),
+    ],
+)
+def test_what_elastic_jobs_cannot_do_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_options(SDPipeStrategy(2, **given))

@@ -193,6 +193,31 @@ def test_one_group_of_all_is_all_reduce(tmp_path: Path, rows: list[int], uneven:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*(o.values() for o in outcomes), strict=True))
 
 
+class Tied(OwnData):
+    """Both stages hold a weight, and without a flush the last one makes an update more than the first."""
+
+    def __init__(self, rows: list[int], uneven: bool) -> None:
+        super().__init__(rows, uneven)
+        one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+        other.weight = one.weight
+        self.net = nn.Sequential(nn.Linear(6, 8), one, nn.Tanh(), other, nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+@pytest.mark.distributed
+def test_stages_count_their_updates_alike_although_shared_weights_are_late(tmp_path: Path) -> None:
+    """Groups that all meet after every step compute what all-reduce computes, in the second epoch too."""
+    outcomes = []
+    for sync in (AllReduce(), PHDPSGD(group_size=1, staleness=1)):
+        strategy = SDPipeStrategy(2, sync=sync, schedule="pipedream", start_method="fork")
+        _, model = fit(tmp_path / type(sync).__name__, strategy, 4, BATCH, Tied([5, 5], False))
+        outcomes.append(model.state_dict())
+    for ours, theirs in zip(*(outcome.values() for outcome in outcomes), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def refused(rank: int) -> list[str]:
     """What two workers say to gradients of different models, and to a scheduler with other groups."""
     mesh = Mesh.build(2, 1)

@@ -1,0 +1,31 @@
+"""What modules keep in their attributes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+CONTAINERS = (list, dict, set, deque)
+
+
+def tensors_in_attributes(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """The tensors in attributes of ``modules``, and in containers there, without parameters and buffers, and without
+    metrics, which belong to the last stage."""
+    for module in modules:
+        if isinstance(module, Metric):
+            continue
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from _tensors(value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (*CONTAINERS, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)

@@ -1,0 +1,49 @@
+"""Exchanges on slow links are timed beside full precision; the numbers are not judged here."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sdpipe.errors import ConfigurationError
+from recipes.suites import busy_link, exchange, slow_links
+from tests.recipes.composed import parameters_of
+
+
+@pytest.mark.distributed
+def test_links_that_the_kernel_slows_down(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("suite.slow_links.elements={1gbit: 5000}", "suite.slow_links.rates_mbit={1gbit: 1000}")
+    arguments = ("suite.only=[slow_links]", *small, "suite.slow_links.repeats=2")
+    rows, ratios = exchange.run(**parameters_of("exchange", *arguments))
+    if not rows:
+        pytest.skip(capsys.readouterr().err.strip())
+    assert {row["what"] for row in rows} == {"full", "half", "eight_bit", "one_bit", "pair8", "ring8"}
+    assert all(row["ms"] > 0 for row in rows)
+    assert ratios["eight_bit/full/1gbit"]["goal"] == slow_links.GOALS["1gbit"]["eight_bit"]
+
+
+@pytest.mark.distributed
+def test_pipelines_on_busy_links() -> None:
+    small = {
+        "num_stages": 1,
+        "num_pipelines": 2,
+        "num_micro_batches": 1,
+        "micro_batch_seconds": 0.02,
+        "num_parameters": 1000,
+        "iterations": 4,
+        "warm_up": 1,
+        "repeats": 1,
+    }
+    arguments = (f"suite.busy_link.{name}={value}" for name, value in small.items())
+    left_out = ("~suite.busy_link.exchanges.step", "~suite.busy_link.exchanges.eight_bit")
+    delays = "suite.busy_link.delays.scale=0.1"
+    rows, ratios = exchange.run(**parameters_of("exchange", "suite.only=[busy_link]", delays, *arguments, *left_out))
+    speeds = {(row["what"], row["busy_links"]): row["samples_per_s"] for row in rows if "samples_per_s" in row}
+    for kind, suffix in busy_link.LINKS.items():
+        for name, (key, goal) in busy_link.KEYS.items():
+            assert ratios[key + suffix]["value"] == speeds[name, kind] / speeds["nosync", kind]
+            assert ratios[key + suffix]["goal"] == (None if suffix else goal)
+
+
+def test_a_part_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'codec' is not a part of suite=exchange; there are codecs"):
+        exchange.run(**parameters_of("exchange", "suite.only=[codec]"))
