@@ -224,7 +224,7 @@ class World:
     def failure(self) -> str | None:
         """Why the scheduler says that the run has failed, if it does."""
         status = ask_status(self.scheduler.address, timeout=20)
-        return status.failure or (status.membership and status.membership.over)
+        return status.failure or (None if status.members is None else status.members.over)
 
     def gone_at(self, pipeline: int, since: float) -> float | None:
         """When the scheduler said, from the monotonic time ``since`` on, that a pipeline is gone."""
