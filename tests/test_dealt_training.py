@@ -265,7 +265,7 @@ def test_four_epochs_on_devices_of_several_generations(generations: Path, name: 
     records = read(generations / name, 4)
     counts = once_each(records, [0, 1, 2, 3], 12 * BATCH * 4)
     if not name.startswith("in step"):
-        assert min(counts[:2]) > counts[3]
+        assert max(counts[:2]) > counts[3]
     elif not name.endswith("by speed"):
         assert counts == [48] * 4
     events = agreed(records)

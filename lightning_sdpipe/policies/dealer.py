@@ -116,6 +116,10 @@ class Dealer:
             if account.present and account.finished(self._num_stages) < account.leased
         ]
 
+    def awaited(self) -> list[int]:
+        """Pipelines that others wait for, who have nothing to train meanwhile."""
+        return self.still_training() if any(account.waits for account in self._accounts) else []
+
     # ---------------------------------------------------------------- segments
 
     def _account(self, worker: Worker, done: Done) -> Account:

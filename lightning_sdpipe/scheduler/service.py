@@ -38,6 +38,7 @@ from lightning_sdpipe.scheduler.session import (
     IS_READY,
     JOINS,
     LEAVES,
+    LOST,
     IllegalInput,
     Session,
     Sessions,
@@ -459,6 +460,16 @@ class SchedulerService:
                 if other.active:
                     self._say(other.peer, lost)
             self._carry_out(decisions, now)
+        self._end_if_all_wait_for_the_lost(now)
+
+    def _end_if_all_wait_for_the_lost(self, now: float) -> None:
+        """In an elastic run they would train its batches; here nobody may."""
+        awaited = self._decider.dealer.awaited()
+        lost = [session for session in self._sessions if session.state is LOST and session.worker.pipeline in awaited]
+        if awaited and {session.worker.pipeline for session in lost} == set(awaited) and self.failure is None:
+            silent = now - lost[0].heard
+            reason = f"it was silent for {silent:.1f} s, and the others wait for batches that only it may train"
+            self._fail(m.Failure(lost[0].worker, reason))
 
     def _end_recovery(self, now: float) -> None:
         for worker, iteration in self._recovery.end().items():

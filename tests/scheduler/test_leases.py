@@ -69,6 +69,29 @@ def test_a_heartbeat_says_how_far_a_worker_is_and_brings_the_book() -> None:
     assert d.say(m.Heartbeat, A, True, None, (S, Done(0))) == [(b"0.0.heartbeat", m.Pulse(None))]
 
 
+def test_the_run_ends_when_all_wait_for_a_worker_that_is_lost() -> None:
+    d = Dialogue(NoSync())
+    for worker in (A, B):
+        d.join(worker)
+        d.say(m.Heartbeat, worker, True, None, (S, Done(0)))
+    leases = begin(d)[:1]
+
+    def done() -> Done:
+        return Done(sum(lease.size for lease in leases), 0.0, 0.1)
+
+    while replies := d.say(m.AskLease, A, S, len(leases), done()):  # B trains nothing
+        leases.append(dealt(replies))
+    for now in (2.0, 4.0, 6.0, 8.0, 10.0):
+        d.say(m.Heartbeat, A, True, None, (S, done()), now=now)
+        replies = d.tick(now)
+        if d.service.failure is not None:
+            break
+    assert d.service.failure == m.Failure(
+        B, "it was silent for 8.0 s, and the others wait for batches that only it may train"
+    )
+    assert (m.routing_id(A), m.Abort(d.service.failure)) in replies
+
+
 def train(
     client: SchedulerClient, segments: list[Segment], got: list[Lease], halfway: threading.Event | None = None
 ) -> None:
