@@ -9,6 +9,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.sync.exchanges import CHANGING_GROUPS
@@ -21,7 +22,7 @@ _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
 def check_options(options: SDPipeOptions) -> None:
     """Raises ConfigurationError for options of the strategy that an elastic job cannot carry out."""
     policy = options._method.policy if isinstance(options._method, ByPolicy) else None
-    if policy is None or isinstance(policy, ADPSGD | LocalSGD | PHDPSGD):
+    if policy is None or isinstance(policy, ADPSGD | Decentralized | LocalSGD | PHDPSGD):
         raise ConfigurationError(
             f"sync={options.sync!r} does not work {_HOW}: its exchanges would wait for all pipelines, or for ones that "
             "may be gone. Use SemiDecentralized(), PartialReduce() or NoSync()."

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import random
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_sdpipe.errors import ConfigurationError
+
+_CHOSEN = 10_000  # the first port that is chosen
+_OFTEN = 50  # tries
+
+
+def choose_port() -> None:
+    """Sets MASTER_PORT for processes that this one starts on its machine, unless it is given.
+
+    Lightning would take a free one of those that the system hands out to connections. Until rank 0 listens there, which
+    takes seconds where others have to import first, any connection may get it.
+    """
+    if "MASTER_PORT" not in os.environ and "STANDALONE_PORT" not in os.environ:
+        port = free_port()
+        if port is not None:
+            os.environ["MASTER_PORT"] = str(port)
+
+
+def free_port() -> int | None:
+    """At random, below those that the system hands out; None if there are none."""
+    try:
+        handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        handed_out = 32_768
+    draws = random.SystemRandom()  # the user's seed has nothing to do with it
+    for _ in range(_OFTEN if handed_out > _CHOSEN else 0):
+        port = draws.randrange(_CHOSEN, handed_out)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    return None
 
 
 @contextmanager

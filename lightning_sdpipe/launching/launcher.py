@@ -23,6 +23,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.launching import hydra_job, job
+from lightning_sdpipe.launching.environment import choose_port
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         job.at_end(_restore_environment, {name: os.environ.get(name) for name in _SET_FOR_WORKERS})
         job.at_end(_leave_process_groups)
         job.at_end(self._await_end)
+        choose_port()
         environment = self.cluster_environment
         os.environ |= {
             "MASTER_ADDR": environment.main_address,
@@ -180,6 +182,7 @@ class WholeModelLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check()
         before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
+        choose_port()
         try:
             return super().launch(function, *args, **kwargs)
         except KeyboardInterrupt:  # perhaps nobody but this process has heard of it
