@@ -28,8 +28,7 @@ from lightning_sdpipe.sync.methods import on_hosts
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
 from lightning_sdpipe.trainer.clock import ClockChecks
-from lightning_sdpipe.trainer.dealt_turns import DealtTurns
-from lightning_sdpipe.trainer.split import Split
+from lightning_sdpipe.trainer.dealt_turns import Dealing, DealtTurns
 from lightning_sdpipe.training import Training
 
 
@@ -153,21 +152,11 @@ class Run:
         """Where this worker is beside its replicas."""
         return Rendezvous(sync)
 
-    def dealt_turns(
-        self,
-        trainer: Trainer,
-        training: Training,
-        checks: ClockChecks,
-        seed: Callable[[], int],
-        origin: Callable[[], Split | None],
-        required: bool,
-        anybody: Callable[[bool], bool],
-        reason: str | None,
-    ) -> DealtTurns:
+    def dealt_turns(self, trainer: Trainer, training: Training, checks: ClockChecks, dealing: Dealing) -> DealtTurns:
         """Turns over dealt batches; every worker must call it."""
         assert self._membership is not None
         run, client = shared(secrets.randbits(62)), self._membership.client
-        return DealtTurns(trainer, training, client, self.groups, checks, run, seed, origin, required, anybody, reason)
+        return DealtTurns(trainer, training, client, self.groups, checks, run, dealing)
 
     def set_out(self, trainer: Trainer) -> None:
         """All is set up, and nothing restored yet."""

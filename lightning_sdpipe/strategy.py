@@ -31,7 +31,7 @@ from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.adaptation import adapt
 from lightning_sdpipe.trainer.clock import ClockChecks
-from lightning_sdpipe.trainer.dealt_turns import DealtTurns
+from lightning_sdpipe.trainer.dealt_turns import Dealing, DealtTurns
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.epoch_callback import EpochCallback
 from lightning_sdpipe.trainer.joint_turns import JointTurns
@@ -218,7 +218,7 @@ class SDPipeStrategy(CheckpointHooks):
             return None
         asked = self.data == "dealt"
         in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
-        return self._run.dealt_turns(trainer, self.training, checks, seed, origin, asked, anybody, in_step)
+        return self._run.dealt_turns(trainer, self.training, checks, Dealing(seed, origin, asked, anybody, in_step))
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():

@@ -48,7 +48,7 @@ from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.clock import ClockChecks
-from lightning_sdpipe.trainer.split import Split
+from lightning_sdpipe.trainer.dealt_turns import Dealing
 from lightning_sdpipe.training import Training
 
 _CONNECTING = 20.0  # seconds
@@ -169,21 +169,9 @@ class ElasticRun(Run):
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
         return ElasticRendezvous(sync, self._meetings)
 
-    def dealt_turns(
-        self,
-        trainer: Trainer,
-        training: Training,
-        checks: ClockChecks,
-        seed: Callable[[], int],
-        origin: Callable[[], Split | None],
-        required: bool,
-        anybody: Callable[[bool], bool],
-        reason: str | None,
-    ) -> ElasticTurns:
+    def dealt_turns(self, trainer: Trainer, training: Training, checks: ClockChecks, dealing: Dealing) -> ElasticTurns:
         run, client = shared(secrets.randbits(62)), self._line.client
-        turns = ElasticTurns(
-            trainer, training, client, self.groups, checks, run, seed, origin, required, anybody, reason
-        )
+        turns = ElasticTurns(trainer, training, client, self.groups, checks, run, dealing)
         turns.words, turns.asked, turns.act, turns.between = self._words, self._asked, self._act, self._between
         turns.held_up = lambda: self._line.line.held_up
         self._line.client.meanwhile = turns.serve

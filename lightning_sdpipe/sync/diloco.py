@@ -53,16 +53,8 @@ class DiLoCo:
     mix: float = 0.0
 
     def __post_init__(self) -> None:
-        self.nesterov  # noqa: B018  refuses values
-        self.schedule  # noqa: B018
-
-    @property
-    def nesterov(self) -> Nesterov:
-        return Nesterov(self.lr, self.momentum)
-
-    @property
-    def schedule(self) -> Fragments:
-        return Fragments(self.every, self.fragments, self.delay, self.mix)
+        Nesterov(self.lr, self.momentum)  # each refuses its values
+        Fragments(self.every, self.fragments, self.delay, self.mix)
 
     @property
     def policy(self) -> PolicyConfig:
@@ -75,7 +67,9 @@ class DiLoCo:
     def build(self, replica: Replica) -> Synchronizer:
         keeps = replica.exchange.overlap == "step"
         delay = max(self.delay, 1) if keeps else self.delay
-        return OuterAveraging(replica, self.nesterov, Fragments(self.every, self.fragments, delay, self.mix), keeps)
+        return OuterAveraging(
+            replica, Nesterov(self.lr, self.momentum), Fragments(self.every, self.fragments, delay, self.mix), keeps
+        )
 
 
 class _Fragment:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
@@ -60,6 +61,25 @@ class DealtTraining(Protocol):
         """The segment is over for everybody, and all come together."""
 
 
+@dataclass(frozen=True)
+class Dealing:
+    """What is dealt, and whether it has to be.
+
+    Args:
+        seed: of the run.
+        origin: which split of the data a checkpoint counts by, if one was loaded.
+        required: the user asked for it; else what cannot be dealt is trained as shards.
+        anybody: is it so on any worker? Every worker must ask.
+        reason: why this run should not, whatever its loader.
+    """
+
+    seed: Callable[[], int]
+    origin: Callable[[], Split | None]
+    required: bool
+    anybody: Callable[[bool], bool]
+    reason: str | None
+
+
 class DealtTurns:
     """This worker's.
 
@@ -70,11 +90,7 @@ class DealtTurns:
         groups: this worker's place.
         checks: says when all look at the clock.
         run: a number of this fit, equal on all workers and no other fit's.
-        seed: of the run.
-        origin: which split of the data a checkpoint counts by, if one was loaded.
-        required: the user asked for it; else what cannot be dealt is trained as shards.
-        anybody: is it so on any worker? Every worker must ask.
-        reason: why this run should not, whatever its loader.
+        dealing: what is dealt.
     """
 
     def __init__(
@@ -85,15 +101,10 @@ class DealtTurns:
         groups: ProcessGroups,
         checks: ClockChecks,
         run: int,
-        seed: Callable[[], int],
-        origin: Callable[[], Split | None],
-        required: bool,
-        anybody: Callable[[bool], bool],
-        reason: str | None = None,
+        dealing: Dealing,
     ) -> None:
         self._trainer, self._training, self._client = trainer, training, client
-        self._checks, self._run, self._seed, self._origin = checks, run, seed, origin
-        self._required, self._anybody, self._reason = required, anybody, reason
+        self._checks, self._run, self._dealing = checks, run, dealing
         self._num_pipelines = groups.mesh.num_pipelines
         _, pipeline = groups.mesh.locate(groups.rank)
         self._home = pipeline % self._num_pipelines  # there may be more pipelines than shards
@@ -116,16 +127,16 @@ class DealtTurns:
             ConfigurationError: they cannot, and the user asked for it.
         """
         self._dealt = self._segment = self._next = self._now = None
-        reason = self._reason or why_sharded(loader, self._home, self._num_pipelines)
+        reason = self._dealing.reason or why_sharded(loader, self._home, self._num_pipelines)
         refused = self._refused(reason)
-        if not self._required and self._anybody(refused):
+        if not self._dealing.required and self._dealing.anybody(refused):
             return
         self._loader, self._split = loader, split
         self._dealt = DealtBatches(loader, self._num_pipelines, self._client.lease)
 
     def _refused(self, reason: str | None) -> bool:
         """Whether there is a ``reason`` not to deal, which is an error if the user asked for it."""
-        if reason is not None and self._required:
+        if reason is not None and self._dealing.required:
             raise refuse_to_deal(reason)
         if reason is not None:
             rank_zero_debug(f"Each pipeline trains its own shard: {reason}.")
@@ -139,9 +150,9 @@ class DealtTurns:
         if self._refused("there are several train dataloaders, whose batches belong together" if several else None):
             self._dealt = None
             return fetcher
-        before = self._origin()
+        before = self._dealing.origin()
         if goes_on_in_another(self._trainer, before, self._split):
-            if self._required:
+            if self._dealing.required:
                 raise refuse_other_split(before, self._split)
             return fetcher  # for the rest of this epoch, of which Lightning warns
         rank_zero_info("Batches go to the pipelines by their speed. data='sharded' gives each its own shard instead.")
@@ -232,7 +243,7 @@ class DealtTurns:
         training.begin_dealt()
         with training.first_failure():
             self._client.greet()
-            dealt.begin(self._segment, self._seed())
+            dealt.begin(self._segment, self._dealing.seed())
         self._looked = self._over = False
         self._look()
         if self._next is None:

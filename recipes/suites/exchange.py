@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_sdpipe.errors import ConfigurationError
 from recipes.suites import busy_link, codecs, slow_links
+from recipes.suites.parts import Parts, run_parts
 from recipes.suites.ratios import Ratios, Row
 
 LOWER_IS_BETTER = frozenset({"codec"})
-PARTS: Mapping[str, Callable[..., tuple[list[Row], Ratios]]] = {
+PARTS: Parts = {
     "codecs": codecs.measure,
     "slow_links": slow_links.measure,
     "busy_link": busy_link.measure,
@@ -18,22 +18,5 @@ PARTS: Mapping[str, Callable[..., tuple[list[Row], Ratios]]] = {
 
 
 def run(*, only: Sequence[str], seed: int, **parts: Mapping[str, Any]) -> tuple[list[Row], Ratios]:
-    """Rows and ratios of the parts that ``only`` names.
-
-    Args:
-        only: names of parts.
-        seed: of all of them.
-        parts: by name, the arguments of their ``measure``.
-
-    Raises:
-        ConfigurationError: a part that there is not.
-    """
-    if unknown := [name for name in (*only, *parts) if name not in PARTS]:
-        raise ConfigurationError(f"{unknown[0]!r} is not a part of suite=exchange; there are {', '.join(PARTS)}.")
-    rows: list[Row] = []
-    ratios: Ratios = {}
-    for name in only:
-        own_rows, own_ratios = PARTS[name](**parts[name], seed=seed)
-        rows += own_rows
-        ratios |= own_ratios
-    return rows, ratios
+    """Rows and ratios of the parts that ``only`` names; ``parts`` are, by name, the arguments of their ``measure``."""
+    return run_parts("exchange", PARTS, only, seed, parts)
