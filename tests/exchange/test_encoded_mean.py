@@ -22,7 +22,7 @@ from tests.exchange.threads import Crew, one_thread, together
 
 N = 4
 PIECE = 300
-SIZES = (1, 2, 7, 1000)
+SIZES = (1, 7, 700)
 HOSTS = ("a", "a", "b", "b")
 UNEVEN = ("a", "b", "a", "a")
 LAYOUTS: Sequence[Sequence[str] | None] = (None, HOSTS, UNEVEN, ("a",) * 4, tuple("abcd"))
@@ -75,16 +75,19 @@ def means(model: Callable[[int], list[Tensor]], members: Sequence[int], weights:
     ]
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("hosts", "dtype"),
+    [*((hosts, torch.float32) for hosts in LAYOUTS), (HOSTS, torch.bfloat16), (None, torch.float64)],
+    ids=str,
+)
 @pytest.mark.parametrize("payload", [Full(), Half(), EightBit(block=64)], ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_group_that_changes_keeps_its_mean(
     crew: Crew, hosts: Sequence[str] | None, payload: Payload, dtype: torch.dtype
 ) -> None:
     """Whatever the payload: the error of the mean is that of full precision, and models come close."""
     for members in (range(N), (0, 2, 3), (1, 3), (2,)):
         got = exchanged(
-            crew, lambda _: OwnReference(payload), lambda rank: models(rank, dtype), hosts, members, None, 3
+            crew, lambda _: OwnReference(payload), lambda rank: models(rank, dtype), hosts, members, None, 2
         )
         before = means(lambda rank: models(rank, dtype), members, [1 / len(members)] * len(members))
         rounding = 4 * torch.finfo(dtype).eps * 40
@@ -124,7 +127,7 @@ def test_eight_bits_follow_models_that_come_closer_and_ask_for_full_precision_wh
     updates = [[torch.zeros(n, dtype=torch.float64) for n in SIZES] for _ in range(N)]
     got = exchanged(crew, lambda rank: codings[rank], models, None, rounds=8, between=train)
     assert sum(coding.parts_in_full for coding in codings) >= 2, "the first exchange, and the jump"
-    assert sum(coding.parts_in_full for coding in codings) < 8 * 7 * N, "not always"
+    assert sum(coding.parts_in_full for coding in codings) < 8 * 5 * N, "not always"
     for index in range(len(SIZES)):
         total = torch.stack([models(r)[index].double() + updates[r][index] for r in range(N)]).mean(0)
         after = torch.stack([got[r][index].double() for r in range(N)]).mean(0)
@@ -142,8 +145,11 @@ PAYLOADS = [
 ]
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-@pytest.mark.parametrize("payload", PAYLOADS, ids=repr)
+@pytest.mark.parametrize(
+    ("payload", "hosts"),
+    [(payload, hosts) for payload in PAYLOADS for hosts in (None, HOSTS, UNEVEN)[: 3 if payload.feedback else 2]],
+    ids=str,
+)
 def test_what_is_common_stays_common_to_the_bit_and_nothing_is_lost(
     crew: Crew, payload: Payload, hosts: Sequence[str] | None
 ) -> None:
@@ -239,15 +245,15 @@ def test_what_is_not_finite_stays_where_it_is(crew: Crew, payload: Payload, bad:
     def broken(rank: int) -> list[Tensor]:
         tensors = models(rank)
         if rank == 2:
-            tensors[3][17] = bad
+            tensors[-1][17] = bad
         return tensors
 
     got = exchanged(crew, lambda _: OwnReference(payload), broken, rounds=2)
-    sound = torch.arange(SIZES[3]) != 17
-    mean = means(models, range(N), [1 / N] * N)[3]
+    sound = torch.arange(SIZES[-1]) != 17
+    mean = means(models, range(N), [1 / N] * N)[-1]
     for tensors in got:
-        assert not tensors[3][17].isfinite()
-        torch.testing.assert_close(tensors[3][sound].double(), mean[sound], rtol=1e-3, atol=0.1)
+        assert not tensors[-1][17].isfinite()
+        torch.testing.assert_close(tensors[-1][sound].double(), mean[sound], rtol=1e-3, atol=0.1)
 
 
 def test_values_beyond_sixteen_bits_go_in_full_precision(crew: Crew) -> None:
