@@ -130,7 +130,7 @@ class SDPipeOptions(DDPStrategy):
         option_checks.check(given, unknown, get_type_hints(SDPipeOptions.__init__))
         self._job = job = elastic_job.from_environment(os.environ)
         if job is not None:
-            num_stages, data, cluster_environment = job.num_stages(num_stages), "dealt", ElasticEnvironment(job)
+            num_stages, data, cluster_environment = job.num_stages(num_stages), job.data(data), ElasticEnvironment(job)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=None if parallel_devices is None else list(parallel_devices),

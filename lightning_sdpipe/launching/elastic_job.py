@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from lightning_sdpipe.errors import ConfigurationError
 
@@ -75,6 +75,19 @@ class ElasticJob:
                 f"--nproc-per-node {asked}`), or leave num_stages out."
             )
         return self.world_size
+
+    def data(self, asked: Literal["auto", "dealt", "sharded"]) -> Literal["dealt"]:
+        """How batches are divided. ``asked`` is the strategy's ``data``.
+
+        Raises:
+            ConfigurationError: shards were asked for.
+        """
+        if asked == "sharded":
+            raise ConfigurationError(
+                f"data='sharded', but pipeline {self.pipeline} is one of an elastic run: nobody would train the shard "
+                "of a pipeline that is gone. Leave data out; batches are dealt."
+            )
+        return "dealt"
 
     def devices(self, of_trainer: Sequence[_Device]) -> list[_Device]:
         """One for each process of the job on this machine, from those that the Trainer was given.

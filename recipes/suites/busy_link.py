@@ -94,6 +94,7 @@ def measure(
             NoSync() if name == NOSYNC else SemiDecentralized(),
             exchange=exchange,
             num_micro_batches=num_micro_batches,
+            data="sharded",  # equally many iterations, so that all meet the same delays
             delays=slowness,
             timeout=trainings.TRANSFER_TIMEOUT,
             start_method="fork",

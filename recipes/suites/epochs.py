@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import SDPipeStrategy
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Static
 from recipes.suites.emulated import EmulatedChain
+from recipes.suites.parts import check_parts
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 from recipes.suites.trainings import BACKWARD_SHARE, TRANSFER_TIMEOUT, quiet, random_features
 
@@ -90,8 +90,7 @@ def run(
     Raises:
         ConfigurationError: a part that there is not.
     """
-    if unknown := [name for name in only if name not in grid]:
-        raise ConfigurationError(f"{unknown[0]!r} is not a part of suite=epochs; there are {', '.join(grid)}.")
+    check_parts("epochs", only, grid)
     quiet()
     rows = [
         _measured(grid[panel], methods, heterogeneity, condition, what, repeat, seed + repeat)

@@ -11,7 +11,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import hydra
 
 from recipes.suites import elastic_overhead, torchft_peer
 from recipes.suites.elastic_world import Fault, Record, Work, World, world
+from recipes.suites.parts import Parts, run_parts
 from recipes.suites.ratios import Ratios, Row, ratio
 
 LOWER_IS_BETTER = frozenset({"longest_step", "longest_in_join", "newcomer", "torchft"})
@@ -68,49 +69,43 @@ def run(
     Returns:
         One row per death; and the ratios of what was measured to its limit.
     """
-    rows: list[Row] = []
-    found: Ratios = {}
-    if "matrix" in only:
-        rows = list(_matrix(methods, cases, after, calm, repeats, dict(work) | {"seed": seed}))
-        found |= ratios(rows)
-    if "overhead" in only:
-        more, of_these = elastic_overhead.measure(**overhead, method=methods["sdpipe"], seed=seed)
-        rows, found = rows + more, found | of_these
-    if "torchft" in only:
-        more, of_these = torchft_peer.measure(**torchft, method=methods["sdpipe"], seed=seed)
-        rows, found = rows + more, found | of_these
-    return rows, found
+    matrix = {"methods": methods, "cases": cases, "after": after, "calm": calm, "repeats": repeats, "work": work}
+    sdpipe = {"method": methods["sdpipe"]}
+    arguments = {"matrix": matrix, "overhead": {**overhead, **sdpipe}, "torchft": {**torchft, **sdpipe}}
+    return run_parts("faults", PARTS, only, seed, arguments)
 
 
-def _matrix(
-    methods: Mapping[str, Any],
-    cases: Sequence[Mapping[str, Any]],
-    after: int,
-    calm: float,
-    repeats: int,
-    work: Mapping[str, Any],
-) -> Iterator[Row]:
-    for repeat in range(repeats):
-        for case in cases:
-            stages = case.get("num_stages", 1)
-            batches = after if case["phase"] in ("pause", "validation") else 5000
-            whole = Work(
-                **work,
-                num_stages=stages,
-                sync=hydra.utils.instantiate(methods[case["method"]]),
-                batches=batches,
-                epochs=1000 if batches == after else 1,
-                validation_batches=2 if batches == after else 0,
-            )
-            print(f"{case['method']}: {case['role']} in {case['phase']}", end=": ", flush=True)
-            row = {"method": case["method"], "role": case["role"], "phase": case["phase"], "num_stages": stages}
-            try:
-                row |= measure_case(whole, case["role"], case["phase"], after, calm)
-                print(f"{row['beyond_s']:.3f} s beyond a step of {row['median_s']:.3f} s", flush=True)
-            except TimeoutError as error:
-                print(f"FAILED: {error}", flush=True)
-                row |= {"failed": str(error)[:200]}
-            yield row | {"repeat": repeat}
+def measure(*, repeats: int, cases: Sequence[Mapping[str, Any]], **others: Any) -> tuple[list[Row], Ratios]:
+    """The matrix: one death of each case in each repeat. See :func:`run` for the arguments."""
+    rows = [{**_survived(case, **others), "repeat": repeat} for repeat in range(repeats) for case in cases]
+    return rows, ratios(rows)
+
+
+PARTS: Parts = {"matrix": measure, "overhead": elastic_overhead.measure, "torchft": torchft_peer.measure}
+
+
+def _survived(
+    case: Mapping[str, Any], methods: Mapping[str, Any], after: int, calm: float, work: Mapping[str, Any], seed: int
+) -> Row:
+    stages, ends = case.get("num_stages", 1), case["phase"] in ("pause", "validation")
+    whole = Work(
+        **work,
+        seed=seed,
+        num_stages=stages,
+        sync=hydra.utils.instantiate(methods[case["method"]]),
+        batches=after if ends else 5000,
+        epochs=1000 if ends else 1,
+        validation_batches=2 if ends else 0,
+    )
+    print(f"{case['method']}: {case['role']} in {case['phase']}", end=": ", flush=True)
+    row = {"method": case["method"], "role": case["role"], "phase": case["phase"], "num_stages": stages}
+    try:
+        row |= measure_case(whole, case["role"], case["phase"], after, calm)
+        print(f"{row['beyond_s']:.3f} s beyond a step of {row['median_s']:.3f} s", flush=True)
+    except TimeoutError as error:
+        print(f"FAILED: {error}", flush=True)
+        row |= {"failed": str(error)[:200]}
+    return row
 
 
 def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> Row:

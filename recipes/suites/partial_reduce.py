@@ -17,13 +17,13 @@ from typing import Any
 import hydra
 
 from lightning_sdpipe import AllReduce
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Heterogeneity
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.simulate import Work, jittered
 from recipes.suites import convergence, partial_reduce_figures, throughput
 from recipes.suites.figures import require_matplotlib
+from recipes.suites.parts import check_parts
 from recipes.suites.ratios import Ratios, Row, ratio
 from recipes.suites.virtual import Digits, Method, Problem, Quadratic, at_target, train
 
@@ -128,8 +128,7 @@ def run(
         "emulated": lambda: [row for row in throughput.run(**emulated, seed=seed)[0] if "repeat" in row],
         "training": lambda: convergence.run(**training, seed=seed)[0],
     }
-    if unknown := [name for name in only if name not in parts]:
-        raise ConfigurationError(f"{unknown[0]!r} is not a part of suite=partial_reduce; there are {', '.join(parts)}.")
+    check_parts("partial_reduce", only, parts)
     measured = {name: parts[name]() for name in only}
     if output is not None:
         partial_reduce_figures.draw(measured, Path(output))

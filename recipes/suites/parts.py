@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -26,8 +26,7 @@ def run_parts(
     Raises:
         ConfigurationError: a part that there is not.
     """
-    if unknown := [name for name in (*only, *arguments) if name not in parts]:
-        raise ConfigurationError(f"{unknown[0]!r} is not a part of suite={suite}; there are {', '.join(parts)}.")
+    check_parts(suite, (*only, *arguments), parts)
     rows: list[Row] = []
     ratios: Ratios = {}
     for name in only:
@@ -35,3 +34,14 @@ def run_parts(
         rows += own_rows
         ratios |= own_ratios
     return rows, ratios
+
+
+def check_parts(suite: str, only: Iterable[str], parts: Iterable[str]) -> None:
+    """Refuses a part that there is not.
+
+    Raises:
+        ConfigurationError: says which parts there are.
+    """
+    known = list(parts)
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigurationError(f"{unknown[0]!r} is not a part of suite={suite}; there are {', '.join(known)}.")

@@ -29,7 +29,7 @@ from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.supervision.standing import reserve_port
 from recipes.suites.elastic_world import Fault, Record, Work, world
 from recipes.suites.emulated import FEATURES
-from recipes.suites.ratios import Ratios, Row, ratio
+from recipes.suites.ratios import Ratios, Row, ratio, rotated
 from recipes.suites.trainings import BACKWARD_SHARE
 
 VICTIM = 2
@@ -64,7 +64,7 @@ def measure(
     )
     for repeat in range(repeats):
         figures = {}
-        for who in ("torchft", "sdpipe"):
+        for who in rotated(["torchft", "sdpipe"], repeat):
             records, killed = _torchft(work, after, seconds) if who == "torchft" else _ours(work, after, seconds)
             figures[who] = _figures([record for record in records if record.pipeline != VICTIM], killed)
             print(f"{who}: {figures[who]}", flush=True)

@@ -140,9 +140,14 @@ def summary(reports: Sequence[WorkerReport], samples: int, cores: int) -> Row:
         time: compute, delays, group_wait, averaging, pipeline_wait (for other stages, with what Lightning does in
         between); busy, the share of the cores' time that these processes used; processor_s, what one iteration of all
         pipelines used; and the shares of each worker.
+
+    Raises:
+        ValueError: pipelines trained unlike numbers of iterations, so that they met unlike delays.
     """
     first_stages = [report for report in reports if report.stage == 0]
     iterations = first_stages[0].iterations
+    if unlike := {report.iterations for report in first_stages} - {iterations}:
+        raise ValueError(f"pipelines trained {iterations} and {max(unlike)} iterations; use data='sharded'")
     rates = [iterations / report.used.clock for report in first_stages]
     shares = [_shares(report.used) for report in reports]
     groups = sum(report.used.groups for report in reports)

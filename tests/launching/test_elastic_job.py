@@ -78,6 +78,12 @@ def test_the_number_of_stages_is_that_of_processes() -> None:
         job().num_stages(4)
 
 
+def test_shards_are_contradicted() -> None:
+    assert job().data("auto") == job().data("dealt") == "dealt"
+    with pytest.raises(ConfigurationError, match="data='sharded', but pipeline 2 is one of an elastic run"):
+        job().data("sharded")
+
+
 def test_a_scheduler_is_needed() -> None:
     lonely = from_environment(RANKS | {"SDPIPE_PIPELINE": "0"})
     assert lonely is not None
