@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ settings.register_profile("shared host", deadline=None)  # where an example may 
 settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypothesis-profile=long, before a release
 settings.load_profile("shared host")
 torch.set_num_threads(1)  # test files run side by side, and threads of small tensors would only wait for each other
+
+gc.disable()  # until all is imported: what imports make, stays
 
 # What takes longest, first: else one process of xdist would end with it alone. They wait for other processes mostly.
 LONG = [
@@ -31,6 +34,11 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: first.get(item.path, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # collections have less to look at
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
