@@ -94,7 +94,7 @@ def sharded(pipeline: int, dataset: Dataset[Any] | None = None, **options: Any) 
 def epoch(
     loaders: list[DataLoader[Any]], pauses: tuple[int, ...] = (), epochs: int = 1, slow: int | None = None
 ) -> list[list[DealtBatch]]:
-    """What each pipeline trains, in threads; all pause together. ``slow`` trains when the others had nothing to train."""
+    """What each pipeline trains, in threads; all pause together. ``slow`` trains once the others had nothing to."""
     desk = Desk(len(loaders))
     barrier = threading.Barrier(len(loaders), timeout=20)
     trained: list[list[DealtBatch]] = [[] for _ in loaders]
@@ -167,8 +167,8 @@ def test_each_batch_of_distributed_sampler_is_trained_once_with_the_same_content
 
 def test_epochs_differ_and_a_slow_pipeline_is_helped() -> None:
     trained = epoch([sharded(i, Noisy(200)) for i in range(N)], epochs=1, slow=2)
-    # Its first lease is half of its shard at most. It asks for more when pipeline 0, much faster, was told that there is
-    # nothing: then one or two batches are left, in whatever order the threads have asked.
+    # Its first lease is half of its shard at most. It asks for more when pipeline 0, much faster, was told that there
+    # is nothing: then one or two batches are left, in whatever order the threads have asked.
     assert len(trained[2]) < len(contents(trained)) // N
     assert any(batch.home == 2 for batch in trained[0] + trained[1])
     two = epoch([sharded(i) for i in range(N)], epochs=2)
