@@ -148,4 +148,6 @@ class LossyDealing(RuleBasedStateMachine):
 
 
 TestLossyDealing = LossyDealing.TestCase
-TestLossyDealing.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestLossyDealing.settings = settings(
+    max_examples=settings.default.max_examples // 2, stateful_step_count=40, deadline=None
+)
