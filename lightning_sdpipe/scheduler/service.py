@@ -38,7 +38,6 @@ from lightning_sdpipe.scheduler.session import (
     IS_READY,
     JOINS,
     LEAVES,
-    LOST,
     IllegalInput,
     Session,
     Sessions,
@@ -448,7 +447,7 @@ class SchedulerService:
             worker, silent = session.worker, now - session.heard
             if self.elastic is not None and self.elastic.in_use:
                 continue  # which looks itself, and sooner
-            if not (session.active and session.beats and silent >= self._worker_timeout):
+            if not (session.active and self._is_silent(session, now)):
                 continue
             logger.warning("worker %s was silent for %.1f s: the others go on without it", worker, silent)
             self._let_time_pass(now)
@@ -462,10 +461,15 @@ class SchedulerService:
             self._carry_out(decisions, now)
         self._end_if_all_wait_for_the_lost(now)
 
+    def _is_silent(self, session: Session, now: float) -> bool:
+        return session.beats and now - session.heard >= self._worker_timeout
+
     def _end_if_all_wait_for_the_lost(self, now: float) -> None:
-        """In an elastic run they would train its batches; here nobody may."""
+        """In an elastic run they would train its batches; here nobody may. Who waits for a lease is away, but beats."""
+        if self.elastic is not None and self.elastic.in_use:
+            return
         awaited = self._decider.dealer.awaited()
-        lost = [session for session in self._sessions if session.state is LOST and session.worker.pipeline in awaited]
+        lost = [s for s in self._sessions if s.worker.pipeline in awaited and self._is_silent(s, now)]
         if awaited and {session.worker.pipeline for session in lost} == set(awaited) and self.failure is None:
             silent = now - lost[0].heard
             reason = f"it was silent for {silent:.1f} s, and the others wait for batches that only it may train"

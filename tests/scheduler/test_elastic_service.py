@@ -31,6 +31,7 @@ class ElasticDialogue:
     def say(self, kind: type, worker: Worker, incarnation: int, *fields: object, now: float = 0.0) -> list[Addressed]:
         self.number += 1
         name = e.peer_of if issubclass(kind, e.ElasticRequest) else m.routing_id
+        name = m.heartbeat_id if kind is m.Heartbeat else name
         request = kind(worker, incarnation, self.number, *fields)
         replies = self.service.handle(name(worker, incarnation), request, now)
         self.service.validate()
@@ -46,15 +47,17 @@ class ElasticDialogue:
         for pipeline, incarnation in ((member.pipeline, member.incarnation) for member in back):
             self.say(e.Resume, Worker(0, pipeline), incarnation, SAME, epoch, (epoch.number,), ())
 
-    def ask(self, member: Member, ordinal: int, batches: int, now: float = 0.0) -> list[m.Reply | e.Reply]:
+    def ask(
+        self, member: Member, ordinal: int, batches: int, now: float = 0.0, stage: int = 0, segment: Segment = S
+    ) -> list[m.Reply | e.Reply]:
         """What the pipeline is told when it asks for a lease."""
-        worker = Worker(0, member.pipeline)
-        replies = self.say(m.AskLease, worker, member.incarnation, S, ordinal, Done(batches), now=now)
+        worker = Worker(stage, member.pipeline)
+        replies = self.say(m.AskLease, worker, member.incarnation, segment, ordinal, Done(batches), now=now)
         return [reply for _, reply in replies]
 
-    def tell(self, member: Member, *leases: Lease, batches: int = 0) -> list[m.Reply | e.Reply]:
+    def tell(self, member: Member, *leases: Lease, batches: int = 0, segment: Segment = S) -> list[m.Reply | e.Reply]:
         worker = Worker(0, member.pipeline)
-        replies = self.say(m.TellLeases, worker, member.incarnation, S, leases, False, Done(batches))
+        replies = self.say(m.TellLeases, worker, member.incarnation, segment, leases, False, Done(batches))
         return [reply for _, reply in replies]
 
 
@@ -109,3 +112,36 @@ def test_a_pipeline_beyond_the_plan_that_died_with_the_scheduler_returns_its_bat
                 over |= {asker} if lease.over else set()
     assert over == {A, B}
     assert trained == {(home, number) for home in (0, 1) for number in range(8)} - {(1, 4)}
+
+
+def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_join() -> None:
+    """The session of one that died with the start before is not looked at."""
+    d, one_batch, again = ElasticDialogue(stages=2), Segment(5, 0, 0, 1), Member(1, 201)
+    for stage in (0, 1):
+        for member in (A, B):
+            d.say(e.Enrol, Worker(stage, member.pipeline), member.incarnation, SAME)
+    d.say(m.Join, Worker(1, 1), B.incarnation, None, False, None, (), True)
+    d.say(m.Heartbeat, Worker(1, 1), B.incarnation, True)
+    d.say(e.Depart, Worker(0, 1), B.incarnation, False, "OSError: gone")
+    for stage in (0, 1):
+        replies = d.say(e.Enrol, Worker(stage, 1), again.incarnation, SAME)
+    (transfer,) = {reply.donate.transfer for _, reply in replies if isinstance(reply, e.Give)}
+    for stage in (0, 1):
+        d.say(e.TellSnapshot, Worker(stage, 0), A.incarnation, transfer, 3, "taken")
+    for stage in (0, 1):
+        d.say(e.TellReceived, Worker(stage, 1), again.incarnation, transfer, "")
+    assert d.ask(A, 0, 0, segment=one_batch) == [m.AskLeases()]
+    d.tell(A, segment=one_batch)
+    assert isinstance(d.ask(A, 0, 0, segment=one_batch)[0], m.Dealt)
+    assert isinstance(d.ask(again, 0, 0, segment=one_batch)[0], m.Dealt)
+    ordinal = 1
+    for stage in (0, 1):
+        while d.ask(A, ordinal, 1, stage=stage, segment=one_batch):
+            ordinal += 1
+    assert {row.worker: row.state for row in d.service.status(0.0).workers()} == {Worker(1, 1): "lost"}
+    for now in (2.0, 4.0, 6.0, 8.0, 10.0):
+        for member in (A, again):
+            for stage in (0, 1):
+                d.say(e.Beat, Worker(stage, member.pipeline), member.incarnation, (), 3, True, now=now)
+        d.tick(now)
+    assert d.service.failure is None

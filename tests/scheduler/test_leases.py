@@ -97,6 +97,39 @@ def test_the_run_ends_when_all_wait_for_a_worker_that_is_lost() -> None:
     assert (m.routing_id(A), m.Abort(d.service.failure)) in replies
 
 
+def test_the_run_ends_when_all_wait_for_a_worker_that_died_while_it_waited() -> None:
+    """Who waits for a lease has left the averaging, and is dealt what another one stalls with."""
+    d, segment = Dialogue(NoSync()), Segment(5, 0, 0, 3)
+    for worker in (A, B):
+        d.join(worker)
+        d.say(m.Heartbeat, worker, True, None, (segment, Done(0)))
+    begin(d, segment)
+
+    def asks(worker: Worker, ordinal: int, batches: int, now: float) -> Lease | None:
+        replies = d.say(m.AskLease, worker, segment, ordinal, Done(batches, 1.0), now=now)
+        return dealt(replies) if replies else None
+
+    for batches in (1, 2):
+        assert asks(B, batches, batches, float(batches)) is not None
+    assert asks(A, 1, 1, 2.0) is not None
+    assert (empty := asks(B, 3, 3, 3.0)) is not None
+    assert empty.size == 0
+    d.say(m.Leave, B, now=3.0)
+    assert asks(B, 4, 3, 3.0) is None
+    replies = d.say(m.Heartbeat, B, False, None, (segment, Done(3, 1.0)), now=4.0)  # and A is late
+    d.tick(4.0)
+    given = [reply.lease for _, reply in replies if isinstance(reply, m.Dealt)]
+    assert [(lease.pipeline, lease.home) for lease in given] == [(1, 0)]
+    for now in (6.0, 8.0, 10.0, 12.0):
+        d.say(m.Heartbeat, A, True, None, (segment, Done(2, 1.0)), now=now)
+        asks(A, 2 if now == 6.0 else 3, 2, now)
+        assert d.service.failure is None
+        d.tick(now)
+    failure = d.service.failure
+    assert failure is not None
+    assert (failure.worker, failure.reason[:24]) == (B, "it was silent for 8.0 s,")
+
+
 def train(
     client: SchedulerClient, segments: list[Segment], got: list[Lease], halfway: threading.Event | None = None
 ) -> None:
