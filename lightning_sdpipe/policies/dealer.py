@@ -129,6 +129,12 @@ class Dealer:
         """Pipelines that others wait for, who have nothing to train meanwhile."""
         return self.still_training() if any(account.waits for account in self._accounts) else []
 
+    def untold(self) -> list[int]:
+        """Pipelines that have to tell what they were dealt before anything else is."""
+        return [
+            i for i, account in enumerate(self._accounts) if self._recovering and account.present and not account.told
+        ]
+
     # ---------------------------------------------------------------- segments
 
     def _account(self, worker: Worker, done: Done) -> Account:

@@ -289,7 +289,7 @@ class SchedulerService:
                     raise RefusedEvent(f"its run is over, since {self.failure}; start it again for the next run")
                 self._say(peer, m.Welcome(request.number, self._description, self._mesh))
             case m.AskMissing():
-                self._say(peer, m.Missing(request.number, self._missing(request.worker.stage)))
+                self._say(peer, m.Missing(request.number, self._missing(request.worker)))
             case m.AskFailure():
                 self._say(peer, m.FirstFailure(request.number, self.failure))
             case m.Failed():
@@ -579,9 +579,13 @@ class SchedulerService:
             graphs.append(graph)
         return graphs
 
-    def _missing(self, stage: int) -> tuple[Worker, ...]:
-        """Those of ``stage`` that others may wait for."""
-        return tuple(session.worker for session in self._sessions.of_stage(stage) if session.state is COMPUTING)
+    def _missing(self, asker: Worker) -> tuple[Worker, ...]:
+        """Those of its stage that ``asker`` may wait for: for a lease also those that have no session here (yet)."""
+        sessions, dealer = self._sessions.of_stage(asker.stage), self._decider.dealer
+        pipelines = {session.worker.pipeline for session in sessions if session.state is COMPUTING}
+        if asker in self._asking:
+            pipelines.update(dealer.awaited(), dealer.untold())
+        return tuple(Worker(asker.stage, pipeline) for pipeline in sorted(pipelines))
 
     def _check_mesh(self, request: m.Hello | m.Join) -> None:
         if request.mesh is not None and request.mesh != self._mesh:

@@ -130,6 +130,17 @@ def test_the_run_ends_when_all_wait_for_a_worker_that_died_while_it_waited() -> 
     assert (failure.worker, failure.reason[:24]) == (B, "it was silent for 8.0 s,")
 
 
+def test_who_waits_for_a_lease_hears_of_those_that_the_scheduler_has_never_seen() -> None:
+    """They died while it was away, or have yet to come back."""
+    d = Dialogue(NoSync(), workers=3)
+    for worker in (A, B):
+        d.say(m.TellLeases, worker, S, (), False, Done(0))
+        assert d.say(m.AskLease, worker, S, 0, Done(0)) == []
+    assert d.say(m.AskMissing, A) == [(m.routing_id(A), m.Missing(d.number, (Worker(0, 2),)))]
+    d.say(m.TellLeases, Worker(0, 2), S, (), False, Done(0))
+    assert d.say(m.AskMissing, A) == [(m.routing_id(A), m.Missing(d.number, ()))], "it has its lease"
+
+
 def train(
     client: SchedulerClient, segments: list[Segment], got: list[Lease], halfway: threading.Event | None = None
 ) -> None:
