@@ -301,9 +301,8 @@ class ElasticClient:
     def completed(self, sequence: int) -> None:
         """The result of the group ``sequence`` is in the model."""
         with self._changed:
-            self._settle(sequence)
             asked = sequence in self._asked_for
-            self._asked_for.discard(sequence)
+            self._settle(sequence)
         if asked:
             self._tell(("completed", sequence), e.TellCompleted, sequence)
 
@@ -452,6 +451,7 @@ class ElasticClient:
         self._changed.notify_all()
 
     def _settle(self, sequence: int) -> None:
+        self._asked_for.discard(sequence)
         self._completed[sequence] = None
         while len(self._completed) > REMEMBERED:
             self._completed.popitem(last=False)
