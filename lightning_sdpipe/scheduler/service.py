@@ -17,7 +17,7 @@ from collections import Counter
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, Group
-from lightning_sdpipe.policies.events import Broken, Joined, Left, Lost, Progress, Ready, Tick, Worker
+from lightning_sdpipe.policies.events import Answered, Broken, Joined, Left, Lost, Progress, Ready, Tick, Worker
 from lightning_sdpipe.policies.leases import Asked, LeaseEvent, Segment, Told, Trained
 from lightning_sdpipe.policies.membership import Membership
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
@@ -317,7 +317,7 @@ class SchedulerService:
             recovery.held[request.worker] = iteration
         elif recovery.answers and (answer := recovery.answer_to(request.worker, iteration)) is not None:
             session.is_ready(iteration, IS_HELD)  # it came back late
-            self._answer(session, answer)
+            self._answer_as_before(session, answer, now)
         else:
             self._decide_ready(session, iteration, now)
 
@@ -482,7 +482,14 @@ class SchedulerService:
             if answer is None:
                 self._decide_ready(session, iteration, now)
             else:
-                self._answer(session, answer)
+                self._answer_as_before(session, answer, now)
+
+    def _answer_as_before(self, session: Session, answer: m.Answer, now: float) -> None:
+        """As another scheduler has decided."""
+        assert session.iteration is not None
+        event = Answered(session.worker, session.iteration)
+        self._answer(session, answer)
+        self._carry_out(self._decider.tell(event, now), now)
 
     # --------------------------------------------------------------- decisions
 
