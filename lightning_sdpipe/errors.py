@@ -14,6 +14,10 @@ class SchedulerError(RuntimeError):
     """The scheduler cannot be reached, or did not answer in time."""
 
 
+class RefusedError(SchedulerError):
+    """The scheduler was reached, and says what cannot be: starting again does not mend it."""
+
+
 class NonFiniteError(RuntimeError):
     """A loss, gradients or parameters are nan or infinite: ``what`` names them, the pipeline and the step."""
 

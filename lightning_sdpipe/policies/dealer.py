@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 
 from lightning_sdpipe.policies.accounts import Account
 from lightning_sdpipe.policies.events import Widened, Worker
-from lightning_sdpipe.policies.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
+from lightning_sdpipe.policies.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.policies.shares import shares
 
@@ -81,10 +81,14 @@ class Dealer:
             case Returned(pipeline):
                 self._take_back(pipeline)
                 return self._settle(now)
+            case Expected(pipeline):
+                if self.segment is None:
+                    self._numbered(pipeline).present = True
+                return []
             case Widened(num_pipelines):
                 for _ in range(num_pipelines - len(self._accounts)):
                     account = Account()
-                    account.present = False  # until it asks
+                    account.present = False  # until it asks, tells, or is expected
                     account.begin(now)
                     self._accounts.append(account)
                 return []
@@ -99,6 +103,11 @@ class Dealer:
                 home = pipeline % self._num_pipelines
                 return Lease(segment, pipeline, ordinal, home, stop, stop, end, 0.0, over=True)
         return leases[ordinal] if 0 <= ordinal < len(leases) else None
+
+    @property
+    def num_known(self) -> int:
+        """Pipelines below that number may hold leases: those of the plan, and who was widened for."""
+        return len(self._accounts)
 
     def asks_for_book(self, pipeline: int, segment: Segment) -> bool:
         """Should the pipeline tell what it was dealt in ``segment``?"""
@@ -120,6 +129,12 @@ class Dealer:
         """Pipelines that others wait for, who have nothing to train meanwhile."""
         return self.still_training() if any(account.waits for account in self._accounts) else []
 
+    def untold(self) -> list[int]:
+        """Pipelines that have to tell what they were dealt before anything else is."""
+        return [
+            i for i, account in enumerate(self._accounts) if self._recovering and account.present and not account.told
+        ]
+
     # ---------------------------------------------------------------- segments
 
     def _account(self, worker: Worker, done: Done) -> Account:
@@ -130,6 +145,11 @@ class Dealer:
         if not (done.batches >= 0 and 0 <= done.ago < math.inf and 0 <= (done.seconds or 0) < math.inf):
             raise RefusedEvent(f"worker {worker} says that it has trained {done}, which cannot be")
         return self._accounts[worker.pipeline]
+
+    def _numbered(self, pipeline: int) -> Account:
+        if not 0 <= pipeline < len(self._accounts):
+            raise RefusedEvent(f"pipeline {pipeline} does not exist among {len(self._accounts)}")
+        return self._accounts[pipeline]
 
     def _is_newer(self, segment: Segment) -> bool:
         current = self.segment
@@ -164,9 +184,10 @@ class Dealer:
 
     def _hear_book(self, told: Told, now: float) -> list[Lease]:
         account, segment = self._account(told.worker, told.done), told.segment
-        if self.segment is not None and not self._recovering:
-            return []  # another worker of its pipeline was faster
         begins = self._is_newer(segment)
+        is_known = begins or account.told or bool(account.leases)
+        if self.segment is not None and not self._recovering and is_known:
+            return []  # another worker of its pipeline was faster
         if not begins and segment != self.segment:
             return []
         whole = [range(segment.start, segment.stop)]
@@ -191,9 +212,7 @@ class Dealer:
         return self._settle(now)
 
     def _take_back(self, pipeline: int) -> None:
-        if not 0 <= pipeline < len(self._accounts):
-            raise RefusedEvent(f"pipeline {pipeline} does not exist among {len(self._accounts)}")
-        account = self._accounts[pipeline]
+        account = self._numbered(pipeline)
         trained = account.finished(self._num_stages)
         self._retired += trained
         for lease in account.leases:

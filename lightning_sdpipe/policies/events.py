@@ -72,6 +72,13 @@ class Restarted(msgspec.Struct, frozen=True, gc=False, tag="restarted"):
     next_sequence: int
 
 
+class Answered(msgspec.Struct, frozen=True, gc=False, tag="answered"):
+    """``worker`` came with ``iteration``, and gets the answer that another scheduler decided before it was no more."""
+
+    worker: Worker
+    iteration: int
+
+
 class Regrouped(msgspec.Struct, frozen=True, gc=False, tag="regrouped"):
     """The group ``sequence`` broke; ``members`` of it, of which each had the part ``weights`` in it, try again.
 
@@ -93,4 +100,4 @@ class Tick(msgspec.Struct, frozen=True, gc=False, tag="tick"):
     """Time passed; due when the policy's deadline says so, harmless at any other time."""
 
 
-Event: TypeAlias = Ready | Progress | Joined | Left | Lost | Broken | Restarted | Regrouped | Widened | Tick
+Event: TypeAlias = Ready | Progress | Joined | Left | Lost | Broken | Restarted | Answered | Regrouped | Widened | Tick

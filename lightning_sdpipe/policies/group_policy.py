@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_sdpipe.policies.decisions import Decision
 from lightning_sdpipe.policies.events import (
+    Answered,
     Broken,
     Event,
     Joined,
@@ -62,6 +63,9 @@ class GroupPolicy:
             case Restarted(next_sequence):
                 participants.next_sequence = max(participants.next_sequence, next_sequence)
                 return self.scheduler_restarted(now)
+            case Answered(worker, iteration):
+                participants.is_answered(worker, iteration)
+                return self.worker_answered(worker, now)
             case Regrouped(_, members, weights):
                 return [participants.regroup(members, weights)]
             case Widened(num_pipelines):
@@ -101,6 +105,10 @@ class GroupPolicy:
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
         """Another scheduler has decided before; what it knew is lost."""
+        return []
+
+    def worker_answered(self, worker: Worker, now: float) -> list[Decision]:
+        """``worker`` does not wait: it was answered as another scheduler had decided."""
         return []
 
     def widened(self, num_pipelines: int) -> None:

@@ -100,4 +100,11 @@ class Returned(msgspec.Struct, frozen=True, gc=False, tag="returned"):
     pipeline: int
 
 
-LeaseEvent: TypeAlias = Asked | Trained | Told | Returned | Widened
+class Expected(msgspec.Struct, frozen=True, gc=False, tag="expected"):
+    """``pipeline``, which is beyond those that were planned, is in the run, and another scheduler may have dealt to it:
+    nothing is dealt before it tells."""
+
+    pipeline: int
+
+
+LeaseEvent: TypeAlias = Asked | Trained | Told | Returned | Expected | Widened

@@ -17,7 +17,9 @@ silent, fails, or departs. The rules:
    or gone (then it takes its place, when it asks again).
 6. *Meetings* (``meetings.py``) wait for the members, and for newcomers whose state has been taken in that stage: they
    are about to be where the others are.
-7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others.
+7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others. A pipeline's
+   failure is forgotten when it has come back and met others, and a SchedulerError counts for nothing: whoever was lost,
+   the scheduler for instance, causes several.
 8. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
    of the newest epoch that anybody heard of. Who is not in that one has been replaced, and must end. Nobody starts anew
    within its first ``settle`` seconds, in which members make themselves heard.
@@ -48,6 +50,8 @@ TOMBSTONES = 4096
 """That are remembered."""
 REPEATED = 2
 """Pipelines that fail with one exception before it is taken for a bug of the script."""
+NO_BUG = "SchedulerError: "
+"""With what the reason of a failure begins that is not the script's."""
 
 
 class _Pipeline:
@@ -82,7 +86,8 @@ class Membership:
         """Pipelines that were members at any time."""
         self._expected: dict[str, str] | None = None
         self._held_since = math.inf
-        self._failures: dict[str, set[int]] = {}
+        self._failures: dict[int, str] = {}
+        """Of each pipeline the last, until it meets others again."""
         self._returning: Returning | None = None
         self.donations = Donations(num_stages)
         self.meetings = Meetings(num_stages)
@@ -339,9 +344,11 @@ class Membership:
         return decisions + self._check_over() + self._admit(now) + self._meet()
 
     def _failed(self, worker: Worker, reason: str, now: float) -> list[MemberDecision]:
-        hit = self._failures.setdefault(reason, set())
-        hit.add(worker.pipeline)
         decisions = self._goes(worker.pipeline, f"stage {worker.stage} failed: {reason}", now)
+        if reason.startswith(NO_BUG):
+            return decisions
+        self._failures[worker.pipeline] = reason
+        hit = [pipeline for pipeline, failure in self._failures.items() if failure == reason]
         if len(hit) >= REPEATED and self.over is None:
             who = " and ".join(map(str, sorted(hit)))
             self.over = w.RunOver(
@@ -507,7 +514,10 @@ class Membership:
     def _meet(self) -> list[MemberDecision]:
         """Meetings to which everybody has come; those who wait at different places are told."""
         awaited = [self.awaited(stage) for stage in range(self._num_stages)]
-        decisions: list[MemberDecision] = [*self.meetings.decide(awaited)]
+        decided = self.meetings.decide(awaited)
+        for pipeline in [i for met in decided if len(met.pipelines) > 1 for i in met.pipelines]:
+            self._failures.pop(pipeline, None)
+        decisions: list[MemberDecision] = [*decided]
         for stage, where in self.meetings.contradictions(awaited).items():
             said = ", ".join(f"pipeline {i} at {key}" for i, key in where.items())
             for i in where:

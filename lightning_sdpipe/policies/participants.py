@@ -90,6 +90,12 @@ class Participants:
         self.check_waits(worker, iteration)
         self.waiting[worker.stage][worker.pipeline] = iteration
 
+    def is_answered(self, worker: Worker, iteration: int) -> None:
+        """``worker`` was ready with ``iteration``, and got an answer that another scheduler had decided."""
+        self.check_takes_part(worker, f"was answered for iteration {iteration}")
+        before = self._answered[worker.stage].get(worker.pipeline, iteration)
+        self._answered[worker.stage][worker.pipeline] = max(before, iteration)
+
     def last_reported(self, stage: int, pipeline: int) -> int | None:
         """The last iteration the worker reported since it joined, answered or not."""
         waiting = self.waiting[stage].get(pipeline)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import zmq
 
-from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import RefusedError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.leases import Lease, Segment
@@ -361,7 +361,7 @@ class SchedulerClient:
             if isinstance(reply, m.Answer) and reply.iteration_of(self.worker) == self._iteration is not None:
                 self._early = reply
             if isinstance(reply, m.Refused) and reply.number == self._number:
-                raise SchedulerError(f"the scheduler at {self.address} refused: {reply.reason}")
+                raise RefusedError(f"the scheduler at {self.address} refused: {reply.reason}")
         return None
 
     def _rejoin(self) -> m.Join | None:

@@ -46,7 +46,7 @@ from typing import TypeAlias
 
 import zmq
 
-from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import RefusedError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.members import Donate, Epoch, Met, Receive
@@ -301,9 +301,8 @@ class ElasticClient:
     def completed(self, sequence: int) -> None:
         """The result of the group ``sequence`` is in the model."""
         with self._changed:
-            self._settle(sequence)
             asked = sequence in self._asked_for
-            self._asked_for.discard(sequence)
+            self._settle(sequence)
         if asked:
             self._tell(("completed", sequence), e.TellCompleted, sequence)
 
@@ -452,6 +451,7 @@ class ElasticClient:
         self._changed.notify_all()
 
     def _settle(self, sequence: int) -> None:
+        self._asked_for.discard(sequence)
         self._completed[sequence] = None
         while len(self._completed) > REMEMBERED:
             self._completed.popitem(last=False)
@@ -499,7 +499,7 @@ class ElasticClient:
                 self._hear_broke(sequence)
             case e.Denial(reason=reason, number=number):
                 with self._changed:
-                    self._fail(SchedulerError(f"the scheduler at {self.address} refused: {reason}"), number)
+                    self._fail(RefusedError(f"the scheduler at {self.address} refused: {reason}"), number)
             case e.MustEnd(reason=reason):
                 text = f"this process of pipeline {self.worker.pipeline} must end: {reason}"
                 if self._must_end(MustEndError(text)):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Broken, Left, Lost, Regrouped, Widened, Worker
-from lightning_sdpipe.policies.leases import Returned
+from lightning_sdpipe.policies.leases import Expected, Returned
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.decider import PolicyFailed
@@ -44,7 +44,9 @@ class ElasticRun:
         service = self._service
         service._recovery.expect(len(pipelines) * service._mesh[0])
         if self._present is None:
-            self._present = set(range(service._capacity))
+            self._present = set(range(max(service._capacity, service._decider.dealer.num_known)))
+            for pipeline in sorted(i for i in pipelines if i >= service._mesh[1]):
+                service._deal(Expected(pipeline), now)
         for pipeline in sorted(self._present - set(pipelines)):
             service._deal(Returned(pipeline), now)
         self._present = set(pipelines)

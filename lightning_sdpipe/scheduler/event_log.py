@@ -21,7 +21,7 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Event, Widened
-from lightning_sdpipe.policies.leases import Asked, Lease, LeaseEvent, Returned, Told, Trained
+from lightning_sdpipe.policies.leases import Asked, Expected, Lease, LeaseEvent, Returned, Told, Trained
 from lightning_sdpipe.policies.members import MemberDecision, MemberEvent
 from lightning_sdpipe.policies.membership import Membership
 from lightning_sdpipe.policies.policy import Policy, RefusedEvent
@@ -215,7 +215,7 @@ def differences(
         if isinstance(event, Widened):
             dealer.on(event, entry.at)
         try:
-            if isinstance(event, Asked | Trained | Told | Returned):
+            if isinstance(event, Asked | Trained | Told | Returned | Expected):
                 decisions: list[Decision] | list[Lease] = dealer.on(event, entry.at)
                 recorded: list[Decision] | list[Lease] = entry.leases
             else:

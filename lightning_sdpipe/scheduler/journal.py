@@ -152,7 +152,6 @@ class Journal:
                 yield event
                 books[event.pipeline] = {}
                 gone.add(event.pipeline)
-                continue
             for lease in [*entry.leases, *(event.leases if isinstance(event, Told) else ())]:
                 if lease.segment == segment:
                     books.setdefault(lease.pipeline, {})[lease.ordinal] = lease

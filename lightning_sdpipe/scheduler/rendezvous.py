@@ -1,8 +1,8 @@
 """A bounded store of keys and values, by which workers find each other to make a process group.
 
 Keys have the form ``room/name``; a room is made by its first key, and belongs to one group that is being made. When the
-store is full the oldest rooms are forgotten, whole. Nothing survives the scheduler: a group whose making it interrupts
-is made again in the next epoch.
+store is full the oldest other rooms are forgotten, whole; a room that would fill it alone gets no more. Nothing
+survives the scheduler: a group whose making it interrupts is made again in the next epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Answer: TypeAlias = tuple[Asker, tuple[bytes | None, ...]]
 
 
 class Full(ValueError):
-    """A key or value is larger than allowed."""
+    """There is more than allowed of what was given, or nothing can be done with it."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,18 @@ class Rendezvous:
         """Sets ``key``; who waited for it, if it was the last one, is answered.
 
         Raises:
-            Full: it is too large.
+            Full: it is too large, or its room is; nothing has changed.
         """
         if len(key) > MAX_KEY_CHARACTERS or len(value) > min(MAX_VALUE_BYTES, self._max_bytes):
             raise Full(
                 f"a key of {len(key)} characters with {len(value)} bytes; at most {MAX_KEY_CHARACTERS} characters and "
                 f"{MAX_VALUE_BYTES} bytes are allowed, since the store is for finding each other, not for data"
             )
-        room = self._rooms.setdefault(_room(key), {})
+        name = _room(key)
+        room = self._rooms.get(name, {})
         before = room.get(key)
-        self._bytes += len(value) - (0 if before is None else len(before))
-        self._keys += before is None
-        room[key] = value
-        while (self._bytes > self._max_bytes or self._keys > self._max_keys) and len(self._rooms) > 1:
-            self._forget(next(iter(self._rooms)))
+        self._make_space(name, len(value) - len(before or b""), int(before is None))
+        self._rooms.setdefault(name, room)[key] = value
         answered = []
         for waiting in list(self._waiting.values()):
             if key in waiting.keys and self.has(waiting.keys):
@@ -122,6 +120,20 @@ class Rendezvous:
         if not room:
             del self._rooms[_room(key)]
         return True
+
+    def _make_space(self, name: str, more_bytes: int, more_keys: int) -> None:
+        """Room ``name`` grows by that, and other rooms go for it."""
+        if self._bytes + more_bytes > self._max_bytes or self._keys + more_keys > self._max_keys:
+            room = self._rooms.get(name, {})
+            own_bytes, own_keys = sum(map(len, room.values())) + more_bytes, len(room) + more_keys
+            if own_bytes > self._max_bytes or own_keys > self._max_keys:
+                raise Full(
+                    f"more in room {name}, which would hold {own_bytes} bytes under {own_keys} keys; at most "
+                    f"{self._max_bytes} bytes under {self._max_keys} keys are allowed"
+                )
+        self._bytes, self._keys = self._bytes + more_bytes, self._keys + more_keys
+        while self._bytes > self._max_bytes or self._keys > self._max_keys:
+            self._forget(next(other for other in self._rooms if other != name))
 
     def _forget(self, name: str) -> None:
         room = self._rooms.pop(name)

@@ -17,7 +17,7 @@ from collections import Counter
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, Group
-from lightning_sdpipe.policies.events import Broken, Joined, Left, Lost, Progress, Ready, Tick, Worker
+from lightning_sdpipe.policies.events import Answered, Broken, Joined, Left, Lost, Progress, Ready, Tick, Worker
 from lightning_sdpipe.policies.leases import Asked, LeaseEvent, Segment, Told, Trained
 from lightning_sdpipe.policies.membership import Membership
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
@@ -38,7 +38,6 @@ from lightning_sdpipe.scheduler.session import (
     IS_READY,
     JOINS,
     LEAVES,
-    LOST,
     IllegalInput,
     Session,
     Sessions,
@@ -290,7 +289,7 @@ class SchedulerService:
                     raise RefusedEvent(f"its run is over, since {self.failure}; start it again for the next run")
                 self._say(peer, m.Welcome(request.number, self._description, self._mesh))
             case m.AskMissing():
-                self._say(peer, m.Missing(request.number, self._missing(request.worker.stage)))
+                self._say(peer, m.Missing(request.number, self._missing(request.worker)))
             case m.AskFailure():
                 self._say(peer, m.FirstFailure(request.number, self.failure))
             case m.Failed():
@@ -318,7 +317,7 @@ class SchedulerService:
             recovery.held[request.worker] = iteration
         elif recovery.answers and (answer := recovery.answer_to(request.worker, iteration)) is not None:
             session.is_ready(iteration, IS_HELD)  # it came back late
-            self._answer(session, answer)
+            self._answer_as_before(session, answer, now)
         else:
             self._decide_ready(session, iteration, now)
 
@@ -448,7 +447,7 @@ class SchedulerService:
             worker, silent = session.worker, now - session.heard
             if self.elastic is not None and self.elastic.in_use:
                 continue  # which looks itself, and sooner
-            if not (session.active and session.beats and silent >= self._worker_timeout):
+            if not (session.active and self._is_silent(session, now)):
                 continue
             logger.warning("worker %s was silent for %.1f s: the others go on without it", worker, silent)
             self._let_time_pass(now)
@@ -462,10 +461,15 @@ class SchedulerService:
             self._carry_out(decisions, now)
         self._end_if_all_wait_for_the_lost(now)
 
+    def _is_silent(self, session: Session, now: float) -> bool:
+        return session.beats and now - session.heard >= self._worker_timeout
+
     def _end_if_all_wait_for_the_lost(self, now: float) -> None:
-        """In an elastic run they would train its batches; here nobody may."""
+        """In an elastic run they would train its batches; here nobody may. Who waits for a lease is away, but beats."""
+        if self.elastic is not None and self.elastic.in_use:
+            return
         awaited = self._decider.dealer.awaited()
-        lost = [session for session in self._sessions if session.state is LOST and session.worker.pipeline in awaited]
+        lost = [s for s in self._sessions if s.worker.pipeline in awaited and self._is_silent(s, now)]
         if awaited and {session.worker.pipeline for session in lost} == set(awaited) and self.failure is None:
             silent = now - lost[0].heard
             reason = f"it was silent for {silent:.1f} s, and the others wait for batches that only it may train"
@@ -478,7 +482,14 @@ class SchedulerService:
             if answer is None:
                 self._decide_ready(session, iteration, now)
             else:
-                self._answer(session, answer)
+                self._answer_as_before(session, answer, now)
+
+    def _answer_as_before(self, session: Session, answer: m.Answer, now: float) -> None:
+        """As another scheduler has decided."""
+        assert session.iteration is not None
+        event = Answered(session.worker, session.iteration)
+        self._answer(session, answer)
+        self._carry_out(self._decider.tell(event, now), now)
 
     # --------------------------------------------------------------- decisions
 
@@ -575,9 +586,13 @@ class SchedulerService:
             graphs.append(graph)
         return graphs
 
-    def _missing(self, stage: int) -> tuple[Worker, ...]:
-        """Those of ``stage`` that others may wait for."""
-        return tuple(session.worker for session in self._sessions.of_stage(stage) if session.state is COMPUTING)
+    def _missing(self, asker: Worker) -> tuple[Worker, ...]:
+        """Those of its stage that ``asker`` may wait for: for a lease also those that have no session here (yet)."""
+        sessions, dealer = self._sessions.of_stage(asker.stage), self._decider.dealer
+        pipelines = {session.worker.pipeline for session in sessions if session.state is COMPUTING}
+        if asker in self._asking:
+            pipelines.update(dealer.awaited(), dealer.untold())
+        return tuple(Worker(asker.stage, pipeline) for pipeline in sorted(pipelines))
 
     def _check_mesh(self, request: m.Hello | m.Join) -> None:
         if request.mesh is not None and request.mesh != self._mesh:

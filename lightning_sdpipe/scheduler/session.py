@@ -170,6 +170,7 @@ class Sessions:
             ended = self._ended.setdefault(worker, [])
             ended.append(before.id)
             del ended[:-REMEMBERED]
+            del self._owners[before.peer], self._owners[before.heartbeat_peer]
         session = self._current[worker] = Session(worker, id, now, elastic)
         self._owners[session.peer] = self._owners[session.heartbeat_peer] = worker
         return session

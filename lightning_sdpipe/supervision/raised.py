@@ -22,6 +22,10 @@ _OF_OTHERS = (
 )
 
 
+_NO_BUG = "SchedulerError"
+"""One pipeline or scheduler that is lost may cause it in several others; what is refused is another class."""
+
+
 @dataclass(frozen=True)
 class Raised:
     """An exception that nobody caught."""
@@ -37,6 +41,11 @@ class Raised:
     def follows_another(self) -> bool:
         """Whether another process failed first, and this one because of it."""
         return self.kind.rpartition(".")[2] in _OF_OTHERS
+
+    @property
+    def may_be_a_bug(self) -> bool:
+        """Whether another pipeline that raises the same says that the script is to blame."""
+        return not self.follows_another and self.kind.rpartition(".")[2] != _NO_BUG
 
     def is_like(self, other: Raised) -> bool:
         """The same exception, up to the numbers in its message: a wrong index, a rank, an address."""

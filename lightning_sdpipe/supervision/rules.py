@@ -288,7 +288,7 @@ class Rules:
         """Whether another pipeline has failed with the same exception; then the run ends."""
         raised = self._reason(pipeline).raised
         killed = any(end.code < 0 for end in pipeline.ends)
-        if raised is None or raised.follows_another or killed:
+        if raised is None or not raised.may_be_a_bug or killed:
             return False
         for other, known in self._raised:
             if other != pipeline.number and known.is_like(raised):

@@ -10,7 +10,7 @@ from lightning_sdpipe.policies import Joined, PolicyConfig, Ready, RefusedEvent,
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.events import Widened
-from lightning_sdpipe.policies.leases import Asked, Done, Lease, Returned, Segment, Told, Trained
+from lightning_sdpipe.policies.leases import Asked, Done, Expected, Lease, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -223,6 +223,24 @@ def test_a_pipeline_beyond_the_shards_trains_of_those_of_others() -> None:
         dealer.on(Trained(Worker(0, pipeline), S, Done(1, 0.1)), 1.0)
     assert 3 not in dealer.still_training()
     assert dealer.answer(3, S, 0) is None, "its next start begins anew"
+
+
+def test_a_pipeline_beyond_the_plan_that_is_in_the_run_tells_before_anything_is_dealt() -> None:
+    """It may hold leases of a scheduler that is no more, and ask after the others."""
+    mine = Lease(S, 2, 0, 1, 4, 8, 0.0, 2.0)
+    dealer = Dealer(1, 2)
+    for event in (Widened(4), Expected(2)):
+        assert dealer.on(event, 0.0) == []
+    for pipeline in (0, 1):
+        assert dealer.on(Told(Worker(0, pipeline), S, (), False, Done(0)), 0.0) == []
+    assert dealer.on(Asked(Worker(0, 0), S, 0, Done(0)), 0.0) == []
+    assert dealer.asks_for_book(2, S)
+    assert brief(dealer.on(Told(Worker(0, 2), S, (mine,), False, Done(1)), 0.0)) == [(0, 0, 0, 1)]
+    assert dealer.answer(2, S, 0) == mine
+    assert dealer.on(Expected(3), 0.0) == [], "who comes now was dealt nothing"
+    assert dealer.still_training() == [0, 2]
+    with pytest.raises(RefusedEvent, match="pipeline 4 does not exist"):
+        Dealer(1, 2).on(Expected(4), 0.0)
 
 
 @pytest.mark.parametrize("config", [SemiDecentralized(window=0.0, staleness=2), AllReduceModels(), NoSync()])

@@ -282,6 +282,27 @@ def test_two_pipelines_that_fail_alike_end_the_run() -> None:
     assert "the run is over" in denied.reason
 
 
+def test_a_failure_is_forgotten_when_the_pipeline_has_come_back_and_met_others() -> None:
+    for meets in (True, False):
+        run = Run(start_pipelines=2)
+        run.enrol(0), run.enrol(1)
+        run.say(w.Failed, 1, "RuntimeError: CUDA out of memory")
+        run.comes(1, 900)
+        if meets:
+            run.say(w.Meets, 0, "pause", b"")
+            assert kinds(run.say(w.Meets, 1, "pause", b"")) == ["Met"]
+        assert ("RunOver" in kinds(run.say(w.Failed, 0, "RuntimeError: CUDA out of memory"))) == (not meets)
+
+
+def test_what_the_scheduler_or_others_have_caused_is_no_bug_unless_it_refused() -> None:
+    for kind, over in (("SchedulerError", False), ("RefusedError", True)):
+        run = Run(start_pipelines=3)
+        for pipeline in (0, 1, 2):
+            run.enrol(pipeline)
+        run.say(w.Failed, 1, f"{kind}: no answer")
+        assert ("RunOver" in kinds(run.say(w.Failed, 0, f"{kind}: no answer"))) == over
+
+
 def test_who_has_finished_is_not_missed_and_the_run_is_over_when_all_have() -> None:
     run = Run(start_pipelines=2)
     run.enrol(0), run.enrol(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import permutations
 
 import pytest
 from hypothesis import example, given, settings
@@ -25,6 +26,7 @@ from lightning_sdpipe.policies import (
 )
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import check_group
+from lightning_sdpipe.policies.events import Answered
 from lightning_sdpipe.policies.events import Worker as W
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import NoSync
@@ -213,6 +215,24 @@ def test_a_stage_that_a_new_scheduler_cannot_know_about_goes_on_alone() -> None:
     assert brief(ready(policy, 0, stage=0, iteration=4)) == [(0, (0,), LOST)]
     ready(policy, 0, stage=1, iteration=5)
     assert ready(policy, 0, stage=0, iteration=5) == []
+
+
+@pytest.mark.parametrize("order", permutations([(0, 0), (0, 1), (1, 0), (1, 1)]))
+@pytest.mark.parametrize("decided", [False, True])
+def test_members_of_a_group_go_on_alike_after_a_restart(order: tuple[tuple[int, int], ...], decided: bool) -> None:
+    """Whatever order their readies are sent again in, and whether the last stage's had been decided before."""
+    policy = PHDPSGD(group_size=2, staleness=None, every=2).make_policy(2, 4)
+    policy.on(Restarted(10), 0.0)
+    for stage in (0, 1):
+        for pipeline in range(4):
+            policy.on(Joined(W(stage, pipeline), 3), 0.0)
+    found: list[Group] = []
+    for stage, pipeline in order:
+        answered = decided and stage == 1
+        event = Answered(W(stage, pipeline), 4) if answered else Ready(W(stage, pipeline), 4)
+        found += policy.on(event, 0.0)
+    here = [tuple(member.pipeline for member in group.members) for group in found if group.stage == 0]
+    assert sorted(here) == ([(0,), (1,)] if decided else [(0, 1)])
 
 
 def test_the_simulation_finds_the_deadlock_of_draws_by_each_stage() -> None:

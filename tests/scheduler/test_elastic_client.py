@@ -198,6 +198,7 @@ def test_who_is_left_of_a_broken_group_tries_again_and_who_has_its_result_goes_o
         clients[0].completed(again[0].sequence)
         skip = clients[1].broken(again[0], together=True)
         assert skip == Skip(again[0].sequence, 0)
+        assert [client._asked_for for client in clients] == [set(), set(), set()]
 
 
 def test_meetings_carry_what_each_says_and_do_not_wait_for_the_dead() -> None:

@@ -8,14 +8,19 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_sdpipe.cli import main
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.dealer import Dealer
+from lightning_sdpipe.policies.events import Widened
 from lightning_sdpipe.policies.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import messages as m
@@ -90,6 +95,50 @@ def test_the_run_ends_when_all_wait_for_a_worker_that_is_lost() -> None:
         B, "it was silent for 8.0 s, and the others wait for batches that only it may train"
     )
     assert (m.routing_id(A), m.Abort(d.service.failure)) in replies
+
+
+def test_the_run_ends_when_all_wait_for_a_worker_that_died_while_it_waited() -> None:
+    """Who waits for a lease has left the averaging, and is dealt what another one stalls with."""
+    d, segment = Dialogue(NoSync()), Segment(5, 0, 0, 3)
+    for worker in (A, B):
+        d.join(worker)
+        d.say(m.Heartbeat, worker, True, None, (segment, Done(0)))
+    begin(d, segment)
+
+    def asks(worker: Worker, ordinal: int, batches: int, now: float) -> Lease | None:
+        replies = d.say(m.AskLease, worker, segment, ordinal, Done(batches, 1.0), now=now)
+        return dealt(replies) if replies else None
+
+    for batches in (1, 2):
+        assert asks(B, batches, batches, float(batches)) is not None
+    assert asks(A, 1, 1, 2.0) is not None
+    assert (empty := asks(B, 3, 3, 3.0)) is not None
+    assert empty.size == 0
+    d.say(m.Leave, B, now=3.0)
+    assert asks(B, 4, 3, 3.0) is None
+    replies = d.say(m.Heartbeat, B, False, None, (segment, Done(3, 1.0)), now=4.0)  # and A is late
+    d.tick(4.0)
+    given = [reply.lease for _, reply in replies if isinstance(reply, m.Dealt)]
+    assert [(lease.pipeline, lease.home) for lease in given] == [(1, 0)]
+    for now in (6.0, 8.0, 10.0, 12.0):
+        d.say(m.Heartbeat, A, True, None, (segment, Done(2, 1.0)), now=now)
+        asks(A, 2 if now == 6.0 else 3, 2, now)
+        assert d.service.failure is None
+        d.tick(now)
+    failure = d.service.failure
+    assert failure is not None
+    assert (failure.worker, failure.reason[:24]) == (B, "it was silent for 8.0 s,")
+
+
+def test_who_waits_for_a_lease_hears_of_those_that_the_scheduler_has_never_seen() -> None:
+    """They died while it was away, or have yet to come back."""
+    d = Dialogue(NoSync(), workers=3)
+    for worker in (A, B):
+        d.say(m.TellLeases, worker, S, (), False, Done(0))
+        assert d.say(m.AskLease, worker, S, 0, Done(0)) == []
+    assert d.say(m.AskMissing, A) == [(m.routing_id(A), m.Missing(d.number, (Worker(0, 2),)))]
+    d.say(m.TellLeases, Worker(0, 2), S, (), False, Done(0))
+    assert d.say(m.AskMissing, A) == [(m.routing_id(A), m.Missing(d.number, ()))], "it has its lease"
 
 
 def train(
@@ -204,6 +253,95 @@ def test_a_journal_holds_the_newest_segment_and_what_was_returned(tmp_path: Path
     asked = Asked(A, following, 1, Done(1, 0.1))
     assert again.on(asked, 1.0) == dealer.on(asked, 1.0)
     assert again.segment == following
+
+
+def asked(pipeline: int, ordinal: int, batches: int = 0) -> Asked:
+    return Asked(Worker(0, pipeline), S, ordinal, Done(batches))
+
+
+def test_a_journal_holds_the_book_of_a_pipeline_beyond_the_plan(tmp_path: Path) -> None:
+    journal, dealer = Journal(tmp_path / "journal", 1, 2), Dealer(1, 2)
+    journal.open()
+    nothing = [Told(worker, S, (), False, Done(0)) for worker in (A, B)]
+    play(journal, dealer, *nothing, asked(0, 0), asked(1, 0), Widened(4), asked(3, 0), asked(3, 1, 1))
+    journal.close()
+    again = restored(tmp_path / "journal")
+    assert again.still_training() == dealer.still_training() == [0, 1, 3]
+    for event in (asked(0, 1, 1), asked(3, 2, 3), asked(1, 1, 1)):
+        (lease,) = again.on(event, 1.0)
+        (expected,) = dealer.on(event, 1.0)
+        assert (lease.pipeline, lease.home, lease.start) == (expected.pipeline, expected.home, expected.start)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_journal_holds_the_book_of_a_second_life(tmp_path: Path, last: int) -> None:
+    """All have gone once, so each has told before the last of them tells again."""
+    journal, dealer = Journal(tmp_path / "journal", 1, 2), Dealer(1, 2)
+    journal.open()
+    first = 1 - last
+    nothing = [Told(worker, S, (), False, Done(0)) for worker in (A, B)]
+    play(journal, dealer, *nothing, asked(0, 0), asked(1, 0), Returned(first), asked(first, 0), Returned(last))
+    mine = play(journal, dealer, asked(first, 1, 1), asked(last, 0))
+    journal.close()
+    again = restored(tmp_path / "journal")
+    assert again.still_training() == dealer.still_training() == [0, 1]
+    for lease in mine:
+        assert again.answer(lease.pipeline, S, lease.ordinal) == lease
+    for event in (asked(first, 2, 2), asked(last, 1, 1)):
+        assert again.on(event, 1.0) == dealer.on(event, 1.0) != []
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["asks", "asks", "asks", "returns"]), st.integers(0, 3)), max_size=20)
+
+
+@settings(deadline=None)
+@given(STEPS, st.integers(1, 8))
+def test_a_journal_of_any_history_deals_what_is_left_once(steps: list[tuple[str, int]], length: int) -> None:
+    """Pipelines go, come back, and come though nobody planned them; then the scheduler is started again."""
+    segment = Segment(5, 0, 0, length)
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "journal"
+        journal, dealer = Journal(path, 1, 2), Dealer(1, 2)
+        journal.open()
+        play(journal, dealer, *[Told(worker, segment, (), False, Done(0)) for worker in (A, B)])
+        books: dict[int, list[Lease]] = {0: [], 1: []}
+        said = dict.fromkeys(range(4), 0)
+        trained: list[Lease] = []
+
+        def asks(pipeline: int) -> LeaseEvent:
+            book = books.setdefault(pipeline, [])
+            said[pipeline] = sum(lease.size for lease in book)
+            return Asked(Worker(0, pipeline), segment, len(book), Done(said[pipeline], 0.5))
+
+        def over(pipeline: int) -> bool:
+            return any(lease.over for lease in books.get(pipeline, ()))
+
+        for what, pipeline in steps:
+            events: list[LeaseEvent] = []
+            if what == "asks" and not over(pipeline):
+                events = [Widened(pipeline + 1), asks(pipeline)]
+            elif what == "returns" and pipeline in books:
+                left = said.pop(pipeline)
+                for lease in books.pop(pipeline):
+                    kept = min(lease.size, left)
+                    left -= kept
+                    trained.append(msgspec.structs.replace(lease, stop=lease.start + kept))
+                events = [Returned(pipeline)]
+            for lease in play(journal, dealer, *events):
+                books[lease.pipeline].append(lease)
+        journal.close()
+        again = restored(path)
+    assert again.still_training() == dealer.still_training()
+    for pipeline in {0, 1} - books.keys():
+        again.on(Returned(pipeline), 1.0)
+    for _ in range(20 * length):
+        for pipeline in [pipeline for pipeline in (*books, 0) if not over(pipeline)]:
+            tells = again.asks_for_book(pipeline, segment)  # where nothing was dealt there is no journal
+            events = [Told(Worker(0, pipeline), segment, (), False, Done(0))] if tells else []
+            for lease in [lease for event in [*events, asks(pipeline)] for lease in again.on(event, 1.0)]:
+                books[lease.pipeline].append(lease)
+    assert all(map(over, books))
+    each_once([*trained, *[lease for book in books.values() for lease in book]], [segment], 2)
 
 
 def test_a_journal_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
 from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler import recovery
 from lightning_sdpipe.scheduler.recovery import MEMBERS_IN_REPORT, HeardAnswers
+from lightning_sdpipe.scheduler.service import SchedulerService
 
 
 def answer(number: int, *pipelines: int, passive: tuple[int, ...] = ()) -> m.Answer:
@@ -52,3 +56,35 @@ def test_a_report_fits_into_a_request(monkeypatch: pytest.MonkeyPatch, caplog: p
         heard.hear(a)
     assert reported(heard) == [2, 3]
     assert "cannot report 1 groups at once" in caplog.text
+
+
+HELD = [Worker(0, 0), Worker(1, 0), Worker(1, 1), Worker(0, 1)]
+
+
+@pytest.mark.parametrize("order", permutations(HELD))
+@pytest.mark.parametrize("decided", [False, True])
+def test_members_of_a_group_go_on_alike_in_whatever_order_they_come_back(order: list[Worker], decided: bool) -> None:
+    """Both unanswered in both stages; the last stage's may have been decided, and heard of by another group."""
+    service = SchedulerService(PHDPSGD(group_size=2, staleness=None, every=2), 2, 4)
+    everybody = [Worker(j, i) for j in range(2) for i in range(4)]
+    members = tuple(Worker(1, i) for i in range(4))
+    told = m.Answer(Group(members, (0.25,) * 4, 9, "matched"), (4, 4, 4, 4))
+    replies = []
+    for worker in sorted(everybody, key=lambda worker: worker not in HELD):
+        heard = decided and worker.stage == 1 and worker not in HELD
+        answers, answered = ((told,), 4) if heard else ((), 3)
+        join = m.Join(worker, 7, 1, None, True, 9, answers, False, answered)
+        replies += service.handle(m.routing_id(worker), join, 0.0)
+    for worker in order:
+        replies += service.handle(m.routing_id(worker), m.Ready(worker, 7, 2, 4), 0.0)
+    replies += service.tick(0.0)
+    service.validate()
+    assert service.failure is None
+    answer_of = {peer: reply.group for peer, reply in replies if isinstance(reply, m.Answer)}
+    first, second = (answer_of[m.routing_id(Worker(0, i))] for i in (0, 1))
+    if decided:
+        assert [first.members, second.members] == [(Worker(0, 0),), (Worker(0, 1),)]
+        assert answer_of[m.routing_id(Worker(1, 0))] == told.group
+    else:
+        assert first == second
+        assert first.members == (Worker(0, 0), Worker(0, 1))

@@ -64,6 +64,15 @@ def test_what_it_knows_is_checked_for_contradictions() -> None:
         one.validate()
 
 
+def test_only_the_sockets_of_the_newest_start_of_a_worker_are_remembered() -> None:
+    sessions = session.Sessions()
+    for id in range(1, 200):
+        one = sessions.begin(W, id, 0.0, elastic=True)
+        assert sessions.is_socket_of(one.peer, W, 0)
+    assert sessions.begin(W, 200, 0.0).peer == m.routing_id(W)
+    assert set(sessions._owners) == {m.routing_id(W), m.heartbeat_id(W)}
+
+
 def test_each_number_counts_once_on_each_socket() -> None:
     received = session.Received()
     for peer in (b"0.1", b"0.1.heartbeat"):

@@ -165,6 +165,15 @@ def test_a_bug_of_the_script_ends_the_run() -> None:
     assert {d.pipeline for d in decisions if isinstance(d, Stop)} == {0, 1, 2}
 
 
+@pytest.mark.parametrize(("kind", "ends"), [("SchedulerError", False), ("RefusedError", True)])
+def test_a_scheduler_that_was_lost_is_no_bug_and_what_it_refuses_is(kind: str, ends: bool) -> None:
+    made, raised = training(), Raised(f"lightning_sdpipe.errors.{kind}", "waited 60 s", "client.py:3 in _wait")
+    for pipeline in (1, 3):
+        made.on(Ended(pipeline, 0, 1, raised), 10.0)
+        decisions = made.on(Ended(pipeline, 1, 1, raised), 10.1)
+    assert any("the same exception" in line for line in lines(decisions)) == ends
+
+
 def test_a_kill_or_a_failure_of_others_is_no_bug() -> None:
     made = training()
     for pipeline in range(4):
