@@ -132,7 +132,7 @@ class UnlikeSpeeds:
     """Each two pipelines are slower than the two before them."""
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: str) -> float:
-        return 0.02 * (pipeline // 2) if during == "forward" else 0.0
+        return 0.1 * (pipeline // 2) if during == "forward" else 0.0
 
     def track(self, rank: int) -> None:
         return None
