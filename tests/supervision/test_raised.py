@@ -30,6 +30,22 @@ print("ValueError: only printed", file=sys.stderr)
 second()
 """
 
+WOKEN = """
+from types import SimpleNamespace
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import elastic_messages as e
+from lightning_sdpipe.scheduler.client import SchedulerClient
+
+class Woken(SchedulerClient):
+    worker, meanwhile = Worker(0, 0), None
+    _connection = SimpleNamespace(receive=lambda left: e.MustEnd("stage 0 was silent for 31.2 s"))
+
+    def __init__(self):
+        pass
+
+Woken()._receive(e.MustEnd, lambda reply: False, float("inf"))
+"""
+
 
 def words_of(script: str, tmp_path: Path) -> str:
     path = tmp_path / "script.py"
@@ -90,6 +106,14 @@ def test_failures_that_follow_those_of_other_processes() -> None:
     assert Raised("lightning_sdpipe.errors.WorkerFailedError", "", "").follows_another
     assert Raised("lightning_sdpipe.scheduler.client.RunAborted", "", "").follows_another
     assert not Raised("ValueError", "", "").follows_another
+
+
+def test_a_process_that_woke_too_late_follows_those_that_went_on(tmp_path: Path) -> None:
+    """Stopped for longer than the scheduler waits, it hears of it at whichever of its lines it asks first."""
+    raised = last_raised(words_of(WOKEN, tmp_path))
+    assert raised is not None
+    assert raised.message == "this process of pipeline 0 must end: stage 0 was silent for 31.2 s"
+    assert raised.follows_another
 
 
 def test_long_messages_are_cut() -> None:
