@@ -57,6 +57,38 @@ def test_the_last_exception_of_a_chain(tmp_path: Path) -> None:
     assert last_raised(words_of(CHAINED, tmp_path)) == Raised("Own", "picture 17", "script.py:14 in second")
 
 
+NOT_THE_END = """
+import atexit, threading
+
+class Untidy:
+    def __del__(self):
+        try:
+            {}["pool"]
+        except KeyError as error:
+            raise RuntimeError("in a finaliser") from error
+
+def in_a_thread():
+    raise OSError("in a thread")
+
+@atexit.register
+def at_exit():
+    raise LookupError("at exit")
+
+untidy = Untidy()
+helper = threading.Timer(0.2, in_a_thread)
+helper.start()
+"""
+
+
+def test_what_python_reports_besides_ends_no_process(tmp_path: Path) -> None:
+    said = words_of(NOT_THE_END, tmp_path)
+    assert all(word in said for word in ("in a finaliser", "in a thread", "at exit"))
+    assert last_raised(said) is None
+    said = words_of(NOT_THE_END + 'raise ValueError("the end")', tmp_path)
+    assert all(word in said for word in ("in a finaliser", "in a thread", "at exit"))
+    assert last_raised(said) == Raised("ValueError", "the end", "script.py:21 in <module>")
+
+
 def test_an_exception_without_a_message(tmp_path: Path) -> None:
     found = last_raised(words_of("raise NotImplementedError", tmp_path))
     assert found == Raised("NotImplementedError", "", "script.py:1 in <module>")
