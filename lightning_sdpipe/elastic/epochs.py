@@ -62,12 +62,11 @@ class EpochGroups:
         self._timeout = timeout
         self._report = report
         self._lock = threading.Condition()
-        self._epochs: dict[int, Epoch] = {}
         self._among = among
         self._movers: dict[int, GroupMean] = {}
         self._exchanges: dict[int, Mover] = {}  # as `among` makes them, of the same epochs
         self._groups: dict[int, Any] = {}  # of gloo, by themselves: parts of no world
-        self._newest = 0
+        self._epoch: Epoch | None = None  # the newest
         self._in_use: Group | None = None
         self._closed = False
 
@@ -76,8 +75,7 @@ class EpochGroups:
         with self._lock:
             if epoch.number <= self._newest:
                 return
-            self._newest = epoch.number
-            self._epochs[epoch.number] = epoch
+            self._epoch = epoch
             used = self._in_use
         present = set(epoch.pipelines)
         if used is not None and not {member.pipeline for member in used.members} <= present:
@@ -141,9 +139,12 @@ class EpochGroups:
         """No more groups are made."""
         self._closed = True
 
+    @property
+    def _newest(self) -> int:
+        return 0 if self._epoch is None else self._epoch.number
+
     def _present(self) -> set[int]:
-        epoch = self._epochs.get(self._newest)
-        return set(epoch.pipelines) if epoch is not None else {self._worker.pipeline}
+        return {self._worker.pipeline} if self._epoch is None else set(self._epoch.pipelines)
 
     def _poison(self, number: int) -> None:
         with self._lock:
