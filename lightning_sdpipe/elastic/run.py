@@ -236,12 +236,16 @@ class ElasticRun(Run):
         buckets, buffers = self._tensors
         with self._meetings.at(f"beginning/{answer.epoch.number}"):
             mine = {"turns": self._turns.state, "seed": strategy._data_seed, "names": leading.names(trainer)}
-            met = self._meetings.meet(json.dumps(mine).encode())
-            self._meetings.average([*tensors_of(buckets), *buffers], source=lambda met: met.pipelines[0])
-        first = json.loads(met.values[0])
+            tensors, says = [*tensors_of(buckets), *buffers], json.dumps(mine).encode()
+            first = json.loads(beginning.begin_together(self._meetings, tensors, says, self._of_all_stages))
         self._turns.load(first["turns"])
         strategy._data_seed = first["seed"]
         leading.adopt(trainer, first["names"])
+
+    def _of_all_stages(self, mine: Any) -> list[Any]:
+        said, everybody = json.dumps(mine).encode(), self.groups.everybody
+        ranks = [self._mesh.rank(stage, self._job.pipeline) for stage in range(self._mesh.num_stages)]
+        return [json.loads(p2p.broadcast_bytes(said, rank, everybody)) for rank in ranks]
 
     def _asked(self) -> Word | None:
         if self._leaving or self._another_stage_leaves():
