@@ -166,9 +166,7 @@ class SDPipeStrategy(CheckpointHooks):
         self._training = Training(
             trainer,
             parts,
-            self._method.build(
-                self._run.replica(parts, watch and not scaled, lambda: current_scale(self.precision_plugin), progress)
-            ),
+            self._method.build(self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)),
             self.membership.client,
             self.groups,
             self.num_micro_batches,
@@ -202,6 +200,10 @@ class SDPipeStrategy(CheckpointHooks):
             trainer
         )
 
+    def _scale_of_gradients(self) -> float:
+        """When they are exchanged: without a flush they are divided by the loss scale before."""
+        return current_scale(self.precision_plugin) if self._parts.pipeline.flushes else 1.0
+
     def _turns_by_speed(self, trainer: Trainer, checks: ClockChecks) -> DealtTurns | JointTurns | None:
         def seed() -> int:
             return self._data_seed
@@ -214,7 +216,7 @@ class SDPipeStrategy(CheckpointHooks):
 
         if self.batch_by_speed:
             return JointTurns(trainer, self.groups, self._parts.delays, *self.division, seed, origin)
-        if not deals(self.data, self._method, self.mesh.num_pipelines):
+        if not deals(self.data, self._method, self.mesh.num_pipelines, self.membership.client.policy):
             return None
         asked = self.data == "dealt"
         in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"

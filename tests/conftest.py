@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,22 +16,30 @@ settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypot
 settings.load_profile("shared host")
 torch.set_num_threads(1)  # test files run side by side, and threads of small tensors would only wait for each other
 
+gc.disable()  # until all is imported: what imports make, stays
+
 # What takes longest, first: else one process of xdist would end with it alone. They wait for other processes mostly.
 LONG = [
     *("test_launching.py", "test_sweep.py", "recipes/test_train.py", "test_failures.py", "placement/test_measure.py"),
     *("features/test_5_checkpoints.py", "test_wheel.py", "test_strategy.py", "pipeline/test_models.py"),
     *("recipes/test_throughput_suite.py", "scheduler/test_bench_suite.py", "placement/test_in_trainer.py"),
+    *("sync/test_every_exchange.py", "exchange/test_encoded_mean.py", "recipes/test_conf.py", "test_configuration.py"),
+    *("recipes/test_partial_reduce_suite.py", "recipes/test_phd_suite.py", "recipes/test_placement_suite.py"),
 ]
 
 
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: tests that start processes wait for them about half of the time."""
-    return (os.cpu_count() or 1) + 1
+    return (os.cpu_count() or 1) + (config.option.markexpr != "not distributed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: first.get(item.path, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

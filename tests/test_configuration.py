@@ -57,7 +57,7 @@ def test_a_wrong_command_line_gets_one_message(overrides: str, message: str) -> 
 @pytest.mark.parametrize(
     "overrides",
     [
-        "experiment=digits sync=semi_decentralized,all_reduce num_stages=1,2 seed=1,2",
+        "experiment=digits sync=semi_decentralized,all_reduce num_stages=1,2",
         "strategy.partition=[3,3] trainer.devices=2,4",
         "sync.window=0.5 strategy.blocks=['net.*'] ~trainer.logger +trainer.max_steps=3",
         "model.lr=interval(0.01,0.1) hydra.run.dir=somewhere",

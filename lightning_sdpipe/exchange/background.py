@@ -22,10 +22,6 @@ class Job:
         self._done = threading.Event()
         self._failure: BaseException | None = None
 
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
     def run(self) -> None:
         """Does it; what it raises is raised where it is waited for."""
         try:
@@ -64,7 +60,7 @@ class Background:
     def __init__(self, purpose: str, timeout: float | None) -> None:
         self.purpose = purpose
         self.timeout = timeout
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def do(self, work: Callable[[], None]) -> Job:
@@ -76,12 +72,6 @@ class Background:
         self._jobs.put(job)
         return job
 
-    def close(self) -> None:
-        """Ends the thread when all jobs are done."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread = None
-
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run()
+        while True:
+            self._jobs.get().run()

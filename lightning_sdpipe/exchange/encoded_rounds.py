@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.exchange.algorithms.momentum import gradient_to_apply, momentum_to_send
-from lightning_sdpipe.exchange.background import Background, Job
+from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
@@ -53,39 +54,32 @@ class EncodedRounds(GradientRounds):
         scale: Callable[[], float],
     ) -> None:
         self._payload = payload
-        self._beside = beside
         self._hosts = hosts
-        self._timeout = timeout
-        self._scale = scale
-        self._jobs: list[Job] = []
+        self._current_scale = scale
+        self._scale = 1.0  # of the round
         self._trains = True
         self.updates = 0
-        """Rounds in which somebody trained; equal on all replicas."""
-        self._start_anew()
-        super().__init__(parameters, replicas, cap, watch)
-
-    def _start_anew(self) -> None:
-        self._background = Background("averaging gradients", 2 * self._timeout)
-        self._coding = CommonReference(self._payload, self._beside.pipeline)
-        self._mover = EncodedMean(self._beside, self._coding, self._hosts)
+        """Rounds in which somebody trained since a layer was last unfrozen; equal on all replicas."""
+        self._background = Background("averaging gradients", 2 * timeout)
+        self._coding = CommonReference(payload, beside.pipeline)
+        self._mover = EncodedMean(beside, self._coding, hosts)
         self._momenta: dict[int, Tensor] = {}
         self._scale_of_momenta = 1.0
-        everybody = range(len(self._beside.ranks))
+        everybody = range(len(beside.ranks))
         self._team = Team(tuple(everybody), (1.0,) * len(everybody))  # gradients are divided before they are added
+        self._arranged: set[int] = set()
+        super().__init__(parameters, replicas, cap, watch)
 
     def arrange(self) -> None:
-        """As in the base class; and forgets what was left out."""
+        """As in the base class; and forgets what was left out. Parameters that were not there before get gradients in
+        full precision first, of which their variances are measured."""
         self._coding.drop()
         self._momenta.clear()
+        present = {id(parameter) for parameter in self._parameters}
+        if present - self._arranged:
+            self.updates = 0
+        self._arranged = present
         super().arrange()
-
-    def abort(self) -> None:
-        """As in the base class; and forgets what was left out, if a bucket is still under way."""
-        if not all(job.is_done for job in self._jobs):
-            self._background.close()
-            self._start_anew()
-        self._jobs = []
-        super().abort()
 
     def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
         """As in the base class."""
@@ -94,9 +88,15 @@ class EncodedRounds(GradientRounds):
         self._trains = True
 
     def wait(self) -> Averaged:
-        """As in the base class."""
+        """As in the base class.
+
+        Raises:
+            NonFiniteError: all gradients were finite, and a message of them could not hold one.
+        """
         flats = [bucket.flat for bucket in self._buckets]
         averaged = super().wait()
+        if self._watch and not averaged.nonfinite and not all(flat is None or flat.sum().isfinite() for flat in flats):
+            raise NonFiniteError(f"a gradient beyond the range of {self._payload}, which another payload has")
         if averaged.members:
             if self._payload.momentum:
                 for number, flat in enumerate(flats):
@@ -109,7 +109,9 @@ class EncodedRounds(GradientRounds):
         number = self._launched
         if number == len(self._buckets) or tensor is not self._buckets[number].flat:
             return super()._reduce(tensor)  # the flags
-        scale = self._scale()
+        if number == 0:
+            self._scale = self._current_scale()
+        scale = self._scale
         if self._payload.momentum:
             self._follow(scale)
             self._to_momentum(number, tensor)
@@ -122,9 +124,7 @@ class EncodedRounds(GradientRounds):
             coding.trains = trains or self._hosts is not None  # a host's mean is of those on it that train
             coding.absorbed(tensor, number, self._mover.average(tensor, number, self._team, TAG))
 
-        job = self._background.do(average)
-        self._jobs.append(job)
-        return cast(dist.Work, job)
+        return cast(dist.Work, self._background.do(average))
 
     def _follow(self, scale: float) -> None:
         if scale != self._scale_of_momenta:

@@ -32,10 +32,6 @@ class Late:
         self._tensors: Sequence[Tensor] = ()
         self._job: Job | None = None
 
-    @property
-    def under_way(self) -> bool:
-        return self._job is not None
-
     def begin(self, tensors: Sequence[Tensor], group: Group) -> None:
         """Starts to exchange ``tensors`` as they are now. The last exchange has ended."""
         assert self._job is None, "end() comes before the next begin()"
@@ -64,14 +60,6 @@ class Late:
         for tensor, change in zip(self._tensors, self._copies, strict=True):
             tensor.add_(change)
         return waited
-
-    def abort(self) -> None:
-        """Drops the exchange that is under way: the tensors stay as they are."""
-        if self._job is not None and not self._job.is_done:  # that thread may write for as long as a transfer lasts
-            self._background.close()
-            self._background = Background(self._background.purpose, self._background.timeout)
-            self._copies = []
-        self._job = None
 
 
 def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:

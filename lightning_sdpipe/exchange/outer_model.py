@@ -29,7 +29,7 @@ class OuterModel(CommonReference):
     def __init__(self, payload: Payload, seed: int, nesterov: Nesterov, mix: float) -> None:
         super().__init__(payload, seed)
         self._nesterov = nesterov
-        self._mix = mix
+        self.mix = mix
         self.outer: list[OuterOptimizer] = []
         self._is_common = False
 
@@ -63,7 +63,7 @@ class OuterModel(CommonReference):
 
     def take_over(self, piece: Tensor, number: int) -> None:
         """Replaces a piece of the model by the base, but for the share that is kept."""
-        piece.lerp_(self.outer[number].base, 1 - self._mix)
+        piece.lerp_(self.outer[number].base, 1 - self.mix)
 
     @property
     def momentum(self) -> list[Tensor]:

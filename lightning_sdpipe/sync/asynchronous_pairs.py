@@ -111,6 +111,8 @@ class AsynchronousPairs(Synchronizer):
                 f"the neighbours of stage {self.replica.stage} did not finish averaging with pipeline "
                 f"{self.replica.pipeline} within {self.replica.timeout.total_seconds():g} s"
             )
+        self._publish()
+        self._take_published()  # what was averaged since the last step: enter() begins from the model
 
     def catch_up(self) -> None:
         self.make_parameters_equal()

@@ -21,6 +21,7 @@ from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.late import turn_into_changes
 from lightning_sdpipe.exchange.moving import finish, pieces_of
 from lightning_sdpipe.exchange.outer_model import OuterModel
+from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -96,6 +97,8 @@ class _Fragment:
         else:
             for number, piece in enumerate(pieces_of(self.tensors)):
                 self.common.take_over(piece, number)
+            if not self.common.mix:
+                self.since = 0  # what was trained since is lost
         return waited
 
     def exchange(self, group: Group) -> None:
@@ -187,7 +190,8 @@ class OuterAveraging(Synchronizer):
         size = len(self.replica.ranks)
         counts = torch.tensor([0] * size + [fragment.since for fragment in self._fragments], device=self.replica.device)
         counts[self.replica.pipeline] = self._rounds
-        dist.all_reduce(counts, group=self.replica.groups.stage)
+        with waiting_for(self.replica.groups.stage, "averaging what models have moved by"):
+            dist.all_reduce(counts, group=self.replica.groups.stage)
         rounds, updates = counts[:size].tolist(), counts[size:].tolist()
         furthest = rounds.index(max(rounds))
         for fragment, since in zip(self._fragments, updates, strict=True):

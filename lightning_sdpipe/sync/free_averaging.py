@@ -23,6 +23,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.late import turn_into_changes
 from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.exchanges import Begin
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -137,5 +138,6 @@ class FreeAveraging(Synchronizer):
     def _all_have_arrived(self) -> bool:
         """Waits for the threads of all workers."""
         training = torch.tensor([0 if self._arrived.is_set() else 1])
-        dist.all_reduce(training, group=self._channel)
+        with waiting_for(self._channel, "averaging freely"):
+            dist.all_reduce(training, group=self._channel)
         return not training.item()

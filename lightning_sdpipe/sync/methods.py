@@ -6,6 +6,7 @@ decisions out, any policy of the user's own included.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -278,12 +279,23 @@ def refuse_to_divide(sync: object, schedule: str, num_micro_batches: int) -> Non
         )
 
 
-def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pipelines: int) -> bool:
-    """Do batches go to the pipelines by their speed, if the loader allows it?"""
+def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pipelines: int, held: str | None) -> bool:
+    """Do batches go to the pipelines by their speed, if the loader allows it?
+
+    Args:
+        data: the strategy's option.
+        method: of synchronisation.
+        num_pipelines: N.
+        held: what the scheduler decides by, as JSON; a standing one may hold another policy than the method's.
+    """
     if data != "auto":
         return data == "dealt"
+    own = registry.to_plain(method.policy)
+    held_name = own["type"] if held is None else json.loads(held)["type"]
     if num_pipelines == 1:
         reason = "there is one pipeline"
+    elif own["type"] != held_name:
+        reason = f"the scheduler decides by {held_name}, which may hold pipelines in step"
     elif _keeps_step(method):
         reason = "those of this method cannot leave and come back while others train"
     elif isinstance(method.policy, SemiDecentralized) and method.policy.window == math.inf:

@@ -94,12 +94,12 @@ def sharded(pipeline: int, dataset: Dataset[Any] | None = None, **options: Any) 
 def epoch(
     loaders: list[DataLoader[Any]], pauses: tuple[int, ...] = (), epochs: int = 1, slow: int | None = None
 ) -> list[list[DealtBatch]]:
-    """What each pipeline trains, in threads; all pause together. ``slow`` trains only when nobody else can."""
+    """What each pipeline trains, in threads; all pause together. ``slow`` trains once the others had nothing to."""
     desk = Desk(len(loaders))
     barrier = threading.Barrier(len(loaders), timeout=20)
     trained: list[list[DealtBatch]] = [[] for _ in loaders]
     dealt = [DealtBatches(loader, N, desk.ask(Worker(0, i))) for i, loader in enumerate(loaders)]
-    others_are_done = threading.Event()
+    had_nothing = [threading.Event() for _ in loaders]
     alone = threading.Lock()  # the generators belong to the process, and a process to one pipeline
 
     def train(i: int) -> None:
@@ -115,14 +115,13 @@ def epoch(
                     with alone:
                         batch = dealt[i].take()
                     if batch is not None:
-                        if i == slow:
-                            assert others_are_done.wait(20)
+                        for other in range(len(loaders)) if i == slow else ():
+                            assert other == slow or had_nothing[other].wait(20)
                         assert start <= batch.number < stop
                         trained[i].append(batch)
                         desk.trained[Worker(0, i)] += 1
                     else:
-                        if slow is not None and i != slow:
-                            others_are_done.set()
+                        had_nothing[i].set()
                         if not dealt[i].wait():
                             break
 
@@ -168,7 +167,9 @@ def test_each_batch_of_distributed_sampler_is_trained_once_with_the_same_content
 
 def test_epochs_differ_and_a_slow_pipeline_is_helped() -> None:
     trained = epoch([sharded(i, Noisy(200)) for i in range(N)], epochs=1, slow=2)
-    assert len(trained[2]) < len(trained[0])
+    # Its first lease is half of its shard at most. It asks for more when pipeline 0, much faster, was told that there
+    # is nothing: then one or two batches are left, in whatever order the threads have asked.
+    assert len(trained[2]) < len(contents(trained)) // N
     assert any(batch.home == 2 for batch in trained[0] + trained[1])
     two = epoch([sharded(i) for i in range(N)], epochs=2)
     both: dict[int, list[Tensor]] = defaultdict(list)

@@ -22,7 +22,8 @@ from tests.exchange.threads import Crew, one_thread, together
 
 N = 4
 PIECE = 300
-SIZES = (1, 7, 700)
+SIZES = (1, 400)
+ROUNDS = 4
 HOSTS = ("a", "a", "b", "b")
 UNEVEN = ("a", "b", "a", "a")
 LAYOUTS: Sequence[Sequence[str] | None] = (None, HOSTS, UNEVEN, ("a",) * 4, tuple("abcd"))
@@ -77,7 +78,7 @@ def means(model: Callable[[int], list[Tensor]], members: Sequence[int], weights:
 
 @pytest.mark.parametrize(
     ("hosts", "dtype"),
-    [*((hosts, torch.float32) for hosts in LAYOUTS), (HOSTS, torch.bfloat16), (None, torch.float64)],
+    [(None, torch.float32), (UNEVEN, torch.float32), (HOSTS, torch.bfloat16), (None, torch.float64)],
     ids=str,
 )
 @pytest.mark.parametrize("payload", [Full(), Half(), EightBit(block=64)], ids=repr)
@@ -85,7 +86,7 @@ def test_a_group_that_changes_keeps_its_mean(
     crew: Crew, hosts: Sequence[str] | None, payload: Payload, dtype: torch.dtype
 ) -> None:
     """Whatever the payload: the error of the mean is that of full precision, and models come close."""
-    for members in (range(N), (0, 2, 3), (1, 3), (2,)):
+    for members in (range(N), (0, 2, 3), (2,)):
         got = exchanged(
             crew, lambda _: OwnReference(payload), lambda rank: models(rank, dtype), hosts, members, None, 2
         )
@@ -127,7 +128,7 @@ def test_eight_bits_follow_models_that_come_closer_and_ask_for_full_precision_wh
     updates = [[torch.zeros(n, dtype=torch.float64) for n in SIZES] for _ in range(N)]
     got = exchanged(crew, lambda rank: codings[rank], models, None, rounds=8, between=train)
     assert sum(coding.parts_in_full for coding in codings) >= 2, "the first exchange, and the jump"
-    assert sum(coding.parts_in_full for coding in codings) < 8 * 5 * N, "not always"
+    assert sum(coding.parts_in_full for coding in codings) < 8 * 3 * N, "not always"
     for index in range(len(SIZES)):
         total = torch.stack([models(r)[index].double() + updates[r][index] for r in range(N)]).mean(0)
         after = torch.stack([got[r][index].double() for r in range(N)]).mean(0)
@@ -147,7 +148,7 @@ PAYLOADS = [
 
 @pytest.mark.parametrize(
     ("payload", "hosts"),
-    [(payload, hosts) for payload in PAYLOADS for hosts in (None, HOSTS, UNEVEN)[: 3 if payload.feedback else 2]],
+    [(payload, hosts) for payload in PAYLOADS for hosts in (None, UNEVEN if payload.feedback else HOSTS)],
     ids=str,
 )
 def test_what_is_common_stays_common_to_the_bit_and_nothing_is_lost(
@@ -165,15 +166,15 @@ def test_what_is_common_stays_common_to_the_bit_and_nothing_is_lost(
         round_of[rank] += 1
 
     round_of = [0] * N
-    got = exchanged(crew, lambda rank: codings[rank], models, hosts, rounds=6, between=gradients)
+    got = exchanged(crew, lambda rank: codings[rank], models, hosts, rounds=ROUNDS, between=gradients)
     for index, n in enumerate(SIZES):
         for rank in range(N):
             sums[rank][index] += got[rank][index].double()
             assert torch.equal(got[rank][index], got[0][index]), "replicas differ"
-        exact = 6 * sum(values(100 + rank, n).double() for rank in range(N)) / N
+        exact = ROUNDS * sum(values(100 + rank, n).double() for rank in range(N)) / N
         left = exact - sums[0][index]
         if not payload.feedback:
-            assert left.abs().max() <= 6 * 0.1
+            assert left.abs().max() <= ROUNDS * 0.1
             continue
         groups = len(set(hosts)) if hosts else N
         pieces = -(-n // PIECE)
@@ -200,8 +201,11 @@ def _left_out(codings: Sequence[CommonReference], piece: int, n: int, hosts: Seq
     return kept
 
 
-@pytest.mark.parametrize("hosts", [None, HOSTS], ids=str)
-@pytest.mark.parametrize("payload", PAYLOADS, ids=repr)
+@pytest.mark.parametrize(
+    ("payload", "hosts"),
+    [*((payload, None) for payload in PAYLOADS), (PAYLOADS[0], HOSTS), (PAYLOADS[3], HOSTS), (PAYLOADS[-1], HOSTS)],
+    ids=str,
+)
 def test_models_with_a_common_past_stay_equal_to_the_bit(
     crew: Crew, payload: Payload, hosts: Sequence[str] | None
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
 from lightning_sdpipe.optim import FrozenVariance
@@ -158,3 +159,34 @@ def test_full_precision_of_the_momentum_is_the_mean_gradient(crews: tuple[Crew, 
             turn, number = divmod(index, 4)
             exact = torch.stack([gradient(rank, number, turn).double() for rank in range(N)]).mean(0)
             assert (mean - exact).abs().max() <= 1e-14
+
+
+def test_what_a_message_cannot_hold_is_said(crews: tuple[Crew, Crew]) -> None:
+    def work(rank: int, rounds: EncodedRounds) -> None:
+        rounds.complete([torch.full(shape, 3e5) for shape in SHAPES])
+        with pytest.raises(NonFiniteError, match=r"beyond the range of Half\(dtype='float16'\)"):
+            rounds.wait()
+
+    run(crews, Half(), work)
+
+
+def test_what_is_unfrozen_is_measured_in_full_precision_first(crews: tuple[Crew, Crew]) -> None:
+    payload = OneBit(64, momentum=0.9, after=2)
+
+    def work(rank: int) -> list[tuple[int, bool]]:
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        replicas, beside = crews[0].replicas(rank), crews[1].replicas(rank)
+        trained = parameters[:2]
+        rounds = EncodedRounds(trained, replicas, beside, CAP, True, payload, None, 20.0, lambda: 1.0)
+        found = []
+        for turn in range(8):
+            if turn in (3, 6):
+                trained[:] = parameters if turn == 3 else parameters[1:]
+                rounds.arrange()
+            found.append((turn, rounds.updates < payload.after))
+            rounds.complete([gradient(rank, number, turn) for number in range(4) if parameters[number] in set(trained)])
+            rounds.wait()
+        return found
+
+    full = [turn for turn, is_full in together(N, work)[0] if is_full]
+    assert full == [0, 1, 3, 4], "layers that freeze change nothing"

@@ -34,7 +34,7 @@ from tests.policies.scripted import brief, join_all, straggling
 
 TIMES = (0.10, 0.11, 0.19, 0.21)
 MATCHED, STALENESS, LOST, LOCAL = Reason.MATCHED, Reason.STALENESS, Reason.WORKER_LOST, Reason.LOCAL_STEP
-HISTORIES = max(200, settings.default.max_examples)
+HISTORIES = settings.default.max_examples
 """`pytest --hypothesis-profile=long` plays ten thousand."""
 
 

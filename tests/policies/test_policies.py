@@ -251,10 +251,12 @@ class AnyPolicy(RuleBasedStateMachine):
 
 
 TestAnyPolicy = AnyPolicy.TestCase
-TestAnyPolicy.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestAnyPolicy.settings = settings(
+    max_examples=settings.default.max_examples // 2, stateful_step_count=40, deadline=None
+)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 @given(
     spec=st.sampled_from([LocalSGD(every=3), NoSync(), ADPSGD(seed=3), ADPSGD(asynchronous=True), PHDPSGD()]),
     stages=st.integers(1, 8),

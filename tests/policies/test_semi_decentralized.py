@@ -346,7 +346,7 @@ def test_with_connectivity_t_0_groups_only_what_is_enforced() -> None:
     assert max(sizes[ENFORCED]) > 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 @given(
     stages=st.integers(1, 4),
     pipelines=st.integers(1, 9),
@@ -377,7 +377,7 @@ def test_the_simulation_finds_the_deadlock_that_the_token_prevents() -> None:
     assert stuck > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 @given(
     stages=st.integers(1, 8),
     pipelines=st.integers(2, 64),

@@ -44,7 +44,7 @@ def largest_lag(run: Run) -> int:
     return max(lag for stage in range(run.work.num_stages) for _, lag in run.lags(stage))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 @given(
     config=bounded,
     stages=st.sampled_from([1, 1, 2, 4]),

@@ -99,7 +99,9 @@ class SyncGraphAgainstNaive(RuleBasedStateMachine):
 
 
 TestSyncGraph = SyncGraphAgainstNaive.TestCase
-TestSyncGraph.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSyncGraph.settings = settings(
+    max_examples=settings.default.max_examples // 2, stateful_step_count=40, deadline=None
+)
 
 
 def test_a_window_is_p_rounds_and_the_first_one_starts_at_the_beginning() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import hydra
@@ -9,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hypothesis import settings
 from omegaconf import DictConfig
 
 from lightning_sdpipe import SDPipeStrategy
@@ -17,11 +19,28 @@ from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
 from lightning_sdpipe.sync import PHDPSGD
 
 CONF = Path(__file__).parents[2] / "conf"
-OPTIONS = sorted(
-    f"{file.parent.name}={file.stem}"
-    for file in CONF.glob("*/*.yaml")
-    if file.parent.name not in ("hydra", "suite", "debug")  # suites are for recipes.bench; the size chooses in debug
-)
+GROUPS = {
+    group.name: sorted(file.stem for file in group.glob("*.yaml"))
+    for group in sorted(CONF.iterdir())
+    if group.name not in ("hydra", "suite", "debug")  # suites are for recipes.bench; the size chooses in debug
+}
+INDEPENDENT = [
+    ("sync", "data", "heterogeneity"),
+    ("exchange", "model", "schedule"),
+    ("partition", "trainer", "strategy"),
+    ("experiment", "size"),
+]
+"""Groups whose options are composed at once, since that takes a tenth of a second."""
+
+
+def options() -> list[list[str]]:
+    """Each option of each group, in some list."""
+    alone = [(group,) for group in GROUPS if group not in itertools.chain(*INDEPENDENT)]
+    return [
+        [f"{group}={option}" for group, option in zip(groups, row, strict=True) if option is not None]
+        for groups in [*INDEPENDENT, *alone]
+        for row in itertools.zip_longest(*(GROUPS[group] for group in groups))
+    ]
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -30,15 +49,16 @@ def composed(*overrides: str) -> DictConfig:
     return config
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_instantiates(option: str, tmp_path: Path) -> None:
-    config = composed("trainer.devices=8", option, *_with(option, tmp_path))
+@pytest.mark.parametrize("options", options(), ids=" ".join)
+def test_every_option_instantiates(options: list[str], tmp_path: Path) -> None:
+    needed = [each for option in options for each in _with(option, tmp_path)]
+    config = composed("trainer.devices=8", *options, *needed)
     with torch.device("meta"):  # without memory for large models
         assert isinstance(hydra.utils.instantiate(config.model), L.LightningModule)
     assert isinstance(hydra.utils.instantiate(config.data), L.LightningDataModule)
     strategy = hydra.utils.instantiate(config.strategy)
     assert isinstance(strategy, SDPipeStrategy)
-    if option.startswith("exchange="):
+    if options[0].startswith("exchange="):
         assert strategy.exchange == hydra.utils.instantiate(config.exchange)
     trainer = hydra.utils.instantiate(config.trainer, strategy=strategy)
     assert trainer.strategy is strategy
@@ -56,17 +76,15 @@ def _with(option: str, directory: Path) -> list[str]:
     return ["placement=file", f"placement.path={path}"]
 
 
-GROUPS = {
-    group: sorted(file.stem for file in (CONF / group).glob("*.yaml"))
-    for group in ("heterogeneity", "sync", "schedule", "partition", "size")
-}
+CHOSEN = {group: GROUPS[group] for group in ("heterogeneity", "sync", "schedule", "partition", "size")}
+STEP = 1 if settings.default.max_examples >= 10_000 else 3  # --hypothesis-profile=long
 
 
-@pytest.mark.parametrize("experiment", sorted(file.stem for file in (CONF / "experiment").glob("*.yaml")))
-def test_an_experiment_composes_with_every_option_of_every_group(experiment: str, tmp_path: Path) -> None:
-    """Each option with each experiment, several groups at once."""
-    for number in range(max(map(len, GROUPS.values()))):
-        chosen = [f"{group}={options[number % len(options)]}" for group, options in GROUPS.items()]
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def test_an_experiment_composes_with_options_of_every_group(experiment: str, tmp_path: Path) -> None:
+    """Several groups at once; each option with some experiment, and in long with each."""
+    for number in range(GROUPS["experiment"].index(experiment) % STEP, max(map(len, CHOSEN.values())), STEP):
+        chosen = [f"{group}={options[number % len(options)]}" for group, options in CHOSEN.items()]
         placement = [each for option in chosen for each in _with(option, tmp_path)]
         config = composed(f"experiment={experiment}", *chosen, *placement)
         check(config)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.scheduler.elastic_world import live_through
 
 LONG = settings.default.max_examples >= 10_000
-HISTORIES = 10_000 if LONG else 25
+HISTORIES = 10_000 if LONG else 12
 
 
 @pytest.fixture(autouse=True)

@@ -294,4 +294,6 @@ class LossyNetwork(RuleBasedStateMachine):
 
 
 TestLossyNetwork = LossyNetwork.TestCase
-TestLossyNetwork.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestLossyNetwork.settings = settings(
+    max_examples=settings.default.max_examples // 2, stateful_step_count=40, deadline=None
+)

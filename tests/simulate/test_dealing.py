@@ -74,7 +74,7 @@ def test_four_epochs_on_devices_of_several_generations(config: PolicyConfig, sta
     prefetch=st.integers(0, 6),
     length=st.integers(1, 60),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 def test_at_steady_speeds_nobody_waits_longer_than_one_batch_of_its_own(
     seconds: list[float], prefetch: int, length: int
 ) -> None:
@@ -99,7 +99,7 @@ def test_at_steady_speeds_nobody_waits_longer_than_one_batch_of_its_own(
     gone=st.dictionaries(st.integers(1, 5), st.floats(0.0, 6.0), max_size=2),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
 def test_every_batch_is_trained_exactly_once(
     pipelines: int,
     stages: int,

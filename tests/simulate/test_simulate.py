@@ -19,7 +19,7 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate import Work, jittered, simulate
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5, deadline=None)
 @given(stages=st.integers(1, 6), micro_batches=st.integers(1, 8), schedule=st.sampled_from(["1f1b", "gpipe"]))
 def test_a_flush_costs_its_bubble(stages: int, micro_batches: int, schedule: str) -> None:
     work = Work(stages, 2, 5, 3.0, schedule, micro_batches)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""The whole product of methods, payloads, overlaps and hierarchies: each combination trains, or is refused with what to
-use instead. Real policies and transfers, in threads."""
+"""The whole product of methods, payloads, overlaps and hierarchies: each combination is refused with what to use
+instead, or trains. Real policies and transfers, in threads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -16,6 +17,7 @@ from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Pay
 from lightning_sdpipe.exchange.value import Exchange, Hierarchy, Overlap
 from lightning_sdpipe.sync import (
     ADPSGD,
+    PHDPSGD,
     AllReduce,
     Decentralized,
     DiLoCo,
@@ -46,6 +48,7 @@ METHODS: list[Any] = [
     Decentralized("shift_one"),
     Decentralized("random"),
     NoSync(),
+    PHDPSGD(group_size=2),
     ParameterServer(),
     HetPipe(combine="mean"),
 ]
@@ -78,7 +81,25 @@ def refusal(sync: Any, exchange: Exchange) -> str | None:
 
 REASONS = [refusal(*combination) for combination in PRODUCT]
 WORKS = [combination for combination, reason in zip(PRODUCT, REASONS, strict=True) if reason is None]
-NOT_IN_THREADS = ParameterServer | HetPipe  # tests/sync/test_methods.py has them in processes
+LONG = settings.default.max_examples >= 10_000  # --hypothesis-profile=long
+NOT_IN_THREADS = ParameterServer | HetPipe | PHDPSGD  # tests of their own have them in processes
+
+
+def chosen() -> list[tuple[Any, Exchange]]:
+    """Of those that work: every method with every payload, and with overlaps and hierarchies such that any two values
+    that work together come together."""
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for sync, exchange in WORKS:
+        if isinstance(sync, NOT_IN_THREADS):
+            continue
+        plain = (exchange.overlap, exchange.hierarchy) == ("none", "flat")
+        values = (str(sync), str(exchange.payload), exchange.overlap, exchange.hierarchy)
+        pairs = set(itertools.combinations(values, 2)) - {values[:2]}
+        if LONG or plain or not pairs <= seen:
+            found.append((sync, exchange))
+            seen |= pairs
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +116,7 @@ def update(pipeline: int, number: int) -> Tensor:
     return 0.1 * values(1000 + 10 * number + pipeline, SIZE)
 
 
-def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> tuple[Tensor, Tensor]:
+def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> Tensor:
     rendezvous.join()
     for number in range(UPDATES):
         change = update(pipeline, number)
@@ -107,9 +128,8 @@ def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous
         sync.announce(number)
         parameter.data.add_(change)
         sync.synchronise()
-    ended = parameter.detach().clone()
     rendezvous.pause(position=UPDATES)
-    return ended, parameter.detach().clone()
+    return parameter.detach().clone()
 
 
 def exact() -> Tensor:
@@ -121,32 +141,28 @@ def tolerance(sync: Any, exchange: Exchange) -> float:
     """Of the error at the end, as a share of that of what training has moved by."""
     payload = exchange.payload
     if isinstance(sync, PartialReduce) and sync.decay is not None:
-        return 2.0  # it does not keep the mean
+        return 0.9  # it does not keep the mean
     if isinstance(sync, DiLoCo) and sync.delay and exchange.overlap == "none":
-        return 1.0  # what is trained while a mean travels is lost
+        return 0.9  # what is trained while a mean travels is lost
     if isinstance(payload, OneBit | TopK):
-        return 1.0
+        return 0.9  # of which a model that has not moved has 1
     common = isinstance(sync, AllReduce | LocalSGD | DiLoCo) or getattr(sync, "peers", "") == "ring"
     if isinstance(payload, Full) or not common:
         return 1e-4  # the mean over the workers stays where it is, whatever messages leave out
     return 0.01 if isinstance(payload, Half) else 0.05
 
 
-@pytest.mark.parametrize(("sync", "exchange"), WORKS, ids=str)
+@pytest.mark.parametrize(("sync", "exchange"), chosen(), ids=str)
 def test_what_is_not_refused_trains(
     stage: Stage, sync: Any, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method = method_of(sync)
-    if isinstance(sync, NOT_IN_THREADS):
-        assert exchange == Exchange()
-        return
     monkeypatch.setattr(
         "lightning_sdpipe.sync.exchanges.hosts_of_replicas", lambda groups, device: ["a", "a", "b", "b"]
     )
-    outcomes = stage.run(method, exchange, start, train)
+    outcomes = stage.run(method_of(sync), exchange, start, train)
     expected, moved = exact(), (exact() - start(0)).norm()
-    for _, paused in outcomes:
-        assert torch.equal(paused, outcomes[0][1]), "replicas differ after a pause"
+    for paused in outcomes:
+        assert torch.equal(paused, outcomes[0]), "replicas differ after a pause"
         assert (paused - expected).norm() <= tolerance(sync, exchange) * moved
 
 
@@ -155,7 +171,8 @@ def test_refusals_say_what_to_use_and_are_no_broader_than_they_have_to_be() -> N
         if reason is not None:
             assert reason.startswith(f"exchange={exchange} does not go with sync={sync}: ")
             assert "use " in reason.removeprefix("exchange") or "average models with" in reason
-    assert len(WORKS) == 141
+    assert len(WORKS) == 142
+    assert all(exchange == Exchange() for sync, exchange in WORKS if isinstance(sync, NOT_IN_THREADS))
 
 
 PINS = [

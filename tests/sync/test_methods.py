@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, LocalSGD, NoSync, SDPipeStrategy
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync import ParameterServer, PartialReduce, SemiDecentralized
+from lightning_sdpipe.sync.methods import deals, method_of
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.trainer.refusals import refuse_waiting_for_later_batches
 from tests.test_strategy import Regression, data, fit
@@ -240,3 +242,12 @@ def test_groups_of_those_that_have_stepped_do_not_go_with_windows_without_a_flus
     refuse_waiting_for_later_batches(trainer, "pipedream", SemiDecentralized())
     with pytest.raises(ConfigurationError, match="they would wait for each other"):
         refuse_waiting_for_later_batches(trainer, "pipedream", PartialReduce())
+
+
+def test_batches_are_dealt_by_themselves_where_no_policy_holds_pipelines_in_step() -> None:
+    method = method_of(SemiDecentralized())
+    assert deals("auto", method, 4, None)
+    assert deals("auto", method, 4, registry.to_json(SemiDecentralized(window=0.5)))
+    assert not deals("auto", method, 4, registry.to_json(ADPSGD()))
+    assert not deals("auto", method, 4, '{"type": "their_package:Policy"}')
+    assert deals("dealt", method, 4, registry.to_json(ADPSGD()))

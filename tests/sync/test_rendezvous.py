@@ -1,0 +1,72 @@
+"""Between two trainings: nothing of what was averaged is lost, and nothing is done twice. In threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Payload
+from lightning_sdpipe.exchange.value import Exchange, Overlap
+from lightning_sdpipe.sync import ADPSGD, DiLoCo, SemiDecentralized
+from lightning_sdpipe.sync.methods import method_of
+from lightning_sdpipe.sync.rendezvous import Rendezvous
+from lightning_sdpipe.sync.synchronizer import Synchronizer
+from tests.exchange.test_group_mean import values
+from tests.exchange.threads import one_thread
+from tests.sync.stage import Stage
+
+N, SIZE = 4, 100
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with one_thread():
+        yield Stage(N)
+
+
+def start(pipeline: int) -> Tensor:
+    return values(99, SIZE)
+
+
+@pytest.mark.parametrize("overlap", ["none", "step"])
+@pytest.mark.parametrize("payload", [Full(), EightBit(block=64)], ids=str)
+@pytest.mark.parametrize("sync", [ADPSGD(asynchronous=True), SemiDecentralized(window=0.005)], ids=str)
+def test_who_rests_and_comes_back_keeps_the_mean(stage: Stage, sync: Any, payload: Payload, overlap: Overlap) -> None:
+    def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> Tensor:
+        rendezvous.join()
+        for number in range(8):
+            sync.announce(number)
+            parameter.data.add_(values(10 * number + pipeline, SIZE))
+            sync.synchronise()
+            rendezvous.rest()
+            rendezvous.rejoin()
+        rendezvous.pause(position=8)
+        return parameter.detach().clone()
+
+    ended = stage.run(method_of(sync), Exchange(payload, overlap), start, train)
+    exact = start(0) + torch.stack([values(10 * k + p, SIZE) for p in range(N) for k in range(8)]).sum(0) / N
+    for parameter in ended:
+        torch.testing.assert_close(parameter, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pause_while_a_mean_travels_is_no_round_of_its_own(stage: Stage) -> None:
+    """What was trained meanwhile is lost, as ``mix=0`` says, so there is nothing to apply the outer momentum to."""
+
+    def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> list[Tensor]:
+        rendezvous.join()
+        for number in range(5):
+            sync.announce(number)
+            parameter.data.add_(values(10 * number + pipeline, SIZE))
+            sync.synchronise()
+        rendezvous.pause(position=5)
+        momentum = sync.parameter_states()[parameter]["outer_momentum"].clone()
+        return [parameter.detach().clone(), momentum]
+
+    moved = torch.stack([values(10 * k + p, SIZE) for p in range(N) for k in range(4)]).sum(0) / N
+    for parameter, momentum in stage.run(method_of(DiLoCo(every=4, delay=2)), Exchange(), start, train):
+        torch.testing.assert_close(momentum, moved)
+        torch.testing.assert_close(parameter, start(0) + 0.7 * (1 + 0.9) * moved)
