@@ -32,6 +32,13 @@ class WorkerFailedError(RuntimeError):
     """Another worker of the run failed first; the message names it and its reason."""
 
 
+class MustEndError(WorkerFailedError):
+    """This process was declared lost, or another stage of its pipeline was: it must end, and start anew."""
+
+    def __init__(self, pipeline: int, reason: str) -> None:
+        super().__init__(f"this process of pipeline {pipeline} must end: {reason}")
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """The end of a message about a wrong ``name``: the one that may have been meant, or all."""
     names = list(dict.fromkeys(names))

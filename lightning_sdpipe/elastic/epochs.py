@@ -62,12 +62,11 @@ class EpochGroups:
         self._timeout = timeout
         self._report = report
         self._lock = threading.Condition()
-        self._epochs: dict[int, Epoch] = {}
         self._among = among
         self._movers: dict[int, GroupMean] = {}
         self._exchanges: dict[int, Mover] = {}  # as `among` makes them, of the same epochs
-        self._groups: dict[int, Any] = {}  # of gloo, by themselves: parts of no world
-        self._newest = 0
+        self._groups: dict[int, Replicas] = {}  # of gloo, by themselves: parts of no world
+        self._epoch: Epoch | None = None  # the newest
         self._in_use: Group | None = None
         self._closed = False
 
@@ -76,8 +75,7 @@ class EpochGroups:
         with self._lock:
             if epoch.number <= self._newest:
                 return
-            self._newest = epoch.number
-            self._epochs[epoch.number] = epoch
+            self._epoch = epoch
             used = self._in_use
         present = set(epoch.pipelines)
         if used is not None and not {member.pipeline for member in used.members} <= present:
@@ -111,18 +109,23 @@ class EpochGroups:
         with self._lock:
             if group.epoch not in self._movers and group.epoch == self._newest:
                 self._lock.wait_for(lambda: group.epoch in self._movers, CONNECTING.total_seconds())
-            mover = self._movers.get(group.epoch)
-        if mover is None:
+            mover, replicas = self._movers.get(group.epoch), self._groups.get(group.epoch)
+        if mover is None or replicas is None:
             raise WorkerFailedError(f"the process group of epoch {group.epoch} is not there (any more)")
+        if not _holds(replicas, group):
+            raise WorkerFailedError(
+                f"of pipelines {[member.pipeline for member in group.members]} somebody was lost before epoch "
+                f"{group.epoch}, which has {replicas.pipelines}"
+            )
         return mover
 
     def use(self, group: Group | None) -> None:
         """This worker exchanges in ``group`` from now on, or in none."""
         with self._lock:
             self._in_use = group
+            replicas = None if group is None else self._groups.get(group.epoch)
             gone = group is not None and not {m.pipeline for m in group.members} <= self._present()
-        if gone:
-            assert group is not None
+        if gone and group is not None and replicas is not None and _holds(replicas, group):
             self._poison(group.epoch)
 
     def broke(self, sequence: int) -> None:
@@ -141,16 +144,20 @@ class EpochGroups:
         """No more groups are made."""
         self._closed = True
 
+    @property
+    def _newest(self) -> int:
+        return 0 if self._epoch is None else self._epoch.number
+
     def _present(self) -> set[int]:
-        epoch = self._epochs.get(self._newest)
-        return set(epoch.pipelines) if epoch is not None else {self._worker.pipeline}
+        return {self._worker.pipeline} if self._epoch is None else set(self._epoch.pipelines)
 
     def _poison(self, number: int) -> None:
         with self._lock:
-            group = self._groups.pop(number, None)
+            replicas = self._groups.pop(number, None)
             self._movers.pop(number, None)
             self._exchanges.pop(number, None)
-        if group is not None:
+        if replicas is not None:
+            group: Any = replicas.group
             peer = (group.rank() + 1) % group.size()
             with suppress(RuntimeError):  # what is to come: the timeout
                 group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
@@ -171,7 +178,7 @@ class EpochGroups:
         with self._lock:
             if self._closed:
                 return
-            self._groups[number], self._movers[number] = group, GroupMean(replicas)
+            self._groups[number], self._movers[number] = replicas, GroupMean(replicas)
             self._exchanges[number] = self._among(replicas)
             in_use = self._in_use.epoch if self._in_use is not None else number
             for earlier in sorted(self._groups)[:-KEPT]:
@@ -182,3 +189,7 @@ class EpochGroups:
             self._lock.notify_all()
         self._report(self.held)
         del old
+
+
+def _holds(replicas: Replicas, group: Group) -> bool:
+    return {member.pipeline for member in group.members} <= {*replicas.pipelines}

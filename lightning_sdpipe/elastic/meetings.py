@@ -8,7 +8,7 @@ and a newcomer has not come to where the others are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -93,9 +93,9 @@ class Meetings:
         self._last = met
         return met
 
-    def average(self, tensors: Sequence[Tensor], source: Callable[[Met], int] | None = None) -> Met:
-        """Makes ``tensors`` the same on all that meet: floating-point ones their mean, integers the largest, or all of
-        them those of the pipeline that ``source`` names. If somebody is lost meanwhile, all that are left do it again.
+    def average(self, tensors: Sequence[Tensor]) -> Met:
+        """Makes ``tensors`` the same on all that meet: floating-point ones their mean, integers the largest.
+        If somebody is lost meanwhile, all that are left do it again.
 
         Returns:
             The meeting at which it was done.
@@ -103,26 +103,27 @@ class Meetings:
         Raises:
             ConfigurationError: integers are too many to be told.
         """
-        floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-        integers = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.numel()]
-        met = self.meet(_NOT + _told(integers))
+        floating, integers = apart(tensors)
+        met = self.meet(_NOT + told(integers))
         while True:
-            averaged = self._try(floating, met, source)
-            done = self.meet((_AVERAGED if averaged else _NOT) + _told(integers))
+            averaged = self.weigh(floating, met, dict.fromkeys(met.pipelines, 1 / len(met.pipelines)))
+            done = self.meet((_AVERAGED if averaged else _NOT) + told(integers))
             if done.pipelines == met.pipelines and all(said.startswith(_AVERAGED) for said in done.values):
                 break
             met = done
-        _take_over(integers, [said[1:] for said in met.values], None if source is None else _place(met, source(met)))
+        take_over(integers, [said[1:] for said in met.values])
         return met
 
-    def _try(self, tensors: Sequence[Tensor], met: Met, source: Callable[[Met], int] | None) -> bool:
-        members, size = met.pipelines, len(met.pipelines)
-        if size == 1:
+    def weigh(self, tensors: Sequence[Tensor], met: Met, weights: Mapping[int, float]) -> bool:
+        """Makes ``tensors`` their sum by ``weights`` on those pipelines of ``met``; all of them must call it.
+
+        Returns:
+            Whether all of it is done; if not, somebody is lost.
+        """
+        if len(weights) == 1:
             return True
-        chosen = None if source is None else source(met)
-        weights = tuple(1 / size if chosen is None else float(pipeline == chosen) for pipeline in members)
-        workers = tuple(Worker(self._worker.stage, pipeline) for pipeline in members)
-        group = Group(workers, weights, _TAGS + met.sequence, "pause", epoch=met.epoch)
+        workers = tuple(Worker(self._worker.stage, pipeline) for pipeline in weights)
+        group = Group(workers, tuple(weights.values()), _TAGS + met.sequence, "pause", epoch=met.epoch)
         self._epochs.use(group)
         try:
             finish(self._epochs.mover(group).start(tensors, group))
@@ -134,11 +135,19 @@ class Meetings:
         return True
 
 
-def _place(met: Met, pipeline: int) -> int:
-    return met.pipelines.index(pipeline)
+def apart(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those in floating point, and the integers; what is empty is left out."""
+    some = [tensor for tensor in tensors if tensor.numel()]
+    floating = [tensor for tensor in some if tensor.is_floating_point()]
+    return floating, [tensor for tensor in some if not tensor.is_floating_point()]
 
 
-def _told(integers: Sequence[Tensor]) -> bytes:
+def told(integers: Sequence[Tensor]) -> bytes:
+    """Their values, for the others at a meeting.
+
+    Raises:
+        ConfigurationError: they are too many.
+    """
     if not integers:
         return b""
     flat = torch.cat([tensor.detach().reshape(-1).to("cpu", torch.int64) for tensor in integers])
@@ -151,11 +160,10 @@ def _told(integers: Sequence[Tensor]) -> bytes:
     return flat.numpy().tobytes()
 
 
-def _take_over(integers: Sequence[Tensor], told: Sequence[bytes], place: int | None) -> None:
-    if not integers:
-        return
-    all_told = torch.stack([torch.frombuffer(bytearray(said), dtype=torch.int64) for said in told])
-    values = all_told.amax(0) if place is None else all_told[place]
-    parts = torch.split_with_sizes(values, [tensor.numel() for tensor in integers])
-    for tensor, part in zip(integers, parts, strict=True):
-        tensor.copy_(part.view(tensor.shape))
+def take_over(integers: Sequence[Tensor], each: Sequence[bytes]) -> None:
+    """Sets ``integers`` to the largest of what was :func:`told` by ``each``."""
+    if integers:
+        values = torch.stack([torch.frombuffer(bytearray(said), dtype=torch.int64) for said in each]).amax(0)
+        parts = torch.split_with_sizes(values, [tensor.numel() for tensor in integers])
+        for tensor, part in zip(integers, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))

@@ -72,12 +72,14 @@ class ElasticMembership:
             raise
 
     def fail(self, exception: BaseException) -> None:
-        """Tells the scheduler of ``exception``, unless another process of the pipeline was first."""
+        """Tells the scheduler of ``exception``, unless another process failed first: then it sees that this one
+        ends."""
         self._watchdog.disarm()
         if isinstance(exception, SIGTERMException | KeyboardInterrupt):
             self.depart(finished=False)
-        elif not isinstance(exception, WorkerFailedError):
-            self._departed = True
+            return
+        self._departed = True  # and has not finished
+        if not isinstance(exception, WorkerFailedError):
             self.line.failed(f"{type(exception).__name__}: {exception}")
 
     def depart(self, finished: bool) -> None:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from lightning_sdpipe import p2p
 from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.elastic import leading, refusals, transfer
+from lightning_sdpipe.elastic import beginning, leading, refusals, transfer
 from lightning_sdpipe.elastic.epochs import EpochGroups
 from lightning_sdpipe.elastic.fingerprint import fingerprint
 from lightning_sdpipe.elastic.meetings import Meetings
@@ -31,7 +31,7 @@ from lightning_sdpipe.elastic.replica import ElasticReplica
 from lightning_sdpipe.elastic.store import SchedulerStore
 from lightning_sdpipe.elastic.turns import ElasticTurns
 from lightning_sdpipe.elastic.words import Kind, Word, Words
-from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.launching.elastic_job import ElasticJob
@@ -42,7 +42,7 @@ from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.run import Run
 from lightning_sdpipe.scheduler import policy_file
-from lightning_sdpipe.scheduler.elastic_client import Start, Told
+from lightning_sdpipe.scheduler.elastic_client import Receive, Start, Told
 from lightning_sdpipe.sync.exchanges import among_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
@@ -201,7 +201,7 @@ class ElasticRun(Run):
         strategy: Any = trainer.strategy
         ownership: Ownership = strategy._assembled.ownership
         self._checkpoints: Checkpoints = strategy._checkpoints
-        answer, state = self._join(fingerprint(trainer, self._options, ownership))
+        answer, state = beginning.join(self._line.line, fingerprint(trainer, self._options, ownership), self._receive)
         self._epochs.enter(answer.epoch)
         if state is not None:
             self._go_on_from(state, trainer)
@@ -212,18 +212,9 @@ class ElasticRun(Run):
         self._others_led = not self._leads
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[method-assign]
 
-    def _join(self, mine: dict[str, str]) -> tuple[Start, dict[str, Any] | None]:
-        line, state = self._line.line, None
-        answer = line.enrol(mine)
-        while not isinstance(answer, Start):
-            donor = f"pipeline {answer.donor}"
-            try:
-                state = transfer.take(self._transfer_store(answer.transfer), self._options._run_timeout, donor)
-            except WorkerFailedError as error:
-                answer = line.missed(answer.transfer, str(error))
-            else:
-                answer = line.received(answer.transfer)
-        return answer, state
+    def _receive(self, what: Receive) -> dict[str, Any]:
+        store = self._transfer_store(what.transfer)
+        return transfer.take(store, self._options._run_timeout, f"pipeline {what.donor}")
 
     def _go_on_from(self, state: dict[str, Any], trainer: Trainer) -> None:
         """Has Lightning resume from ``state``, whatever checkpoint the run began with."""
@@ -245,12 +236,16 @@ class ElasticRun(Run):
         buckets, buffers = self._tensors
         with self._meetings.at(f"beginning/{answer.epoch.number}"):
             mine = {"turns": self._turns.state, "seed": strategy._data_seed, "names": leading.names(trainer)}
-            met = self._meetings.meet(json.dumps(mine).encode())
-            self._meetings.average([*tensors_of(buckets), *buffers], source=lambda met: met.pipelines[0])
-        first = json.loads(met.values[0])
+            tensors, says = [*tensors_of(buckets), *buffers], json.dumps(mine).encode()
+            first = json.loads(beginning.begin_together(self._meetings, tensors, says, self._of_all_stages))
         self._turns.load(first["turns"])
         strategy._data_seed = first["seed"]
         leading.adopt(trainer, first["names"])
+
+    def _of_all_stages(self, mine: Any) -> list[Any]:
+        said, everybody = json.dumps(mine).encode(), self.groups.everybody
+        ranks = [self._mesh.rank(stage, self._job.pipeline) for stage in range(self._mesh.num_stages)]
+        return [json.loads(p2p.broadcast_bytes(said, rank, everybody)) for rank in ranks]
 
     def _asked(self) -> Word | None:
         if self._leaving or self._another_stage_leaves():

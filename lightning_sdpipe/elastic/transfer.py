@@ -30,6 +30,11 @@ CONNECTING = timedelta(seconds=10)
 """For both sides to make their group."""
 _CHUNK = 2**26  # bytes that are sent at once
 
+_WHAT_TO_KEEP = (
+    "Let callbacks, learning-rate schedules and on_save_checkpoint keep numbers, strings, tensors, and lists and dicts "
+    "of them"
+)
+
 _HYPERPARAMETERS = ("hparams_name", "hyper_parameters", "hparams_type")
 
 
@@ -43,15 +48,17 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
 
 
 def give(state: Mapping[str, Any], store: Store, timeout: timedelta) -> None:
-    """Sends ``state`` in a thread; a newcomer that goes away meanwhile is nobody's failure."""
+    """Sends ``state`` in a thread; a newcomer that goes away meanwhile is nobody's failure. If it cannot be sent, the
+    newcomer is told why, and the donor goes on."""
 
     def send() -> None:
         try:
-            buffer = io.BytesIO()
-            torch.save(dict(state), buffer)
-            data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+            packed, refused = _pack(state)
+            if refused:
+                log.warning("a newcomer did not get the state that it was to be given, which %s", refused)
+            data = torch.frombuffer(packed, dtype=torch.uint8)
             group = _connect(store, 0, timeout)
-            group.send([torch.tensor([data.numel()])], 1, 0).wait()
+            group.send([torch.tensor([data.numel(), int(bool(refused))])], 1, 0).wait()
             for part in torch.split(data, _CHUNK):
                 group.send([part], 1, 0).wait()
         except RuntimeError as error:
@@ -65,26 +72,40 @@ def take(store: Store, timeout: timedelta, donor: str) -> dict[str, Any]:
 
     Raises:
         WorkerFailedError: the donor is gone, or does not answer.
-        ConfigurationError: the state holds objects that are not taken from another process.
+        ConfigurationError: the state holds objects that cannot be sent, or are not taken from another process.
     """
     try:
         group = _connect(store, 1, timeout)
-        size = torch.zeros(1, dtype=torch.int64)
-        group.recv([size], 0, 0).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
+        header = torch.zeros(2, dtype=torch.int64)
+        group.recv([header], 0, 0).wait()
+        size, refused = header.tolist()
+        data = torch.empty(size, dtype=torch.uint8)
         for part in torch.split(data, _CHUNK):
             group.recv([part], 0, 0).wait()
     except RuntimeError as error:
         raise WorkerFailedError(f"{donor} did not give its state: {str(error).splitlines()[0]}") from error
+    if refused:
+        raise ConfigurationError(f"The state of {donor} {data.numpy().tobytes().decode()} {_WHAT_TO_KEEP}.")
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConfigurationError(
             f"The state that {donor} gave holds objects that are not taken from another process: "
-            f"{str(error).splitlines()[0]} Let callbacks, learning-rate schedules and on_save_checkpoint keep numbers, "
-            "strings, tensors, and lists and dicts of them; or allow a class by torch.serialization.add_safe_globals."
+            f"{str(error).splitlines()[0]} {_WHAT_TO_KEEP}; or allow a class by torch.serialization.add_safe_globals."
         ) from error
     return state
+
+
+def _pack(state: Mapping[str, Any]) -> tuple[memoryview, str]:
+    """What is sent, and why it is not ``state`` itself, if so: then it is that reason."""
+    buffer, refused = io.BytesIO(), ""
+    try:
+        torch.save(dict(state), buffer)
+    except Exception as error:  # objects say in their own ways that they cannot be packed
+        reason = (str(error).splitlines() or [""])[0]
+        refused = f"holds objects that cannot be sent: {type(error).__name__}: {reason}."
+        buffer = io.BytesIO(refused.encode())
+    return buffer.getbuffer(), refused
 
 
 def _connect(store: Store, rank: int, timeout: timedelta) -> Any:

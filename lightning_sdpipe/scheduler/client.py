@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import zmq
 
-from lightning_sdpipe.errors import RefusedError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import MustEndError, RefusedError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.leases import Lease, Segment
@@ -55,7 +55,8 @@ class RunAborted(WorkerFailedError):
 
 
 class SchedulerClient:
-    """Speaks for one worker. Every wait ends after ``timeout`` seconds with a :class:`SchedulerError`.
+    """Speaks for one worker. Every wait ends after ``timeout`` seconds with a :class:`SchedulerError`, or with
+    :class:`MustEndError` when an elastic run went on without this process.
 
     All methods belong to one thread, the one that trains. ``mesh`` is the number of stages and of pipelines of the run,
     which the scheduler must serve; it is not checked without. It must answer within ``connect_timeout`` seconds when it
@@ -273,7 +274,7 @@ class SchedulerClient:
             reply = self._receive(m.FirstFailure, lambda reply: reply.number == number, until)
         except RunAborted as aborted:
             return aborted.failure
-        except SchedulerError:
+        except (MustEndError, SchedulerError):
             return None
         return None if reply is None else reply.failure
 
@@ -347,7 +348,7 @@ class SchedulerClient:
                 self.aborted = reply.failure
                 raise RunAborted(reply.failure)
             if isinstance(reply, e.MustEnd):
-                raise SchedulerError(f"this process of pipeline {self.worker.pipeline} must end: {reply.reason}")
+                raise MustEndError(self.worker.pipeline, reply.reason)
             if isinstance(reply, m.Lost):
                 log.warning("worker %s was silent for %.1f s; the others go on without it", reply.worker, reply.silent)
             if isinstance(reply, m.Unknown) and repeat is not None:

@@ -46,7 +46,7 @@ from typing import TypeAlias
 
 import zmq
 
-from lightning_sdpipe.errors import RefusedError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import MustEndError, RefusedError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.members import Donate, Epoch, Met, Receive
@@ -66,10 +66,6 @@ TAKEN = 64
 """Last snapshots that are remembered."""
 MEETINGS = 8
 """Last meetings that are reported to a scheduler which was started again."""
-
-
-class MustEndError(WorkerFailedError):
-    """This process was declared lost, or another stage of its pipeline was: it must end, and start anew."""
 
 
 class RunOverError(WorkerFailedError):
@@ -501,8 +497,7 @@ class ElasticClient:
                 with self._changed:
                     self._fail(RefusedError(f"the scheduler at {self.address} refused: {reason}"), number)
             case e.MustEnd(reason=reason):
-                text = f"this process of pipeline {self.worker.pipeline} must end: {reason}"
-                if self._must_end(MustEndError(text)):
+                if self._must_end(MustEndError(self.worker.pipeline, reason)):
                     self._told.ended(reason)
             case e.Over(reason=reason, failed=failed):
                 if self._must_end(RunOverError(reason, failed)):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 _BEGINNING = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 _EXCEPTION = re.compile(r"^(?P<kind>[A-Za-z_][\w.<>]*)(?:: (?P<message>.*))?$")
+_ASIDE = re.compile(r"Exception (ignored|in thread) |Error in atexit\.")  # from there on, the process lives
+_CHAIN = re.compile(r"(The above exception was the direct|During handling of the above exception)")
 _STYLE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # newer interpreters colour what goes to a terminal
 _NUMBER = re.compile(r"\d+")
 _LONGEST = 300
@@ -60,9 +62,12 @@ class Raised:
 
 
 def last_raised(output: str) -> Raised | None:
-    """The exception of the last traceback in ``output``; None if there is no whole one."""
+    """The exception of the last traceback in ``output`` that may have ended the process; None if there is no whole one.
+
+    Others are those of threads, of finalisers and of what is called at the exit.
+    """
     lines = [_STYLE.sub("", line).rstrip("\r") for line in output.split("\n")]
-    beginnings = [number for number, line in enumerate(lines) if line.endswith(_BEGINNING)]
+    beginnings = _beginnings(lines)
     if not beginnings:
         return None
     place = ""
@@ -74,3 +79,17 @@ def last_raised(output: str) -> Raised | None:
             found = _EXCEPTION.match(line)
             return Raised(found["kind"], found["message"] or "", place) if found else None
     return None
+
+
+def _beginnings(lines: list[str]) -> list[int]:
+    """Where tracebacks begin that may have ended the process."""
+    found: list[int] = []
+    aside = False
+    for number, line in enumerate(lines):
+        if line.endswith(_BEGINNING):
+            before = next((said for said in reversed(lines[:number]) if said), "")
+            if not _CHAIN.match(before):
+                aside = _ASIDE.search(before) is not None  # perhaps behind a progress bar
+            if not aside:
+                found.append(number)
+    return found

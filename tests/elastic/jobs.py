@@ -73,6 +73,11 @@ class Model(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
+def sums(module: L.LightningModule) -> dict[str, float]:
+    """Of each of the tensors that this process has."""
+    return {name: value.double().sum().item() for name, value in module.state_dict().items() if not value.is_meta}
+
+
 class Diary(Callback):
     """Writes down what happens in this process, line by line: it may be killed."""
 
@@ -88,7 +93,8 @@ class Diary(Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         optimizer = trainer.optimizers[0]
         steps = [int(state["step"]) for state in optimizer.state.values()]
-        self.note(started=trainer.global_step, epoch=trainer.current_epoch, moments=max(steps, default=0))
+        moments = max(steps, default=0)
+        self.note(started=trainer.global_step, epoch=trainer.current_epoch, moments=moments, state=sums(module))
         self.before = time.monotonic()
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -106,9 +112,8 @@ class Diary(Callback):
         self.note(step=trainer.global_step, epoch=trainer.current_epoch, took=seconds, others=members)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        state = {name: value.double().sum().item() for name, value in module.state_dict().items() if not value.is_meta}
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.note(pause=trainer.global_step, epoch=trainer.current_epoch, state=state, metrics=metrics)
+        self.note(pause=trainer.global_step, epoch=trainer.current_epoch, state=sums(module), metrics=metrics)
         self.before = time.monotonic()
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -148,18 +148,6 @@ def test_the_mean_of_what_is_floating_and_the_largest_of_what_counts() -> None:
     assert together(3, table, average) == [[pytest.approx(each) for each in expected]] * 3
 
 
-def test_everybody_takes_over_what_one_has() -> None:
-    table = Table()
-
-    def take_over(meetings: Meetings, pipeline: int) -> list[list[float]]:
-        mine = tensors(table, pipeline)
-        meetings.meet()
-        meetings.average(mine, source=lambda met: met.pipelines[1])
-        return [tensor.tolist() for tensor in mine]
-
-    assert together(3, table, take_over) == [[[2.0] * 3, [1, 9], []]] * 3
-
-
 def test_if_somebody_is_lost_all_that_are_left_do_it_again() -> None:
     """Also who had finished."""
     lost: list[int] = []

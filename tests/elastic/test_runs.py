@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,11 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe import EightBit, Exchange
-from tests.elastic.jobs import ElasticRun, elastic_run, fit
+from lightning_sdpipe.elastic import run as elastic_worker
+from lightning_sdpipe.elastic.meetings import Meetings
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.members import Met
+from tests.elastic.jobs import ElasticRun, Model, elastic_run, fit, sums
 
 pytestmark = pytest.mark.distributed
 
@@ -80,6 +86,42 @@ def test_a_stage_is_killed_and_its_pipeline_comes_back(tmp_path: Path) -> None:
         assert codes == {0: [0, 0], 1: [0, 0]}, run.said()
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1])
+
+
+def fit_unless_killed_at_the_beginning(directory: Path) -> None:
+    """Pipeline 0 is, in stage 1, when its stage 0 has met the others."""
+    met = directory / "met"
+
+    class Watched(Meetings):
+        def meet(self, says: bytes = b"") -> Met:
+            if self._worker == Worker(1, 0) and self._begun:
+                while not met.exists():
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            here = super().meet(says)
+            if self._worker == Worker(0, 0) and self._begun:
+                met.touch()
+            return here
+
+    elastic_worker.Meetings = Watched  # type: ignore[misc]
+    fit(directory, samples=SAMPLES, options={"num_stages": 2})
+
+
+def test_a_stage_is_killed_while_several_begin_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the pipeline whose state all others would have had."""
+    work = partial(fit_unless_killed_at_the_beginning, tmp_path)
+    with elastic_run(tmp_path, 2, 3, "--start-pipelines", "3") as run:
+        for pipeline in range(3):
+            run.start(pipeline, work)
+        run.wait_for_turns([1, 2], 12)
+        codes = run.finish()
+        assert codes == {0: [-signal.SIGKILL, 1], 1: [0, 0], 2: [0, 0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [1, 2])
+        monkeypatch.setenv("SDPIPE_PIPELINE", "1")
+        expected, seen = sums(Model()), [run.rows(pipeline, rank)[0][0] for pipeline in (1, 2) for rank in range(2)]
+        assert all(row["state"].items() <= expected.items() for row in seen), (expected, seen)
+        assert {name for row in seen for name in row["state"]} == set(expected)
 
 
 def test_leaders_go_and_others_lead_on(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_a_process_that_was_declared_lost_must_end() -> None:
         with pytest.raises(MustEndError, match=r"pipeline 0 must end: stage 1 ended \(its connection closed\)"):
             last.meet("pause")
         session = fleet.session(last)
-        with pytest.raises(SchedulerError, match="must end"):
+        with pytest.raises(MustEndError, match="this process of pipeline 0 must end: stage 1 ended"):
             session.join()
 
 

@@ -30,6 +30,22 @@ print("ValueError: only printed", file=sys.stderr)
 second()
 """
 
+WOKEN = """
+from types import SimpleNamespace
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import elastic_messages as e
+from lightning_sdpipe.scheduler.client import SchedulerClient
+
+class Woken(SchedulerClient):
+    worker, meanwhile = Worker(0, 0), None
+    _connection = SimpleNamespace(receive=lambda left: e.MustEnd("stage 0 was silent for 31.2 s"))
+
+    def __init__(self):
+        pass
+
+Woken()._receive(e.MustEnd, lambda reply: False, float("inf"))
+"""
+
 
 def words_of(script: str, tmp_path: Path) -> str:
     path = tmp_path / "script.py"
@@ -39,6 +55,38 @@ def words_of(script: str, tmp_path: Path) -> str:
 
 def test_the_last_exception_of_a_chain(tmp_path: Path) -> None:
     assert last_raised(words_of(CHAINED, tmp_path)) == Raised("Own", "picture 17", "script.py:14 in second")
+
+
+NOT_THE_END = """
+import atexit, threading
+
+class Untidy:
+    def __del__(self):
+        try:
+            {}["pool"]
+        except KeyError as error:
+            raise RuntimeError("in a finaliser") from error
+
+def in_a_thread():
+    raise OSError("in a thread")
+
+@atexit.register
+def at_exit():
+    raise LookupError("at exit")
+
+untidy = Untidy()
+helper = threading.Timer(0.2, in_a_thread)
+helper.start()
+"""
+
+
+def test_what_python_reports_besides_ends_no_process(tmp_path: Path) -> None:
+    said = words_of(NOT_THE_END, tmp_path)
+    assert all(word in said for word in ("in a finaliser", "in a thread", "at exit"))
+    assert last_raised(said) is None
+    said = words_of(NOT_THE_END + 'raise ValueError("the end")', tmp_path)
+    assert all(word in said for word in ("in a finaliser", "in a thread", "at exit"))
+    assert last_raised(said) == Raised("ValueError", "the end", "script.py:21 in <module>")
 
 
 def test_an_exception_without_a_message(tmp_path: Path) -> None:
@@ -90,6 +138,14 @@ def test_failures_that_follow_those_of_other_processes() -> None:
     assert Raised("lightning_sdpipe.errors.WorkerFailedError", "", "").follows_another
     assert Raised("lightning_sdpipe.scheduler.client.RunAborted", "", "").follows_another
     assert not Raised("ValueError", "", "").follows_another
+
+
+def test_a_process_that_woke_too_late_follows_those_that_went_on(tmp_path: Path) -> None:
+    """Stopped for longer than the scheduler waits, it hears of it at whichever of its lines it asks first."""
+    raised = last_raised(words_of(WOKEN, tmp_path))
+    assert raised is not None
+    assert raised.message == "this process of pipeline 0 must end: stage 0 was silent for 31.2 s"
+    assert raised.follows_another
 
 
 def test_long_messages_are_cut() -> None:

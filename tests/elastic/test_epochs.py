@@ -1,0 +1,78 @@
+"""Process groups of epochs, made over gloo between threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from lightning_sdpipe.elastic.epochs import EpochGroups
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.members import Epoch, Member
+from tests.exchange.threads import together
+
+
+def epoch(number: int, *pipelines: int) -> Epoch:
+    return Epoch(number, tuple(Member(i, 100 + i) for i in pipelines), "tested")
+
+
+def group(number: int, *pipelines: int) -> Group:
+    workers = tuple(Worker(0, i) for i in pipelines)
+    return Group(workers, (1 / len(workers),) * len(workers), 7, "tested", epoch=number)
+
+
+def test_a_group_of_somebody_that_was_lost_before_fails_at_once_and_those_that_are_left_exchange() -> None:
+    """As at a meeting: one of those that met is lost before they share a process group, which is then made without."""
+    stores: dict[str, Store] = {"epoch-2-0": dist.HashStore()}
+
+    def work(pipeline: int) -> tuple[float, list[int], list[float]]:
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=20), lambda held: None
+        )
+        groups.enter(epoch(2, 0, 1))
+        tensor = torch.full((3,), float(pipeline))
+        groups.mover(group(2, 0, 1))  # waits until it is made
+        began = time.monotonic()
+        groups.use(group(2, 0, 1, 2))
+        for mover in (groups.mover, groups.exchange):
+            with pytest.raises(WorkerFailedError, match=r"pipelines \[0, 1, 2\].*epoch 2, which has \[0, 1\]"):
+                mover(group(2, 0, 1, 2))
+        seconds = time.monotonic() - began
+        groups.use(group(2, 0, 1))
+        finish(groups.mover(group(2, 0, 1)).start([tensor], group(2, 0, 1)))
+        groups.use(None)
+        return seconds, groups.held, tensor.tolist()
+
+    for seconds, held, mean in together(2, work):
+        assert seconds < 5
+        assert (held, mean) == ([2], [0.5] * 3)
+
+
+def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up() -> None:
+    stores: dict[str, Store] = {"epoch-1-0": dist.HashStore()}
+    kept: list[EpochGroups] = []
+
+    def work(pipeline: int) -> str:
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=60), lambda held: None
+        )
+        groups.enter(epoch(1, 0, 1))
+        mover = groups.mover(group(1, 0, 1))
+        if pipeline == 1:
+            kept.append(groups)  # it lives, but sends nothing
+            return "lost"
+        groups.use(group(1, 0, 1))
+        threading.Timer(0.2, groups.enter, [epoch(2, 0)]).start()
+        with pytest.raises(WorkerFailedError, match="pipeline 1"):
+            finish(mover.start([torch.zeros(3)], group(1, 0, 1)))
+        assert groups.held == []
+        return "went on"
+
+    assert together(2, work) == ["went on", "lost"]
