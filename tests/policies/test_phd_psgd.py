@@ -217,7 +217,7 @@ def test_a_stage_that_a_new_scheduler_cannot_know_about_goes_on_alone() -> None:
     assert ready(policy, 0, stage=0, iteration=5) == []
 
 
-@pytest.mark.parametrize("order", permutations([(0, 0), (0, 1), (1, 0), (1, 1)]))
+@pytest.mark.parametrize("order", list(permutations([(0, 0), (0, 1), (1, 0), (1, 1)])))
 @pytest.mark.parametrize("decided", [False, True])
 def test_members_of_a_group_go_on_alike_after_a_restart(order: tuple[tuple[int, int], ...], decided: bool) -> None:
     """Whatever order their readies are sent again in, and whether the last stage's had been decided before."""

@@ -61,7 +61,7 @@ def test_a_report_fits_into_a_request(monkeypatch: pytest.MonkeyPatch, caplog: p
 HELD = [Worker(0, 0), Worker(1, 0), Worker(1, 1), Worker(0, 1)]
 
 
-@pytest.mark.parametrize("order", permutations(HELD))
+@pytest.mark.parametrize("order", list(permutations(HELD)))
 @pytest.mark.parametrize("decided", [False, True])
 def test_members_of_a_group_go_on_alike_in_whatever_order_they_come_back(order: list[Worker], decided: bool) -> None:
     """Both unanswered in both stages; the last stage's may have been decided, and heard of by another group."""
