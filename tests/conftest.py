@@ -28,9 +28,9 @@ LONG = [
 ]
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: tests that start processes wait for them about half of the time."""
-    return (os.cpu_count() or 1) + (config.option.markexpr != "not distributed")
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,6 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # what is there now stays, and need not be looked through again and again
     gc.enable()
 
 

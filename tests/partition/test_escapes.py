@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -24,6 +25,14 @@ class Cache:
 
 
 CACHE = Cache()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def referrers_are_seen() -> Iterator[None]:
+    """Those among what was imported too, which the tests' configuration hides from the garbage collector."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Block(nn.Module):

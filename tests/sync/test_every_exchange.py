@@ -35,7 +35,7 @@ from tests.exchange.test_group_mean import values
 from tests.exchange.threads import one_thread
 from tests.sync.stage import Stage
 
-N, SIZE, UPDATES = 4, 1000, 5
+N, SIZE, UPDATES = 4, 400, 4
 METHODS: list[Any] = [
     AllReduce(),
     SemiDecentralized(window=0.005),
