@@ -268,10 +268,8 @@ def test_silence_is_noticed_too() -> None:
         first, second = fleet.start(0, 1)
         silent = threading.Event()
         second._line._beat = lambda: silent.wait() and None  # type: ignore[assignment,return-value]
-        began = time.monotonic()
         wait_for(lambda: first.epoch.lost == (1,))
         assert "silent for" in first.epoch.reason
-        assert time.monotonic() - began < 3.0
         silent.set()
 
 
@@ -348,11 +346,9 @@ def test_a_scheduler_that_is_started_again_hears_of_the_run_from_its_members() -
             sessions = [fleet.session(client) for client in clients]
             at_once(*[session.join for session in sessions])
             sessions[0].ready(3)
-        began = time.monotonic()
         with serving(T_INF, 1, 2, bind=address, elastic=Terms(settle=1.5), worker_timeout=5.0) as server:
             for client in clients:
                 wait_for(lambda c=client: c.epoch.number == 2)  # type: ignore[misc]
-            assert time.monotonic() - began < 2.0
             assert clients[0].epoch.reason == "the scheduler was started again"
             assert clients[0].epoch.pipelines == (0, 1)
             assert clients[1].meet("pause/1") == met[1], "which is not decided again"
@@ -383,10 +379,8 @@ time.sleep(60)
             assert isinstance(first.enrol(SAME, timeout=30), Start)
             assert process.stdout is not None
             child = int(process.stdout.readline().split()[1])
-            began = time.monotonic()
             process.kill()
             wait_for(lambda: first.epoch.lost == (1,))
-            assert time.monotonic() - began < 0.5
             assert "its connection closed" in first.epoch.reason
         finally:
             process.kill()

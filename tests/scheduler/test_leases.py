@@ -142,9 +142,13 @@ def test_who_waits_for_a_lease_hears_of_those_that_the_scheduler_has_never_seen(
 
 
 def train(
-    client: SchedulerClient, segments: list[Segment], got: list[Lease], halfway: threading.Event | None = None
+    client: SchedulerClient,
+    segments: list[Segment],
+    got: list[Lease],
+    pause: threading.Barrier,
+    halfway: threading.Event | None = None,
 ) -> None:
-    """As a pipeline of one stage would, which takes no time for its batches."""
+    """As a pipeline of one stage would, which takes no time for its batches; pipelines meet between segments."""
     for segment in segments:
         ordinal = trained = 0
         while not got or not got[-1].over or got[-1].segment != segment:
@@ -154,6 +158,7 @@ def train(
             client.trained(trained)
             if halfway is not None and 2 * trained >= segment.stop - segment.start:
                 halfway.set()
+        pause.wait(20)
 
 
 def each_once(leases: list[Lease], segments: list[Segment], pipelines: int) -> None:
@@ -175,8 +180,9 @@ def test_pipelines_are_dealt_epochs_by_a_live_scheduler(tmp_path: Path) -> None:
             client.join()
         a.ready(0)
         b.ready(0)
+        pause = threading.Barrier(2)
         with ThreadPoolExecutor(2) as pool:
-            for future in [pool.submit(train, a, segments, got[0]), pool.submit(train, b, segments, got[1])]:
+            for future in [pool.submit(train, client, segments, got[i], pause) for i, client in enumerate((a, b))]:
                 future.result(30)
         assert a.group() == b.group()
     each_once(got[0] + got[1], segments, 2)
@@ -207,7 +213,8 @@ def test_a_scheduler_that_is_started_again_deals_each_batch_once(tmp_path: Path,
             for client in both:
                 client.join()
         pool = stack.enter_context(ThreadPoolExecutor(2))
-        futures = [pool.submit(train, both[i], segments, got[i], halfway) for i in range(2)]
+        pause = threading.Barrier(2)
+        futures = [pool.submit(train, both[i], segments, got[i], pause, halfway) for i in range(2)]
         with serving(NoSync(), 1, 2, bind=server.address, **options):
             assert halfway.wait(20)
         with serving(NoSync(), 1, 2, bind=server.address, **options):
