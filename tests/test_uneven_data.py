@@ -232,6 +232,13 @@ def test_pipedream_drains_with_uneven_shards(tmp_path: Path) -> None:
     assert [name for name, _ in same_for_all(records, [6, 14])] == ["validation", "validation", "epoch"] * 2
 
 
+class SmallSteps(Regression):
+    """Stays finite for however many batches of two samples there is time."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 @supported(
     "Data", "`max_time`, `ModelCheckpoint(train_time_interval=…)`", "by rank 0's clock, at the same batch on all ranks"
 )
@@ -239,9 +246,8 @@ def test_pipedream_drains_with_uneven_shards(tmp_path: Path) -> None:
 def test_the_clock_ends_training_on_all_workers_at_the_same_batch(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=0.5), save_top_k=-1)
     loader = DataLoader(data(4000), 2)
-    records = fit(
-        tmp_path, loader, callbacks=[checkpoint], max_time={"seconds": 2.0}, max_epochs=-1, limit_val_batches=0
-    )
+    options = {"callbacks": [checkpoint], "max_time": {"seconds": 2.0}, "max_epochs": -1, "limit_val_batches": 0}
+    records = fit(tmp_path, loader, module=SmallSteps(), **options)
     steps = records[0]["steps"]
     events = same_for_all(records, [steps, steps])
     assert 2 <= len([name for name, _ in events if name == "checkpoint"]) <= 4
@@ -255,6 +261,7 @@ def test_validation_by_the_clock(tmp_path: Path) -> None:
     records = fit(
         tmp_path,
         DataLoader(data(4000), 2),
+        module=SmallSteps(),
         val_check_interval={"seconds": 0.2},
         max_time={"seconds": 1.5},
         max_epochs=-1,
