@@ -10,11 +10,14 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+AFTER_A_FAILURE = 5.0  # seconds for the others to say what they saw of it
 
 
 def free_port() -> int:
@@ -38,26 +41,39 @@ def run_workers(
         for process in processes:
             process.start()
         try:
-            deadline = time.monotonic() + timeout
-            outcomes = []
-            for rank, (receive, _) in enumerate(pipes):
-                if rank not in lost and not receive.poll(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"rank {rank} did not finish within {timeout} s")
-                if rank in lost:
-                    processes[rank].join(max(0.0, deadline - time.monotonic()))
-                    outcomes.append((True, None))
-                else:
-                    outcomes.append(torch.load(io.BytesIO(receive.recv_bytes()), weights_only=False))
+            outcomes = _outcomes(
+                {rank: receive for rank, (receive, _) in enumerate(pipes) if rank not in lost}, timeout
+            )
+            for rank in lost:
+                processes[rank].join(timeout)
         finally:
             for process in processes:
                 process.join(1)
                 if process.is_alive():
                     process.kill()
                     process.join()
-    errors = [value for ok, value in outcomes if not ok]
+    errors = [value for ok, value in outcomes.values() if not ok]
     if errors:
         raise AssertionError("\n".join(errors))
-    return [value for _, value in outcomes]
+    return [outcomes[rank][1] if rank in outcomes else None for rank in range(count)]
+
+
+def _outcomes(pipes: dict[int, Connection], timeout: float) -> dict[int, tuple[bool, Any]]:
+    """Of each rank; once one has failed, of those that end soon after it."""
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    deadline = time.monotonic() + timeout
+    while waiting := [rank for rank in pipes if rank not in outcomes]:
+        ready = connection.wait([pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
+        for rank in waiting:
+            if pipes[rank] in ready:
+                outcomes[rank] = torch.load(io.BytesIO(pipes[rank].recv_bytes()), weights_only=False)
+                if not outcomes[rank][0]:
+                    deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE)
+        if not ready:
+            if all(ok for ok, _ in outcomes.values()):
+                raise TimeoutError(f"ranks {waiting} did not finish within {timeout} s")
+            break
+    return outcomes
 
 
 def _worker(
