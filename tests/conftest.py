@@ -43,6 +43,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_garbage_of_others() -> None:
+    """A process that is forked while process groups are garbage would, if it collected them, wait for threads that it
+    does not have."""
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
     """Lightning keeps seeds and ports in the environment, where the next test would find them."""

@@ -183,6 +183,7 @@ class WholeModelLauncher(_MultiProcessingLauncher):
         self._check()
         before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
         choose_port()
+        gc.collect()  # a forked child that collected a process group would wait for threads that it does not have
         try:
             return super().launch(function, *args, **kwargs)
         except KeyboardInterrupt:  # perhaps nobody but this process has heard of it
