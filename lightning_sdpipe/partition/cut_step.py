@@ -2,8 +2,9 @@
 
 The user's ``training_step`` (or any other step) runs as it is written. While it runs, calls of blocks are intercepted.
 For a block of an earlier stage a stand-in does what the block's call did, with what was received in its place, or a
-:class:`~lightning_sdpipe.partition.ghost.Ghost`. The stage's own blocks run. When its last block has returned, or one
-of a later stage is called since the last one was skipped, the step ends there. Only the last stage reaches the end.
+:class:`~lightning_sdpipe.partition.placeholder.Placeholder`. The stage's own blocks run. When its last block has
+returned, or one of a later stage is called since the last one was skipped, the step ends there. Only the last stage
+reaches the end.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.effects import Effect, Watch, hear_assignments, replay
 from lightning_sdpipe.partition.escapes import Made
-from lightning_sdpipe.partition.ghost import refuse_ghosts
 from lightning_sdpipe.partition.intercept import Original, intercept
 from lightning_sdpipe.partition.message import Message
+from lightning_sdpipe.partition.placeholder import refuse_placeholders
 from lightning_sdpipe.partition.receiving import Receiving
 from lightning_sdpipe.partition.sending import NOTHING_MORE, Sending, Travel
 from lightning_sdpipe.random_streams import RandomStreams
@@ -116,7 +117,7 @@ class CutModel:
             self._run = None
         if run.sending is not None:
             return run.sending.message()
-        refuse_ghosts(outcome, "the result of the step")
+        refuse_placeholders(outcome, "the result of the step")
         return outcome
 
     def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,7 +163,7 @@ class CutModel:
             self._check_skipped(run, run.span.start)
             # in a list or dict there may be some that this block does not look at
             given = [value for value in (*args, *kwargs.values()) if not isinstance(value, (list, dict))]
-            refuse_ghosts(given, f"block {self._chain[index]!r}")
+            refuse_placeholders(given, f"block {self._chain[index]!r}")
         run.next_block, run.in_block = index + 1, True
         self.streams.enter(self._streams_of[index])
         try:
@@ -172,7 +173,7 @@ class CutModel:
             output, effects = call() if run.rehearsed else self._look_for_escapes(index, call)
         finally:
             run.in_block = False
-        refuse_ghosts(output, f"block {self._chain[index]!r}")
+        refuse_placeholders(output, f"block {self._chain[index]!r}")
         run.sending.add(index, effects)
         if index == run.span.stop - 1:
             self._end(run, index)

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_sdpipe.partition.effects import Watch, hear_assignments
-from lightning_sdpipe.partition.ghost import FROM_METADATA, READS
 from lightning_sdpipe.partition.intercept import Original, intercept
 from lightning_sdpipe.partition.kept import tensors_in_attributes
 from lightning_sdpipe.partition.message import EffectLayout, LeafKey, leaves_of
+from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS
 from lightning_sdpipe.partition.structure import take_apart
 
 OUTSIDE = -1

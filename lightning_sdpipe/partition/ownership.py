@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.partition.ghost import WeightElsewhere
+from lightning_sdpipe.partition.placeholder import WeightElsewhere
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def assign_owners(
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
     """Moves what ``stage`` holds to ``device`` and everything else to ``meta``; ties between names are kept.
 
-    What is on ``meta`` is a :class:`~lightning_sdpipe.partition.ghost.WeightElsewhere`.
+    What is on ``meta`` is a :class:`~lightning_sdpipe.partition.placeholder.WeightElsewhere`.
     """
     moved: dict[int, Tensor] = {}
     kept = {id(t) for name, t in _named_tensors(module) if stage in ownership.stages[name]}

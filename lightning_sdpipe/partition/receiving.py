@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.partition.effects import Effect
-from lightning_sdpipe.partition.ghost import Absent, Ghost
 from lightning_sdpipe.partition.message import LeafKey, Message
+from lightning_sdpipe.partition.placeholder import Absent, Placeholder
 from lightning_sdpipe.partition.structure import Constant, Number, Opaque, Part, TensorMeta, Travels
 
 
@@ -35,8 +35,8 @@ class Receiving:
         self._tensors: dict[int, Tensor] = {}
 
     def effects(self, block: int) -> list[Effect] | None:
-        """What the call of ``block`` did, with a :class:`Ghost` for each tensor that is not here; None if the block has
-        not run."""
+        """What the call of ``block`` did, with a :class:`Placeholder` for each tensor that is not here; None if the
+        block has not run."""
         layout = self.message.layout.blocks[block]
         if layout is None:
             return None
@@ -57,7 +57,7 @@ class Receiving:
                     self._tensors[value] = self._own(value)
                 return self._tensors[value]
             case TensorMeta():
-                return Ghost(part.empty("meta"), self._device, self._chain[block])
+                return Placeholder(part.empty("meta"), self._device, self._chain[block])
             case Number():
                 return part.restore(next(numbers))
             case Opaque(kind):

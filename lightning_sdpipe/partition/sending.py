@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.effects import Effect
-from lightning_sdpipe.partition.ghost import Ghost
 from lightning_sdpipe.partition.message import (
     BlockLayout,
     EffectLayout,
@@ -18,6 +17,7 @@ from lightning_sdpipe.partition.message import (
     Message,
     leaves_of,
 )
+from lightning_sdpipe.partition.placeholder import Placeholder
 from lightning_sdpipe.partition.structure import Number, Part, Structure, TensorMeta, Travels, take_apart
 
 
@@ -75,7 +75,7 @@ class Sending:
         for leaf, (key, part) in zip(leaves, leaves_of(block, layout), strict=True):
             if isinstance(part, Number):
                 self._numbers.append(float(leaf))
-            elif isinstance(part, TensorMeta) and not isinstance(leaf, Ghost):
+            elif isinstance(part, TensorMeta) and not isinstance(leaf, Placeholder):
                 self._last[key] = leaf
         if block in self._with_wanted:
             for key in self._wanted & self._last.keys():

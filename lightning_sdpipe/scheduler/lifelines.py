@@ -65,10 +65,10 @@ class Lifelines:
     def _run(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._dismissed, selectors.EVENT_READ)
-        with self._context.socket(zmq.DEALER) as bell:
-            bell.setsockopt(zmq.ROUTING_ID, self._identity)
-            bell.setsockopt(zmq.LINGER, 0)
-            bell.connect(self._endpoint)
+        with self._context.socket(zmq.DEALER) as notifier:
+            notifier.setsockopt(zmq.ROUTING_ID, self._identity)
+            notifier.setsockopt(zmq.LINGER, 0)
+            notifier.connect(self._endpoint)
             while True:
                 for key, _ in self._selector.select(1.0 if self._silent else None):
                     if key.fileobj == self._dismissed:
@@ -78,7 +78,7 @@ class Lifelines:
                     elif isinstance(key.fileobj, sockets.socket):
                         nonce = self._read(key.fileobj)
                         if nonce:
-                            bell.send(nonce)
+                            notifier.send(nonce)
                 now = time.monotonic()
                 for connection in [late for late, until in self._silent.items() if until <= now]:
                     self._drop(connection)

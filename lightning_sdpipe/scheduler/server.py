@@ -82,7 +82,7 @@ class Server:
         )
         self._journal = None if journal is None else Journal(journal, num_stages, num_pipelines)
         self._lifeline_port = lifeline_port
-        self._lifeline_bell = StopMessage()
+        self._lifeline_notice = StopMessage()
         self._bind = bind
         self._keys = keys
         self._clock = clock
@@ -152,7 +152,7 @@ class Server:
                 if identity == self._stop_message.identity:
                     return
                 now = clock()
-                if identity == self._lifeline_bell.identity:
+                if identity == self._lifeline_notice.identity:
                     self._send(socket, service.line_ended(frame, now))
                 else:
                     self._send(socket, self._handle(identity, frame, now))
@@ -169,9 +169,9 @@ class Server:
             yield
             return
         host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        bell = self._lifeline_bell
+        notice = self._lifeline_notice
         try:
-            lines = Lifelines(context, host, self._lifeline_port, self._stop_message.endpoint, bell.identity)
+            lines = Lifelines(context, host, self._lifeline_port, self._stop_message.endpoint, notice.identity)
         except OSError as error:
             raise SchedulerError(
                 f"nobody can listen for the processes of the run at {host}, port {self._lifeline_port} "

@@ -73,8 +73,8 @@ class Watcher:
                 key_check.hear()
 
     def _tell(self) -> None:
-        with self._context.socket(zmq.DEALER) as bell:
-            bell.setsockopt(zmq.ROUTING_ID, self._stop_message.identity)
-            bell.setsockopt(zmq.LINGER, 1000)
-            bell.connect(self._stop_message.endpoint)
-            bell.send(b"")
+        with self._context.socket(zmq.DEALER) as notifier:
+            notifier.setsockopt(zmq.ROUTING_ID, self._stop_message.identity)
+            notifier.setsockopt(zmq.LINGER, 1000)
+            notifier.connect(self._stop_message.endpoint)
+            notifier.send(b"")

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.cut_step import CutModel
-from lightning_sdpipe.partition.ghost import SkippedCutError
 from lightning_sdpipe.partition.message import Message
+from lightning_sdpipe.partition.placeholder import SkippedCutError
 from lightning_sdpipe.partition.sending import NOTHING_MORE
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.ghost import SkippedCutError, WeightElsewhere
+from lightning_sdpipe.partition.placeholder import SkippedCutError, WeightElsewhere
 
 CPU = torch.device("cpu")
 

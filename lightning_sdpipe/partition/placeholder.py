@@ -31,23 +31,23 @@ READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tenso
 
 
 class OtherStages(str):
-    """What a ghost stands for, if that is a weight of other stages."""
+    """What a placeholder stands for, if that is a weight of other stages."""
 
 
-class Ghost(Tensor):
+class Placeholder(Tensor):
     """A tensor that has the shape, dtype and device of a value which exists on an earlier stage only.
 
-    Glue code of the user's forward may read its metadata and compute with it: operations on ghosts run on shapes
-    alone and give ghosts, at no cost in memory or arithmetic. A ghost that reaches a block of this stage, or Python as
-    a number, is a value that skips the cut, and an error.
+    Glue code of the user's forward may read its metadata and compute with it: operations on placeholders run on shapes
+    alone and give placeholders, at no cost in memory or arithmetic. One that reaches a block of this stage, or Python
+    as a number, is a value that skips the cut, and an error.
     """
 
     origin: str
     meta: Tensor
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, origin: str, requires_grad: bool = False) -> Ghost:
-        ghost: Ghost = Tensor._make_wrapper_subclass(
+    def __new__(cls, meta: Tensor, device: torch.device, origin: str, requires_grad: bool = False) -> Placeholder:
+        placeholder: Placeholder = Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -56,9 +56,9 @@ class Ghost(Tensor):
             device=device,
             requires_grad=requires_grad,
         )
-        ghost.meta = meta
-        ghost.origin = origin
-        return ghost
+        placeholder.meta = meta
+        placeholder.origin = origin
+        return placeholder
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
@@ -79,18 +79,18 @@ class Ghost(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        ghosts = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Ghost)]
-        if func in FROM_METADATA and not ghosts[0].is_meta:  # what goes with a weight is where that is
-            return func(*tree_map_only(Ghost, _without_values, args), **kwargs)
+        placeholders = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Placeholder)]
+        if func in FROM_METADATA and not placeholders[0].is_meta:  # what goes with a weight is where that is
+            return func(*tree_map_only(Placeholder, _without_values, args), **kwargs)
         if func is _aten._local_scalar_dense.default:
-            raise SkippedCutError(ghosts[0], "is read as a Python number")
+            raise SkippedCutError(placeholders[0], "is read as a Python number")
         if torch.Tag.dynamic_output_shape in func.tags:
-            raise SkippedCutError(ghosts[0], f"decides on the shape of what {func} returns")
+            raise SkippedCutError(placeholders[0], f"decides on the shape of what {func} returns")
         if torch.Tag.nondeterministic_seeded in func.tags:  # so that later draws are those of the other stages
-            func(*tree_map_only(Ghost, _any_values, args), **tree_map_only(Ghost, _any_values, kwargs))
+            func(*tree_map_only(Placeholder, _any_values, args), **tree_map_only(Placeholder, _any_values, kwargs))
         if _writes_to_real(func, args, kwargs):
-            raise SkippedCutError(ghosts[0], "is written into a tensor that lives")
-        device = torch.device(kwargs.get("device") or ghosts[0].device)
+            raise SkippedCutError(placeholders[0], "is written into a tensor that lives")
+        device = torch.device(kwargs.get("device") or placeholders[0].device)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "meta"}
         metas = tree_map_only(Tensor, _meta, (args, kwargs))
@@ -98,16 +98,18 @@ class Ghost(Tensor):
             outcome = func(*metas[0], **metas[1])
         except RuntimeError:  # NotImplementedError too: some operations do not run on shapes alone
             if func._schema.is_mutable:
-                raise SkippedCutError(ghosts[0], f"is written to by {func}") from None
-            real = func(*tree_map_only(Ghost, _any_values, args), **tree_map_only(Ghost, _any_values, kwargs))
+                raise SkippedCutError(placeholders[0], f"is written to by {func}") from None
+            real = func(
+                *tree_map_only(Placeholder, _any_values, args), **tree_map_only(Placeholder, _any_values, kwargs)
+            )
             outcome = tree_map_only(Tensor, lambda t: t.to("meta"), real)
-        # in-place operations return the ghost that they changed
-        known = {id(ghost.meta): ghost for ghost in ghosts}
+        # in-place operations return the placeholder that they changed
+        known = {id(placeholder.meta): placeholder for placeholder in placeholders}
 
-        def as_ghost(meta: Tensor) -> Ghost:
-            return known[id(meta)] if id(meta) in known else Ghost(meta, device, ghosts[0].origin)
+        def as_placeholder(meta: Tensor) -> Placeholder:
+            return known[id(meta)] if id(meta) in known else Placeholder(meta, device, placeholders[0].origin)
 
-        return tree_map_only(Tensor, as_ghost, outcome)
+        return tree_map_only(Tensor, as_placeholder, outcome)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigurationError(
@@ -118,7 +120,7 @@ class Ghost(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Ghost({tuple(self.shape)}, dtype={self.dtype}, of={self.origin!r})"
+        return f"Placeholder({tuple(self.shape)}, dtype={self.dtype}, of={self.origin!r})"
 
 
 class Absent:
@@ -138,24 +140,24 @@ class Absent:
     __getattr__ = __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __setattr__ = _refuse
 
 
-class WeightElsewhere(Ghost):
+class WeightElsewhere(Placeholder):
     """A parameter or buffer that another stage holds, and on ``meta``. What is done to it alone is done where it is; it
     says that it is where this stage computes, since user code asks any parameter of a module for its device."""
 
     @staticmethod
     def __new__(cls, weight: Tensor, device: torch.device, name: str) -> WeightElsewhere:
         meta = weight.detach().to("meta")
-        ghost = Ghost.__new__(cls, meta, device, OtherStages(repr(name)), weight.requires_grad)
-        assert isinstance(ghost, WeightElsewhere)
-        ghost._is_param = isinstance(weight, nn.Parameter)  # what isinstance(ghost, nn.Parameter) says
-        return ghost
+        placeholder = Placeholder.__new__(cls, meta, device, OtherStages(repr(name)), weight.requires_grad)
+        assert isinstance(placeholder, WeightElsewhere)
+        placeholder._is_param = isinstance(weight, nn.Parameter)  # what isinstance(placeholder, nn.Parameter) says
+        return placeholder
 
     @property
-    def grad(self) -> Ghost | None:
+    def grad(self) -> Placeholder | None:
         """There is one on another stage: a norm of all gradients that left it out would be wrong."""
         if not (self._is_param and self.requires_grad):
             return None
-        return Ghost(self.meta, self.device, OtherStages(f"the gradient of {self.origin}"))
+        return Placeholder(self.meta, self.device, OtherStages(f"the gradient of {self.origin}"))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -171,23 +173,23 @@ class WeightElsewhere(Ghost):
 class SkippedCutError(ConfigurationError):
     """A value of another stage is used where it is not."""
 
-    def __init__(self, ghost: Ghost, use: str) -> None:
+    def __init__(self, placeholder: Placeholder, use: str) -> None:
         super().__init__(
-            f"Another stage holds {ghost.origin}, of which this one has the shape only, and what was computed from it "
-            f"{use}. A norm over all gradients is known to Trainer(gradient_clip_val=...), and to "
+            f"Another stage holds {placeholder.origin}, of which this one has the shape only, and what was computed "
+            f"from it {use}. A norm over all gradients is known to Trainer(gradient_clip_val=...), and to "
             "self.clip_gradients in configure_gradient_clipping; what each stage may do for its own weights can leave "
             "out those for which weight.is_meta is true; else train with num_stages=1."
-            if ghost.is_meta
-            else f"A value of block {ghost.origin!r}, which runs on an earlier stage, {use} on a later one, and it did "
-            "not travel there. Keep both places on one stage with partition=[...], or name one larger block that holds "
-            "them with blocks=[...]. `sdpipe check` compares a cut model with the whole one."
+            if placeholder.is_meta
+            else f"A value of block {placeholder.origin!r}, which runs on an earlier stage, {use} on a later one, and "
+            "it did not travel there. Keep both places on one stage with partition=[...], or name one larger block that "
+            "holds them with blocks=[...]. `sdpipe check` compares a cut model with the whole one."
         )
 
 
-def refuse_ghosts(value: Any, where: str) -> None:
-    """Raises :class:`SkippedCutError` if a ghost is anywhere in ``value``, which ``where`` is about to compute with."""
+def refuse_placeholders(value: Any, where: str) -> None:
+    """Raises :class:`SkippedCutError` if one is anywhere in ``value``, which ``where`` is about to compute with."""
     for leaf in tree_leaves(value):
-        if isinstance(leaf, Ghost):
+        if isinstance(leaf, Placeholder):
             raise SkippedCutError(leaf, f"is used by {where}")
         if isinstance(leaf, Absent):
             leaf._refuse()
@@ -198,16 +200,16 @@ def _writes_to_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return False
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     written = (given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return any(isinstance(t, Tensor) and not isinstance(t, Ghost) for t in tree_leaves(list(written)))
+    return any(isinstance(t, Tensor) and not isinstance(t, Placeholder) for t in tree_leaves(list(written)))
 
 
-def _without_values(ghost: Ghost) -> Tensor:
-    return torch.empty((), dtype=ghost.dtype, device=ghost.device).expand(ghost.shape)
+def _without_values(placeholder: Placeholder) -> Tensor:
+    return torch.empty((), dtype=placeholder.dtype, device=placeholder.device).expand(placeholder.shape)
 
 
-def _any_values(ghost: Ghost) -> Tensor:
-    return torch.ones(ghost.shape, dtype=ghost.dtype, device=ghost.device)
+def _any_values(placeholder: Placeholder) -> Tensor:
+    return torch.ones(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
 
 
 def _meta(tensor: Tensor) -> Tensor:
-    return tensor.meta if isinstance(tensor, Ghost) else tensor.to("meta")
+    return tensor.meta if isinstance(tensor, Placeholder) else tensor.to("meta")
