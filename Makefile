@@ -13,7 +13,7 @@ demo: .venv/ready  ## train on handwritten digits, SDPipe against all-reduce: wo
 test: lint  ## ruff, mypy and pytest
 	$(BIN)/python -m pytest
 
-quick: .venv/ready  ## the tests that start no other processes, within a minute
+quick: .venv/ready  ## the tests that start no other processes, in about a minute
 	$(BIN)/python -m pytest -m "not distributed"
 
 lint: .venv/ready  ## ruff and mypy

@@ -181,8 +181,8 @@ class SkippedCutError(ConfigurationError):
             "out those for which weight.is_meta is true; else train with num_stages=1."
             if placeholder.is_meta
             else f"A value of block {placeholder.origin!r}, which runs on an earlier stage, {use} on a later one, and "
-            "it did not travel there. Keep both places on one stage with partition=[...], or name one larger block that "
-            "holds them with blocks=[...]. `sdpipe check` compares a cut model with the whole one."
+            "it did not travel there. Keep both places on one stage with partition=[...], or name one larger block "
+            "that holds them with blocks=[...]. `sdpipe check` compares a cut model with the whole one."
         )
 
 
