@@ -58,17 +58,17 @@ class Background:
     """
 
     def __init__(self, purpose: str, timeout: float | None) -> None:
-        self.purpose = purpose
-        self.timeout = timeout
+        self._purpose = purpose
+        self._timeout = timeout
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def do(self, work: Callable[[], None]) -> Job:
         """Starts ``work`` as soon as all jobs before it are done."""
         if self._thread is None:  # not before there is anything to do: a fork would not inherit it
-            self._thread = threading.Thread(target=self._run, name=self.purpose, daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self._purpose, daemon=True)
             self._thread.start()
-        job = Job(work, self.purpose, self.timeout)
+        job = Job(work, self._purpose, self._timeout)
         self._jobs.put(job)
         return job
 

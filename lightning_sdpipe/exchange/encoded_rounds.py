@@ -95,7 +95,7 @@ class EncodedRounds(GradientRounds):
         """
         flats = [bucket.flat for bucket in self._buckets]
         averaged = super().wait()
-        if self._watch and not averaged.nonfinite and not all(flat is None or flat.sum().isfinite() for flat in flats):
+        if self._watch and not averaged.nonfinite and not _finite([flat for flat in flats if flat is not None]):
             raise NonFiniteError(f"a gradient beyond the range of {self._payload}, which another payload has")
         if averaged.members:
             if self._payload.momentum:
@@ -150,3 +150,7 @@ class EncodedRounds(GradientRounds):
             flat.copy_(gradient_to_apply(before, after, beta))
         if torch.isfinite(after.sum()):
             before.copy_(after)
+
+
+def _finite(flats: Sequence[Tensor]) -> bool:
+    return not flats or bool(torch.stack([flat.sum(dtype=torch.float32) for flat in flats]).isfinite().all())

@@ -47,8 +47,8 @@ class _Bucket:
 class GradientRounds:
     """Gradients of ``parameters``, numbered by their place, averaged over ``replicas``.
 
-    A round is: any number of :meth:`ready`, one :meth:`complete`, one :meth:`wait`. All replicas run the same rounds. A
-    round that is dropped by :meth:`abort` can be tried again, from the gradients of the model, which it left alone.
+    A round is: any number of :meth:`ready`, one :meth:`complete`, one :meth:`wait`. All replicas run the same rounds,
+    which leave the gradients of the model alone.
 
     Args:
         parameters: equal in shape and order on all members; when the sequence has changed, :meth:`arrange` anew.
@@ -72,10 +72,9 @@ class GradientRounds:
         self._layout = _layout(self._parameters, self._cap)
         self._bucket_of = {number: index for index, numbers in enumerate(self._layout) for number in numbers}
         self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        self.abort()
+        self._begin_round()
 
-    def abort(self) -> None:
-        """Drops what there is of a round, and begins another one."""
+    def _begin_round(self) -> None:
         # fresh memory in every round: the optimizer's gradients are views of the last round's
         self._buckets = [_Bucket(numbers) for numbers in self._layout]
         self._launched = 0
@@ -156,7 +155,7 @@ class GradientRounds:
             for number in bucket.numbers:
                 if used[number]:
                     gradients[number] = bucket.views[number]
-        self.abort()
+        self._begin_round()
         averaging = time.perf_counter() - all_there
         nonfinite = [pipeline for pipeline, flag in zip(self._pipelines, broken, strict=True) if flag]
         seen = {p: int(mark) for p, mark in zip(self._pipelines, marks, strict=True) if mark >= 0}

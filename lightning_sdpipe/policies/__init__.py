@@ -7,6 +7,7 @@ Nothing here imports another part of the package (errors excepted), a clock, a s
 from lightning_sdpipe.policies.decisions import Decision as Decision
 from lightning_sdpipe.policies.decisions import Group as Group
 from lightning_sdpipe.policies.decisions import Reason as Reason
+from lightning_sdpipe.policies.events import Answered as Answered
 from lightning_sdpipe.policies.events import Broken as Broken
 from lightning_sdpipe.policies.events import Event as Event
 from lightning_sdpipe.policies.events import Joined as Joined
@@ -26,6 +27,7 @@ from lightning_sdpipe.policies.policy import check_integer as check_integer
 from lightning_sdpipe.policies.policy import refusal as refusal
 
 __all__ = [
+    "Answered",
     "Broken",
     "Decision",
     "Event",

@@ -129,6 +129,15 @@ class Dealer:
         """Pipelines that others wait for, who have nothing to train meanwhile."""
         return self.still_training() if any(account.waits for account in self._accounts) else []
 
+    def behind(self) -> list[Worker]:
+        """The workers of those that have not trained yet what their pipelines were dealt."""
+        return [
+            Worker(stage, pipeline)
+            for pipeline in self.awaited()
+            for stage in range(self._num_stages)
+            if self._accounts[pipeline].trained.get(stage, 0) < self._accounts[pipeline].leased
+        ]
+
     def untold(self) -> list[int]:
         """Pipelines that have to tell what they were dealt before anything else is."""
         return [

@@ -36,6 +36,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.policies import members as w
 from lightning_sdpipe.policies.donations import Donations
 from lightning_sdpipe.policies.events import Worker
@@ -50,7 +51,7 @@ TOMBSTONES = 4096
 """That are remembered."""
 REPEATED = 2
 """Pipelines that fail with one exception before it is taken for a bug of the script."""
-NO_BUG = "SchedulerError: "
+NO_BUG = f"{SchedulerError.__name__}: "
 """With what the reason of a failure begins that is not the script's."""
 
 
@@ -344,8 +345,9 @@ class Membership:
         return decisions + self._check_over() + self._admit(now) + self._meet()
 
     def _failed(self, worker: Worker, reason: str, now: float) -> list[MemberDecision]:
+        joins = not self._pipelines[worker.pipeline].member and bool(self.members)
         decisions = self._goes(worker.pipeline, f"stage {worker.stage} failed: {reason}", now)
-        if reason.startswith(NO_BUG):
+        if joins or reason.startswith(NO_BUG):  # those that train would not follow who cannot join them
             return decisions
         self._failures[worker.pipeline] = reason
         hit = [pipeline for pipeline, failure in self._failures.items() if failure == reason]

@@ -143,6 +143,7 @@ class Journal:
 
         numbers = {lease.pipeline for entry in entries for lease in entry.leases}
         numbers |= {entry.event.pipeline for entry in entries if isinstance(entry.event, Returned)}
+        numbers |= {entry.event.worker.pipeline for entry in entries if isinstance(entry.event, Told)}
         if max(numbers, default=0) >= pipelines:  # more have come than were planned
             yield Widened(max(numbers) + 1)
         for entry in entries:

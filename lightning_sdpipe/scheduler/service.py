@@ -587,12 +587,12 @@ class SchedulerService:
         return graphs
 
     def _missing(self, asker: Worker) -> tuple[Worker, ...]:
-        """Those of its stage that ``asker`` may wait for: for a lease also those that have no session here (yet)."""
+        """Those that ``asker`` may wait for: of its stage; for a lease of others too, with a session or without."""
         sessions, dealer = self._sessions.of_stage(asker.stage), self._decider.dealer
-        pipelines = {session.worker.pipeline for session in sessions if session.state is COMPUTING}
+        workers = {session.worker for session in sessions if session.state is COMPUTING}
         if asker in self._asking:
-            pipelines.update(dealer.awaited(), dealer.untold())
-        return tuple(Worker(asker.stage, pipeline) for pipeline in sorted(pipelines))
+            workers.update(dealer.behind(), (Worker(asker.stage, pipeline) for pipeline in dealer.untold()))
+        return tuple(sorted(workers - {asker}))
 
     def _check_mesh(self, request: m.Hello | m.Join) -> None:
         if request.mesh is not None and request.mesh != self._mesh:

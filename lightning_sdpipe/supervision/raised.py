@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from lightning_sdpipe.errors import SchedulerError
+
 _BEGINNING = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 _EXCEPTION = re.compile(r"^(?P<kind>[A-Za-z_][\w.<>]*)(?:: (?P<message>.*))?$")
@@ -24,7 +26,7 @@ _OF_OTHERS = (
 )
 
 
-_NO_BUG = "SchedulerError"
+_NO_BUG = SchedulerError.__name__
 """One pipeline or scheduler that is lost may cause it in several others; what is refused is another class."""
 
 

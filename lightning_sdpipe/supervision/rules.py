@@ -288,7 +288,9 @@ class Rules:
         """Whether another pipeline has failed with the same exception; then the run ends."""
         raised = self._reason(pipeline).raised
         killed = any(end.code < 0 for end in pipeline.ends)
-        if raised is None or not raised.may_be_a_bug or killed:
+        others_train = any(other.trained and other.phase is Phase.RUNNING for other in self._pipelines)
+        joins = others_train and not pipeline.trained  # those that train would not follow it
+        if raised is None or not raised.may_be_a_bug or killed or joins:
             return False
         for other, known in self._raised:
             if other != pipeline.number and known.is_like(raised):

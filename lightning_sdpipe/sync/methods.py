@@ -226,7 +226,7 @@ def refuse_in_step(sync: object, method: SyncMethod) -> None:
             f"data='dealt' does not go with sync={sync!r}: the pipelines of a group average gradients, so they train "
             "equally many batches. Use data='sharded', or SemiDecentralized or PartialReduce."
         )
-    if _keeps_step(method):
+    if _keeps_step(method, method.policy):
         raise ConfigurationError(
             f"data='dealt' does not go with sync={sync!r}, whose pipelines cannot leave and come back while others "
             "train. Use data='sharded', or a method whose pipelines run at their own speed: SemiDecentralized, "
@@ -290,17 +290,18 @@ def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pip
     """
     if data != "auto":
         return data == "dealt"
-    own = registry.to_plain(method.policy)
-    held_name = own["type"] if held is None else json.loads(held)["type"]
+    own = registry.name_of(method.policy)
+    held_name = own if held is None else json.loads(held)["type"]
+    policy = method.policy if held is None or own != held_name else registry.from_json(held)
     if num_pipelines == 1:
         reason = "there is one pipeline"
-    elif own["type"] != held_name:
+    elif own != held_name:
         reason = f"the scheduler decides by {held_name}, which may hold pipelines in step"
-    elif _keeps_step(method):
+    elif _keeps_step(method, policy):
         reason = "those of this method cannot leave and come back while others train"
-    elif isinstance(method.policy, SemiDecentralized) and method.policy.window == math.inf:
+    elif isinstance(policy, SemiDecentralized) and policy.window == math.inf:
         reason = "all of them take every step together"
-    elif not isinstance(method.policy, NoSync | SemiDecentralized | PartialReduce | ADPSGD):
+    elif not isinstance(policy, NoSync | SemiDecentralized | PartialReduce | ADPSGD):
         reason = "a policy of one's own may hold them in step; data='dealt' says that it does not"
     else:
         return True
@@ -308,11 +309,10 @@ def deals(data: Literal["auto", "dealt", "sharded"], method: SyncMethod, num_pip
     return False
 
 
-def _keeps_step(method: SyncMethod) -> bool:
-    policy = method.policy if isinstance(method, ByPolicy) else None
+def _keeps_step(method: SyncMethod, policy: PolicyConfig) -> bool:
     if isinstance(policy, ADPSGD):
         return not policy.asynchronous
-    return policy is None or isinstance(policy, LocalSGD | Decentralized | PHDPSGD)
+    return not isinstance(method, ByPolicy) or isinstance(policy, LocalSGD | Decentralized | PHDPSGD)
 
 
 def method_of(sync: SyncMethod | PolicyConfig | str) -> SyncMethod:

@@ -170,6 +170,14 @@ def test_what_a_message_cannot_hold_is_said(crews: tuple[Crew, Crew]) -> None:
     run(crews, Half(), work)
 
 
+def test_a_sum_beyond_float16_is_no_gradient_beyond_it(crews: tuple[Crew, Crew]) -> None:
+    def work(rank: int, rounds: EncodedRounds) -> None:
+        rounds.complete([torch.full(shape, 6e4, dtype=torch.float16) for shape in SHAPES])
+        assert all(mean is not None and bool(mean.isfinite().all()) for mean in rounds.wait().gradients)
+
+    run(crews, Half(), work, dtype=torch.float16)
+
+
 def test_what_is_unfrozen_is_measured_in_full_precision_first(crews: tuple[Crew, Crew]) -> None:
     payload = OneBit(64, momentum=0.9, after=2)
 

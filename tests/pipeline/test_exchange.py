@@ -113,6 +113,8 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
     while isinstance(parts.pipeline, PipeDreamPipeline) and parts.pipeline.draining:
         parts.pipeline.drain(None, last.announced)
         assert last.events == ["announced"]
+    if isinstance(parts.pipeline, PipeDreamPipeline):
+        parts.pipeline.finish()  # else this process could end before others have what it sent
     for runner in parts.runners:
         runner.link.settle()
     return recorder.events, told_in_training_step

@@ -294,6 +294,14 @@ def test_a_failure_is_forgotten_when_the_pipeline_has_come_back_and_met_others()
         assert ("RunOver" in kinds(run.say(w.Failed, 0, "RuntimeError: CUDA out of memory"))) == (not meets)
 
 
+def test_who_cannot_join_does_not_end_the_run_of_those_that_train() -> None:
+    run = Run(start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    for pipeline in (2, 3):
+        run.enrol(pipeline)
+        assert "RunOver" not in kinds(run.say(w.Failed, pipeline, "ConfigurationError: its state cannot be sent"))
+
+
 def test_what_the_scheduler_or_others_have_caused_is_no_bug_unless_it_refused() -> None:
     for kind, over in (("SchedulerError", False), ("RefusedError", True)):
         run = Run(start_pipelines=3)

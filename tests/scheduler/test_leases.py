@@ -21,7 +21,7 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.events import Widened
-from lightning_sdpipe.policies.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
+from lightning_sdpipe.policies.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.client import SchedulerClient
@@ -278,6 +278,16 @@ def test_a_journal_holds_the_book_of_a_pipeline_beyond_the_plan(tmp_path: Path) 
         (lease,) = again.on(event, 1.0)
         (expected,) = dealer.on(event, 1.0)
         assert (lease.pipeline, lease.home, lease.start) == (expected.pipeline, expected.home, expected.start)
+
+
+def test_a_journal_that_began_with_the_book_of_such_a_pipeline_can_be_read_again(tmp_path: Path) -> None:
+    journal, dealer = Journal(tmp_path / "journal", 1, 2), Dealer(1, 2)
+    journal.open()
+    lease = Lease(S, 2, 0, 0, S.start, S.start + 1, 0.0, 2.0)
+    books = [Told(Worker(0, i), S, (lease,) if i == 2 else (), False, Done(0)) for i in range(3)]
+    play(journal, dealer, Widened(3), Expected(2), *books)
+    journal.close()
+    assert restored(tmp_path / "journal").still_training() == dealer.still_training() == [2]
 
 
 @pytest.mark.parametrize("last", [0, 1])
