@@ -174,6 +174,16 @@ def test_a_scheduler_that_was_lost_is_no_bug_and_what_it_refuses_is(kind: str, e
     assert any("the same exception" in line for line in lines(decisions)) == ends
 
 
+def test_who_cannot_join_does_not_end_those_that_train() -> None:
+    made = training()
+    for pipeline in (1, 3):
+        for rank in (0, 1):
+            made.on(Ended(pipeline, rank, KILLED), 10.0)
+        made.on(Ended(pipeline, 0, 1, BUG), 11.0)
+        decisions = made.on(Ended(pipeline, 1, 1, FOLLOWS), 11.1)
+        assert not [d for d in decisions if isinstance(d, Stop)]
+
+
 def test_a_kill_or_a_failure_of_others_is_no_bug() -> None:
     made = training()
     for pipeline in range(4):
