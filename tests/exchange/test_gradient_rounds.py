@@ -89,27 +89,6 @@ def test_a_full_bucket_starts_at_once_but_never_before_the_one_ahead_of_it() -> 
     assert run_workers(2, start_early) == [[0, 0, 1, 2, 3]] * 2
 
 
-def dropped(rank: int) -> tuple[list[Tensor | None], bool]:
-    """A round that one replica breaks off before anything was sent, and that all try again."""
-    means = buckets()
-    gradients: list[Tensor | None] = [gradient(rank, n, 0) for n in range(5)]
-    kept = [g.clone() for g in gradients if g is not None]
-    means.ready(0, torch.full(SHAPES[0], 7.0))
-    means.abort()
-    means.complete(gradients)
-    outcome = means.wait()
-    return outcome.gradients, all(torch.equal(a, b) for a, b in zip(gradients, kept, strict=True))  # type: ignore[arg-type]
-
-
-@pytest.mark.distributed
-def test_a_round_that_was_dropped_leaves_nothing_behind() -> None:
-    for gradients, untouched in run_workers(2, dropped):
-        assert untouched
-        for number in range(5):
-            mean = (gradient(0, number, 0) + gradient(1, number, 0)) / 2
-            torch.testing.assert_close(gradients[number], mean)
-
-
 def refusals(rank: int) -> list[str]:
     messages = []
     means = buckets()

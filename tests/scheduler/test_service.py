@@ -103,7 +103,7 @@ def test_nobody_speaks_for_another() -> None:
     for identity in (b"0.1", b"0.1.heartbeat", b"0.0.", b"\x00\x01", b""):
         assert d.hear(identity, m.Leave(A, 7, 50)) == []
     assert d.service.refused == {"impersonating": 5}
-    assert d.say(m.AskMissing, A) == [(b"0.0", m.Missing(d.number, (A, B)))]
+    assert d.say(m.AskMissing, B) == [(b"0.1", m.Missing(d.number, (A,)))], "who has not left"
 
 
 def test_a_worker_that_does_not_exist_is_refused() -> None:
