@@ -95,7 +95,8 @@ class EncodedRounds(GradientRounds):
         """
         flats = [bucket.flat for bucket in self._buckets]
         averaged = super().wait()
-        if self._watch and not averaged.nonfinite and not _finite([flat for flat in flats if flat is not None]):
+        looks = self._watch and self._payload.overflows and not averaged.nonfinite
+        if looks and not _finite([flat for flat in flats if flat is not None]):
             raise NonFiniteError(f"a gradient beyond the range of {self._payload}, which another payload has")
         if averaged.members:
             if self._payload.momentum:

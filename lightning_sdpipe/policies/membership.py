@@ -18,8 +18,8 @@ silent, fails, or departs. The rules:
 6. *Meetings* (``meetings.py``) wait for the members, and for newcomers whose state has been taken in that stage: they
    are about to be where the others are.
 7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others. A pipeline's
-   failure is forgotten when it has come back and met others, and a SchedulerError counts for nothing: whoever was lost,
-   the scheduler for instance, causes several.
+   failure is forgotten when it has come back and met others. A SchedulerError counts for nothing: whoever was lost, the
+   scheduler for instance, causes several. Nor does what a newcomer fails with while others train.
 8. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
    of the newest epoch that anybody heard of. Who is not in that one has been replaced, and must end. Nobody starts anew
    within its first ``settle`` seconds, in which members make themselves heard.

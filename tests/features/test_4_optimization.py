@@ -12,8 +12,9 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe import AllReduce, Exchange, SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.exchange.payloads import TopK
 from lightning_sdpipe.training import Training
 from tests.features.running import (
     Regression,
@@ -110,6 +111,28 @@ def test_16_mixed(tmp_path: Path) -> None:
     assert expected[1] == 512.0
     assert {scale for _, scale, _ in ranks} == {expected[1]}
     assert_same([parts for parts, _, _ in ranks], expected[0], rtol=0.02, atol=0.005)
+
+
+def _left_out(directory: Path) -> list[tuple[dict[str, Tensor], float]]:
+    """With a loss scale that grows, and one that stays."""
+    found = []
+    for interval in (2, 1000):
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 64.0, growth_interval=interval))
+        strategy = SDPipeStrategy(2, AllReduce(), exchange=Exchange(TopK(0.3)), schedule="pipedream")
+        model = Regression(lr=0.02)
+        pipelines(directory, strategy, plugins=[plugin]).fit(model, train_loader())
+        assert plugin.scaler is not None
+        found.append((weights(model), plugin.scaler.get_scale()))
+    return found
+
+
+@pytest.mark.distributed
+def test_what_messages_leave_out_has_no_loss_scale_without_a_flush(tmp_path: Path) -> None:
+    ranks = on_four_ranks(_left_out, tmp_path)
+    assert [large > small == 64.0 for (_, large), (_, small) in ranks] == [True, False] * 2, "the last stages' grow"
+    for (growing, _), (staying, _) in ranks:
+        for name, value in growing.items():
+            torch.testing.assert_close(value, staying[name], rtol=0.02, atol=0.002)
 
 
 class Fused(Regression):

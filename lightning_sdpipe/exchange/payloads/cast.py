@@ -82,6 +82,11 @@ class Half(_Cast):
             raise refusal("dtype", self.dtype, '"float16" or "bfloat16", or use Full()')
 
     @property
+    def overflows(self) -> bool:  # type: ignore[override]
+        """See the base class."""
+        return self.dtype == "float16"
+
+    @property
     def _wire(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float16
 

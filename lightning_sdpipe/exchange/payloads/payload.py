@@ -30,6 +30,8 @@ class Payload(ABC):
     """β₁ of the momentum that is sent instead of gradients; 0 sends gradients."""
     after: int = 0
     """Updates before the first one that uses this payload; full precision until then."""
+    overflows: bool = False
+    """May a finite value of a wider type become an infinity in a message?"""
 
     def on(self, dtype: torch.dtype) -> Payload:
         """This payload for buffers of ``dtype``.
