@@ -13,8 +13,8 @@ demo: .venv/ready  ## train on handwritten digits, SDPipe against all-reduce: wo
 test: lint  ## ruff, mypy and pytest
 	$(BIN)/python -m pytest
 
-quick: .venv/ready  ## the tests that start no other processes, in about a minute
-	$(BIN)/python -m pytest -m "not distributed"
+quick: .venv/ready  ## the tests that start no other processes, in a minute
+	$(BIN)/python -m pytest -m "not distributed" --hypothesis-profile=quick --dist=worksteal
 
 lint: .venv/ready  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from hypothesis import settings
 
 settings.register_profile("shared host", deadline=None)  # where an example may wait long for a core
 settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypothesis-profile=long, before a release
+settings.register_profile("quick", deadline=None, max_examples=20)
 settings.load_profile("shared host")
 torch.set_num_threads(1)  # test files run side by side, and threads of small tensors would only wait for each other
 

@@ -16,7 +16,7 @@ from lightning_sdpipe.policies.membership import Membership
 from lightning_sdpipe.policies.terms import Terms
 
 LONG = settings.default.max_examples >= 10_000  # --hypothesis-profile=long
-HISTORIES = 100_000 if LONG else 200
+HISTORIES = 100_000 if LONG else 2 * settings.default.max_examples
 SAME = {"model": "linear", "seed": "1"}
 
 

@@ -30,7 +30,7 @@ from lightning_sdpipe.simulate import Work, jittered, simulate
 from tests.policies.scripted import NaiveSyncGraph, brief, join_all
 
 W = Worker
-HISTORIES = settings.default.max_examples  # 10⁴ with --hypothesis-profile=long
+HISTORIES = 2 * settings.default.max_examples  # 20,000 with --hypothesis-profile=long
 
 
 def ready(policy: GroupPolicy, *workers: tuple[int, int, int], now: float = 0.0) -> list[Group]:

@@ -36,7 +36,7 @@ from tests.policies.scripted import brief, join_all, straggling
 
 TIMES = (0.10, 0.11, 0.19, 0.21)
 MATCHED, STALENESS, LOST, LOCAL = Reason.MATCHED, Reason.STALENESS, Reason.WORKER_LOST, Reason.LOCAL_STEP
-HISTORIES = settings.default.max_examples
+HISTORIES = 2 * settings.default.max_examples  # 20,000 with --hypothesis-profile=long
 """`pytest --hypothesis-profile=long` plays ten thousand."""
 
 
