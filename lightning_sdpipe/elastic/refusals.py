@@ -29,7 +29,6 @@ def check_options(options: SDPipeOptions) -> None:
         )
     in_groups = getattr(options._method, "takes", None) == CHANGING_GROUPS
     for given, name, instead in (
-        (options.placement is not None, "placement", "let sdpipe run, or your launcher, say which machine has which"),
         (options.schedule == "pipedream", "schedule='pipedream'", "use a schedule with a flush, such as '1f1b'"),
         (bool(options.save_distributed_checkpoint), "save_distributed_checkpoint", "leave it out"),
         (plan.is_measured(options.partition), f"partition={options.partition!r}", "use 'parameters', or the numbers"),

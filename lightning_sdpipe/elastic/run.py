@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -39,6 +41,8 @@ from lightning_sdpipe.mesh import OnePipeline
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.data import shared
+from lightning_sdpipe.placement.placed import Placement, check_shape, order_of_stages
+from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.run import Run
 from lightning_sdpipe.scheduler import policy_file
@@ -50,6 +54,8 @@ from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.dealt_turns import Dealing
 from lightning_sdpipe.training import Training
+
+log = logging.getLogger(__name__)
 
 _CONNECTING = 20.0  # seconds
 _LEAVING = "sdpipe/leaving"  # in the store of the pipeline's own world
@@ -81,6 +87,8 @@ class ElasticRun(Run):
         return self._mesh
 
     def check(self) -> None:
+        if self._options.placement is not None:
+            check_shape(self._options.placement, self._job.world_size, None)
         refusals.check_options(self._options)
 
     def check_trainer(self, trainer: Trainer) -> None:
@@ -90,6 +98,8 @@ class ElasticRun(Run):
         options, job = self._options, self._job
         assert options._standing_scheduler is not None
         leading.take_place(job.rank, self._leads)  # the process group was opened since, which says otherwise
+        if self._groups is None and options.placement is not None:
+            self._mesh = replace(self._mesh, ranks=(self._placed_row(options.placement),))
         self._worker = Worker(*self._mesh.locate(dist.get_rank()))
         if job.policy_file is not None:
             policy_file.offer(job.policy_file, options._method.policy)
@@ -109,13 +119,24 @@ class ElasticRun(Run):
                 f"pipeline {job.pipeline} was started with {job.world_size} processes, one for each stage. Start as "
                 "many."
             )
-        self._mesh = OnePipeline.of(job.world_size, job.pipeline, served[1])
+        self._mesh = replace(self._mesh, counted=served[1])
         if self._groups is None:
             self._groups = ProcessGroups.open(self._mesh, options._run_timeout)
         self._epochs = EpochGroups(
             self._worker, self._make_store, options._run_timeout, self._line.line.holds, among_groups(options.exchange)
         )
         self._words = Words(self._groups)
+
+    def _placed_row(self, placement: Placement) -> tuple[int, ...]:
+        device = self._options.root_device
+        index = self._job.local_rank if device.index is None else device.index
+        order = order_of_stages(placement, roll_call(index, device))
+        if order.reason is not None and self._job.rank == 0:
+            log.warning(
+                f"Pipeline {self._job.pipeline} runs its stages in the default order, not in that of the placement: "
+                f"{order.reason}."
+            )
+        return order.members
 
     def _make_store(self, name: str, cancelled: Callable[[], bool] = lambda: False) -> SchedulerStore:
         return SchedulerStore(self._line.line, name, _CONNECTING, cancelled)

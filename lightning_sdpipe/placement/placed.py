@@ -89,17 +89,20 @@ def write_placement(path: Path, placement: Placement) -> None:
     path.write_text(one_row_per_line(msgspec.to_builtins(placement)))
 
 
-def check_shape(placement: Placement, num_stages: int, num_workers: int) -> None:
+def check_shape(placement: Placement, num_stages: int, num_workers: int | None) -> None:
     """Before anything starts: is this the mesh that the placement was made for?
+
+    Args:
+        num_workers: of all pipelines; None where these come and go.
 
     Raises:
         ConfigurationError: it is not.
     """
-    made_for = placement.num_stages, placement.num_stages * placement.num_pipelines
-    if made_for != (num_stages, num_workers):
+    made_for = placement.num_stages * placement.num_pipelines
+    if placement.num_stages != num_stages or num_workers not in (None, made_for):
+        workers = "" if num_workers is None else f" and {num_workers} workers"
         raise ConfigurationError(
-            f"The placement was made for {placement}; this run has num_stages={num_stages} and {num_workers} workers. "
-            f"{REMEDY}"
+            f"The placement was made for {placement}; this run has num_stages={num_stages}{workers}. {REMEDY}"
         )
 
 
@@ -175,12 +178,10 @@ def order_of_stages(placement: Placement, members: Sequence[str]) -> Order:
     the pipeline gets the default order, the last stage first.
 
     Args:
-        placement: made when all were there.
-        members: ``host:index`` of each, in the order of their ranks; M of them.
+        placement: made when all were there, for pipelines of as many stages.
+        members: ``host:index`` of each, in the order of their ranks.
     """
     default = tuple(range(len(members) - 1, -1, -1))
-    if len(members) != placement.num_stages:
-        return Order(default, f"it was made for {placement.num_stages} stages, and the pipeline has {len(members)}")
     stages = {device: stage for row in placement.pipelines for stage, device in enumerate(row)}
     unknown = [device for device in members if device not in stages]
     if unknown:
@@ -188,4 +189,10 @@ def order_of_stages(placement: Placement, members: Sequence[str]) -> Order:
     order = sorted(range(len(members)), key=lambda position: stages[members[position]])
     if [stages[members[position]] for position in order] != list(range(placement.num_stages)):
         return Order(default, f"it gives {', '.join(members)} the stages {[stages[device] for device in members]}")
+    if order[-1] != 0:
+        return Order(
+            default,
+            f"it gives rank 0, which must run the last stage, stage {order.index(0)}; start the pipeline so that "
+            f"{members[order[-1]]} is its rank 0",
+        )
     return Order(tuple(order))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import pytest
 from lightning_sdpipe import EightBit, Exchange
 from lightning_sdpipe.elastic import run as elastic_worker
 from lightning_sdpipe.elastic.meetings import Meetings
+from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.members import Met
 from tests.elastic.jobs import ElasticRun, Model, elastic_run, fit, sums
@@ -86,6 +88,37 @@ def test_a_stage_is_killed_and_its_pipeline_comes_back(tmp_path: Path) -> None:
         assert codes == {0: [0, 0], 1: [0, 0]}, run.said()
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1])
+
+
+def fit_on_host(directory: Path, placement: Path, host: str) -> None:
+    os.environ["SDPIPE_HOST"] = host
+    logging.basicConfig(filename=directory / f"{host}.log", force=True)
+    fit(directory, samples=SAMPLES, options={"num_stages": 3, "num_micro_batches": 2, "placement": placement})
+
+
+def test_stages_are_ordered_by_the_placement_and_of_a_newcomer_it_does_not_know_as_by_default(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    write_placement(path, Placement(FORMAT, "a test", {}, False, None, (("near:1", "near:2", "near:0"),)))
+    with elastic_run(tmp_path, 3, 2, "--start-pipelines", "2") as run:
+        for pipeline, host in enumerate(("near", "far")):
+            run.start(pipeline, partial(fit_on_host, tmp_path, path, host))
+        run.wait_for_turns([0, 1], 10)
+        codes = run.finish()
+        assert codes == {0: [0] * 3, 1: [0] * 3}, run.said()
+        near, far = ([run.rows(pipeline, rank)[0][0]["state"] for rank in range(3)] for pipeline in (0, 1))
+        assert near == [far[0], far[2], far[1]], "pipelines that begin together, begin equal, stage by stage"
+        assert len({tuple(held) for held in near}) == 3
+        pauses = [
+            [[row["state"] for row in run.rows(pipeline, rank)[0] if "pause" in row][-1] for rank in range(3)]
+            for pipeline in (0, 1)
+        ]
+        assert pauses[0] == [pauses[1][0], pauses[1][2], pauses[1][1]]
+        check_that_nothing_is_lost(run)
+        message = (
+            "Pipeline 1 runs its stages in the default order, not in that of the placement: it does not know far:0"
+        )
+        assert (tmp_path / "far.log").read_text().count(message) == 1
+        assert "default order" not in (tmp_path / "near.log").read_text()
 
 
 def fit_unless_killed_at_the_beginning(directory: Path) -> None:

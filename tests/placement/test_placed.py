@@ -100,6 +100,9 @@ def test_another_mesh_is_refused_with_what_it_was_made_for(num_stages: int, work
     message = rf"made for 2 stages × 2 pipelines \(2 on a, 2 on b\); this run has num_stages={num_stages} and {workers}"
     with pytest.raises(ConfigurationError, match=message):
         check_shape(placement(), num_stages, workers)
+    check_shape(placement(), 2, None)
+    with pytest.raises(ConfigurationError, match=r"this run has num_stages=4\. Run `sdpipe measure`"):
+        check_shape(placement(), 4, None)
 
 
 def test_other_hosts_are_refused() -> None:
@@ -113,14 +116,25 @@ def test_other_hosts_are_refused() -> None:
     ("members", "expected"),
     [
         (["b:0", "a:1"], Order((1, 0))),  # a row, whoever else is there
-        (["a:0", "b:0"], Order((0, 1))),  # of two rows
+        (["b:1", "a:1"], Order((1, 0))),  # of two rows
+        (
+            ["a:0", "b:0"],
+            Order(
+                (1, 0),
+                "it gives rank 0, which must run the last stage, stage 0; start the pipeline so that b:0 is its rank 0",
+            ),
+        ),
         (["a:0", "c:0"], Order((1, 0), "it does not know c:0")),
         (["a:0", "a:1"], Order((1, 0), "it gives a:0, a:1 the stages [0, 0]")),
-        (["a:0"], Order((0,), "it was made for 2 stages, and the pipeline has 1")),
     ],
 )
 def test_an_elastic_pipeline_is_ordered_by_host(members: list[str], expected: Order) -> None:
     assert order_of_stages(placement(), members) == expected
+
+
+def test_stages_between_the_first_and_the_last_are_ordered_too() -> None:
+    three = placement(pipelines=[["b:1", "c:0", "a:0"], ["b:0", "c:1", "a:1"]], blocks=None)
+    assert order_of_stages(three, ["a:1", "b:0", "c:0"]) == Order((1, 2, 0))
 
 
 @pytest.mark.parametrize("number", range(1, 6))
