@@ -66,9 +66,10 @@ class Run:
             ConfigurationError: the number of workers does not fit, or values of the method do not fit that.
         """
         mesh, options = self.mesh, self._options
-        if options.placement is None:
-            options._method = on_hosts(options._method, self._hosts)
-        registry.build(options._method.policy, mesh.num_stages, mesh.num_pipelines)
+        method = on_hosts(options._method, self._hosts if options.placement is None else options.placement.hosts)
+        registry.build(method.policy, mesh.num_stages, mesh.num_pipelines)
+        if options.placement is None:  # else which pipeline is which is not known yet
+            options._method = method
 
     @property
     def _hosts(self) -> list[str]:

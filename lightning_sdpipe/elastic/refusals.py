@@ -29,6 +29,7 @@ def check_options(options: SDPipeOptions) -> None:
         )
     in_groups = getattr(options._method, "takes", None) == CHANGING_GROUPS
     for given, name, instead in (
+        (getattr(policy, "seating", None) == "near", "seating='near'", "list who is near, as in [[0, 1], [2, 3]]"),
         (options.schedule == "pipedream", "schedule='pipedream'", "use a schedule with a flush, such as '1f1b'"),
         (bool(options.save_distributed_checkpoint), "save_distributed_checkpoint", "leave it out"),
         (plan.is_measured(options.partition), f"partition={options.partition!r}", "use 'parameters', or the numbers"),

@@ -54,6 +54,11 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def num_pipelines(self) -> int:
         return len(self.pipelines)
 
+    @property
+    def hosts(self) -> list[str]:
+        """Of the stages of each pipeline."""
+        return [",".join(device.rpartition(":")[0] for device in row) for row in self.pipelines]
+
     def __str__(self) -> str:
         hosts = Counter(device.rpartition(":")[0] for row in self.pipelines for device in row)
         devices = ", ".join(f"{count} on {host}" for host, count in sorted(hosts.items()))

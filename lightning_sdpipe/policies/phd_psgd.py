@@ -37,7 +37,7 @@ from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.meeting_graph import draw, similarities
-from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, checked_groups, refusal
 from lightning_sdpipe.policies.replay import Part, Planned, Replay, mean_of_groups
 from lightning_sdpipe.policies.versions import Versions
 
@@ -69,7 +69,12 @@ class PHDPSGD(PolicyConfig, frozen=True):
 
     def __post_init__(self) -> None:
         if self.groups != "auto":
-            msgspec.structs.force_setattr(self, "groups", _checked_groups(self.groups, self.sharded))
+            checked = checked_groups("groups", self.groups, '"auto", or a list')
+            sizes = sorted({len(group) for group in checked})
+            if self.sharded and len(sizes) > 1:
+                one = f"groups of one size instead of {sizes}, or sharded=False: then meetings are not sharded"
+                raise refusal("groups", self.groups, one)
+            msgspec.structs.force_setattr(self, "groups", checked)
             if self.group_size is not None:
                 raise ConfigurationError(
                     f"group_size={self.group_size} has no effect with groups that are listed; leave one of the two out"
@@ -346,27 +351,3 @@ class PHDPSGDPolicy(GroupPolicy):
                 self._held.add(group)
             self._wanted[group] = behind or {k for k in drawn if self._active(self._last, k)}
         return [decision for group in sorted(self._wanted) for decision in self._settle(group)]
-
-
-def _checked_groups(groups: object, sharded: bool) -> tuple[tuple[int, ...], ...]:
-    """``groups`` as tuples.
-
-    Raises:
-        ConfigurationError: it is no list of lists of pipelines, some are in two groups, or the sizes do not fit.
-    """
-    try:
-        checked = tuple(tuple(group) for group in groups)  # type: ignore[attr-defined]
-    except TypeError:
-        checked = ()
-    listed = [pipeline for group in checked for pipeline in group]
-    if not checked or not all(checked) or any(type(p) is not int or p < 0 for p in listed):
-        raise refusal("groups", groups, '"auto", or a list with the pipelines of each group, as in [[0, 1], [2, 3]]')
-    twice = sorted({pipeline for pipeline in listed if listed.count(pipeline) > 1})
-    if twice:
-        raise refusal("groups", groups, f"groups that do not overlap; {twice} are in more than one place")
-    sizes = sorted({len(group) for group in checked})
-    if sharded and len(sizes) > 1:
-        raise refusal(
-            "groups", groups, f"groups of one size instead of {sizes}, or sharded=False: then meetings are not sharded"
-        )
-    return checked

@@ -83,3 +83,23 @@ def check_integer(name: str, value: object, least: int, unit: str, *, optional: 
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise refusal(name, value, f"an integer from {least} ({unit})")
+
+
+def checked_groups(name: str, value: object, allowed: str) -> tuple[tuple[int, ...], ...]:
+    """``value`` as tuples of pipelines.
+
+    Raises:
+        ConfigurationError: it is no list of lists of pipelines, or some are in two places; ``allowed`` precedes what it
+            should be.
+    """
+    try:
+        checked = tuple(tuple(group) for group in value)  # type: ignore[attr-defined]
+    except TypeError:
+        checked = ()
+    listed = [pipeline for group in checked for pipeline in group]
+    if not checked or not all(checked) or any(type(p) is not int or p < 0 for p in listed):
+        raise refusal(name, value, f"{allowed} with the pipelines of each group, as in [[0, 1], [2, 3]]")
+    twice = sorted({pipeline for pipeline in listed if listed.count(pipeline) > 1})
+    if twice:
+        raise refusal(name, value, f"groups that do not overlap; {twice} are in more than one place")
+    return checked

@@ -31,15 +31,14 @@ T = 0 is local SGD: every group has one member, except that connectivity is stil
 
 In a group of k each member exchanges 2 (k − 1) messages, so with many pipelines a candidate that was not
 enforced is split into groups of at most ``max_group``. The members are seated by a tournament table that turns
-every round, since equal speeds would otherwise bring the same workers together for ever. If only the whole
-candidate connects the stage, it goes out whole.
+every round, since equal speeds would otherwise bring the same workers together for ever (``seating.py``). If only the
+whole candidate connects the stage, it goes out whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -48,7 +47,8 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
-from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_integer, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_integer, checked_groups, refusal
+from lightning_sdpipe.policies.seating import splits_of
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 from lightning_sdpipe.policies.versions import Versions
 from lightning_sdpipe.policies.window import AdaptiveWindow, Length
@@ -77,6 +77,10 @@ class SemiDecentralized(PolicyConfig, frozen=True):
     workers, as the artefact does, or with ``connectivity_unit="groups"`` groups, as the paper's text says. Larger
     groups than ``max_group`` are split; None is 4 beyond eight pipelines, else no limit.
 
+    ``seating`` says how: by ``"turns"``, or at every second turn such that pipelines stay with those that are near.
+    These are listed, as in ``[[0, 1], [2, 3]]``; with ``"near"`` they are those of a host. What does not connect the
+    stage is split by turns all the same.
+
     ``staleness`` is how many steps of any pipeline a model may lack, None for no bound. With several stages a stage
     keeps it while it has the token, and else as far as it can.
     """
@@ -87,6 +91,7 @@ class SemiDecentralized(PolicyConfig, frozen=True):
     max_group: int | None = None
     connectivity_unit: Unit = "rounds"
     staleness: int | None = None
+    seating: str | tuple[tuple[int, ...], ...] = "turns"
 
     def __post_init__(self) -> None:
         if self.window == "inf":  # how JSON and YAML users can write it
@@ -119,9 +124,33 @@ class SemiDecentralized(PolicyConfig, frozen=True):
                 f"max_group={self.max_group} contradicts window=inf, which makes one group of all workers; "
                 "leave max_group out or choose a finite window"
             )
+        if self.seating not in ("turns", "near"):
+            msgspec.structs.force_setattr(
+                self, "seating", checked_groups("seating", self.seating, '"turns", "near", or a list')
+            )
+        if self.seating != "turns" and self.window == math.inf:
+            raise ConfigurationError(
+                f"seating={self.seating!r} has no effect with window=inf, which makes one group of all workers; leave "
+                "it out or choose a finite window"
+            )
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> SemiDecentralizedPolicy:
+        if self.seating == "near":
+            raise ConfigurationError(
+                "seating='near' asks which pipelines share a host, and that is not known here; list them, as in "
+                "seating=[[0, 1], [2, 3]]"
+            )
+        if self.seating != "turns" and self.largest(num_pipelines) is None:
+            raise ConfigurationError(
+                f"seating={self.seating!r} has no effect: groups of {num_pipelines} pipelines are not split unless "
+                "max_group is given; give it, or leave seating out"
+            )
         return SemiDecentralizedPolicy(self, num_stages, num_pipelines)
+
+    def largest(self, num_pipelines: int) -> int | None:
+        """The members of a group that is not split; None if none is."""
+        chosen = num_pipelines > PIPELINES_IN_ONE_GROUP and self.window != math.inf
+        return SPLIT_SIZE if self.max_group is None and chosen else self.max_group
 
     @property
     def looks_back(self) -> tuple[int, Unit]:
@@ -155,9 +184,8 @@ class SemiDecentralizedPolicy(GroupPolicy):
         super().__init__(num_stages, num_pipelines)
         self.token_holder: int | None = None
         self._min_group = config.min_group
-        self._max_group = config.max_group
-        if config.max_group is None and num_pipelines > PIPELINES_IN_ONE_GROUP and config.window != math.inf:
-            self._max_group = SPLIT_SIZE
+        self._max_group = config.largest(num_pipelines)
+        self._near = config.seating if isinstance(config.seating, tuple) else None
         self._stages = [_Stage(config, num_pipelines) for _ in range(num_stages)]
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
@@ -270,10 +298,11 @@ class SemiDecentralizedPolicy(GroupPolicy):
         parts = [waiting]
         splits = not stage.enforcing and reason is not Reason.STALENESS_EXCEEDED
         if splits and self._max_group is not None and len(waiting) > self._max_group:
-            split = split_up(waiting, self._max_group, stage.releases)
-            connects = reason is Reason.TOKEN_BUSY or self._split_connects(stage, split)
-            if connects and all(self._in_time(stage, part) for part in split):
-                parts = split
+            for split in splits_of(waiting, self._max_group, stage.releases, self._near):
+                connects = reason is Reason.TOKEN_BUSY or self._split_connects(stage, split)
+                if connects and all(self._in_time(stage, part) for part in split):
+                    parts = split
+                    break
         groups: list[Decision] = [self.participants.group(number, part, reason) for part in parts]
         if stage.graph is not None:
             stage.graph.record(groups)
@@ -348,21 +377,3 @@ class SemiDecentralizedPolicy(GroupPolicy):
                 if a != b:
                     joined[b] = a
         return stage.graph.components - len(joined) == 1
-
-
-def split_up(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
-    """Cut ``workers`` into as few groups of at most ``size`` as possible, about equal, differently every ``turn``.
-
-    For pairs this is the circle method of tournaments: one worker stays, the others move round a table, and
-    those who sit opposite each other meet, so that in turns of the same workers everybody meets everybody.
-    """
-    table: list[int] = sorted(workers)
-    if len(table) > 2:
-        shift = turn % (len(table) - 1)
-        table = [table[0], *table[1 + shift :], *table[1 : 1 + shift]]
-    half = (len(table) + 1) // 2
-    front, back = table[:half], table[half:][::-1]
-    seated = [worker for pair in zip(front, back, strict=False) for worker in pair] + front[len(back) :]
-    count = math.ceil(len(seated) / size)
-    ends = [math.ceil(len(seated) * number / count) for number in range(count + 1)]
-    return [seated[start:end] for start, end in pairwise(ends)]

@@ -236,12 +236,14 @@ def refuse_in_step(sync: object, method: SyncMethod) -> None:
 
 def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
     """``method`` for pipelines that run on these ``hosts``, by number: PHD-PSGD's groups are those of a host where it
-    was not told any.
+    was not told any, and who is near is who shares a host.
 
     Raises:
         ConfigurationError: hosts have different numbers of pipelines, and meetings are sharded.
     """
     policy = method.policy
+    if isinstance(policy, SemiDecentralized) and policy.seating == "near":
+        return ByPolicy(msgspec.structs.replace(policy, seating=hosts_as_groups(hosts)))
     if not isinstance(policy, PHDPSGD) or policy.groups != "auto" or policy.group_size is not None:
         return method
     groups = hosts_as_groups(hosts)

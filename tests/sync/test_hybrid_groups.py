@@ -263,6 +263,11 @@ def test_the_pipelines_of_a_host_are_a_group() -> None:
     )
 
 
+def test_who_is_near_is_who_shares_a_host() -> None:
+    near = on_hosts(method_of(SemiDecentralized(seating="near", max_group=2)), ["a", "b", "a", "b"]).policy
+    assert near == SemiDecentralized(seating=((0, 2), (1, 3)), max_group=2)
+
+
 def test_groups_that_do_not_fit_are_refused_before_any_process_starts() -> None:
     def start(sync: PHDPSGD, **options: Any) -> None:
         L.Trainer(accelerator="cpu", devices=4, strategy=SDPipeStrategy(2, sync=sync, **options), logger=False)
