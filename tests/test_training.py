@@ -39,8 +39,8 @@ class TwoAhead:
         arguments[-1]()
         return torch.tensor(1.0, requires_grad=True)
 
-    def drain(self, exchange: Any, ready: Callable[[], None]) -> Tensor:
-        ready()
+    def drain(self, exchange: Any, announce: Callable[[], None]) -> Tensor:
+        announce()
         self.in_flight -= 1
         return torch.tensor(0.0, requires_grad=True)
 

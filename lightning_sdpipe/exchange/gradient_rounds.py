@@ -47,8 +47,8 @@ class _Bucket:
 class GradientRounds:
     """Gradients of ``parameters``, numbered by their place, averaged over ``replicas``.
 
-    A round is: any number of :meth:`ready`, one :meth:`complete`, one :meth:`wait`. All replicas run the same rounds,
-    which leave the gradients of the model alone.
+    A round is: any number of :meth:`gradient_ready`, one :meth:`complete`, one :meth:`wait`. All replicas run the same
+    rounds, which leave the gradients of the model alone.
 
     Args:
         parameters: equal in shape and order on all members; when the sequence has changed, :meth:`arrange` anew.
@@ -82,7 +82,7 @@ class GradientRounds:
         self._totals: list[Tensor] = []  # of each bucket; finite if all its gradients are
         self._flags: tuple[Tensor, dist.Work] | None = None
 
-    def ready(self, number: int, gradient: Tensor) -> None:
+    def gradient_ready(self, number: int, gradient: Tensor) -> None:
         """The gradient of parameter ``number`` is complete. Starts averaging its bucket if it was the last one.
 
         Raises:
@@ -106,7 +106,7 @@ class GradientRounds:
             self._launch()
 
     def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
-        """The backward is over: ``gradients`` are all there are, by number; :meth:`ready` may have had some before.
+        """The backward is over: ``gradients`` are all there are, by number; :meth:`gradient_ready` may have had some.
 
         Args:
             gradients: None for parameters that got none.
@@ -115,7 +115,7 @@ class GradientRounds:
         """
         for number, gradient in enumerate(gradients):
             if gradient is not None and number not in self._used:
-                self.ready(number, gradient)
+                self.gradient_ready(number, gradient)
         for bucket in self._buckets:
             for number in bucket.numbers:
                 if number not in bucket.filled:

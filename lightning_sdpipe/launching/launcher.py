@@ -142,13 +142,13 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         for reading in pipes:
             poll.register(reading, select.POLLIN | select.POLLHUP)
         while waiting:
-            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            if not ready:
+            answered = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not answered:
                 raise WorkerFailedError(
                     f"The processes with LOCAL_RANK {sorted(waiting.values())} did not come to their Trainer within "
                     f"{self._timeout:g} s."
                 )
-            for reading, _ in ready:
+            for reading, _ in answered:
                 local_rank = waiting.pop(reading)
                 poll.unregister(reading)
                 if not os.read(reading, 1):

@@ -88,12 +88,12 @@ class FlushPipeline:
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
-        ready: Callable[[], None] = lambda: None,
+        announce: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Runs forward and backward of a mini-batch. What is sent last may still be under way afterwards.
 
-        ``ready`` is called before the last backward, or if this worker shares parameters with other stages, when their
-        gradients have come. See :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
+        ``announce`` is called before the last backward, or if this worker shares parameters with other stages, when
+        their gradients have come. See :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
         """
         self.settle()
         if step.portion is None:
@@ -110,7 +110,7 @@ class FlushPipeline:
         before_backward = _first_and_last(
             backwards,
             lambda: self._delays.before_backward(iteration),
-            lambda: self._before_last_backward(None if waits_for_owners else ready),
+            lambda: self._before_last_backward(None if waits_for_owners else announce),
         )
         last_backward = self._reporting(exchange if not accumulated else None)
         for runner, stage in zip(self._runners, self._stages, strict=True):
@@ -121,14 +121,14 @@ class FlushPipeline:
         self._runners[0].cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
         self._shared.sum_gradients()
         if waits_for_owners:
-            ready()
+            announce()
         log.replay(self._runners[0].module.log)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
         loss = self._loss.take() / (1.0 if step.portion is None else step.portion.share)
         return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale, exchange, accumulated)
 
-    def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
+    def drain(self, exchange: GradientExchange | None = None, announce: Callable[[], None] = lambda: None) -> Tensor:
         """Never called, since the pipeline is never ``draining``."""
         raise RuntimeError("a pipeline with a flush has no backwards left to run")
 
@@ -145,12 +145,12 @@ class FlushPipeline:
             runner.link.settle()
         self._loss.settle()
 
-    def _before_last_backward(self, ready: Callable[[], None] | None) -> None:
+    def _before_last_backward(self, announce: Callable[[], None] | None) -> None:
         self._loss.exchange()
-        if ready is not None:
+        if announce is not None:
             for runner in self._runners:
                 runner.link.make_room()
-            ready()
+            announce()
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
         """Around a stage's last backward, which completes the gradients of all that no other stage adds to."""

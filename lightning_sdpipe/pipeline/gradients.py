@@ -34,7 +34,7 @@ def reported_to(
 
     def report(number: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        exchange.ready(number, parameter.grad)
+        exchange.gradient_ready(number, parameter.grad)
 
     hooks = [
         parameters[n].register_post_accumulate_grad_hook(partial(report, n))  # type: ignore[no-untyped-call]

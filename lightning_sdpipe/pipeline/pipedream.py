@@ -139,12 +139,13 @@ class PipeDreamPipeline:
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
-        ready: Callable[[], None] = lambda: None,
+        announce: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Runs the forward of a mini-batch and the backward that is due, which is that of another one.
 
-        While the pipeline fills, none is due: ``exchange`` is not used, ``ready`` not called, and ``backward`` of what
-        is returned puts no gradients in place. On all stages but the last, which will know it later, the loss is nan.
+        While the pipeline fills, none is due: ``exchange`` is not used, ``announce`` not called, and ``backward`` of
+        what is returned puts no gradients in place. On all stages but the last, which will know it later, the loss is
+        nan.
         See :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
 
         Raises:
@@ -158,10 +159,10 @@ class PipeDreamPipeline:
         due = [lane for lane in self._lanes if step.closes and lane.due(self._turn)]
         self._turn += 1
         if len(self._in_flight) > self._depth:
-            self._backward(bool(due), exchange, ready)
-        return self._update(loss, due, exchange, ready) if due else loss_with_gradients(loss, [], [])
+            self._backward(bool(due), exchange, announce)
+        return self._update(loss, due, exchange, announce) if due else loss_with_gradients(loss, [], [])
 
-    def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
+    def drain(self, exchange: GradientExchange | None = None, announce: Callable[[], None] = lambda: None) -> Tensor:
         """Runs the backwards that the oldest update needs; returns a zero whose ``backward`` puts its gradients in
         place."""
         self._after_update()
@@ -169,10 +170,10 @@ class PipeDreamPipeline:
         oldest = self._own.waiting[0] if self._own.waiting else None
         left = sum(mini_batch.window is oldest for mini_batch in self._in_flight)
         for number in range(left):
-            self._backward(number == left - 1, exchange, ready)
+            self._backward(number == left - 1, exchange, announce)
         if not left and not self._waits_for_owners:
-            ready()
-        return self._update(torch.zeros((), device=self._runner.link.device), due, exchange, ready)
+            announce()
+        return self._update(torch.zeros((), device=self._runner.link.device), due, exchange, announce)
 
     def finish(self) -> None:
         """After the last :meth:`drain`: runs the backwards of mini-batches whose update has not come yet."""
@@ -288,10 +289,10 @@ class PipeDreamPipeline:
         self,
         before_update: bool = False,
         exchange: GradientExchange | None = None,
-        ready: Callable[[], None] = lambda: None,
+        announce: Callable[[], None] = lambda: None,
     ) -> None:
-        """The oldest one. Right before an update, ``ready`` is told before it, unless that waits for other owners; and
-        ``exchange`` within of each gradient, if the update has no others."""
+        """The oldest one. Right before an update, ``announce`` is called before it, unless that waits for other owners;
+        and ``exchange`` is told within of each gradient, if the update has no others."""
         runner, oldest = self._runner, self._in_flight.popleft()
         outputs, gradients, scale = oldest.outputs, None, oldest.loss_scale
         self.notes.pay()
@@ -302,14 +303,14 @@ class PipeDreamPipeline:
         self._delays.before_backward(oldest.iteration)
         runner.link.make_room()
         if before_update and not self._waits_for_owners:
-            ready()
+            announce()
         leaves = [*oldest.inputs, *oldest.weights]
         hooks = []
         alone = oldest.closes and not oldest.window.gradients and scale == 1.0
         if exchange is not None and before_update and alone and self._own.waiting[0] is oldest.window:
             late = self._late
             hooks = [
-                leaf.register_hook(partial(exchange.ready, number))  # type: ignore[no-untyped-call]
+                leaf.register_hook(partial(exchange.gradient_ready, number))  # type: ignore[no-untyped-call]
                 for number, (leaf, p) in enumerate(zip(oldest.weights, self._parameters, strict=True))
                 if id(p) not in late
             ]
@@ -333,7 +334,7 @@ class PipeDreamPipeline:
             total.add(window)
 
     def _update(
-        self, loss: Tensor, due: Sequence[Lane], exchange: GradientExchange | None, ready: Callable[[], None]
+        self, loss: Tensor, due: Sequence[Lane], exchange: GradientExchange | None, announce: Callable[[], None]
     ) -> Tensor:
         found: dict[nn.Parameter, Tensor] = {}
         self.applied, self._norms_known, self.late_only = [], False, self._own not in due
@@ -351,7 +352,7 @@ class PipeDreamPipeline:
                     total.begin_clipping()
                     self._clipped.append(total)
         if self._waits_for_owners:
-            ready()
+            announce()
         gradients = [found.get(p) for p in self._parameters]
         return loss_with_gradients(loss, self._parameters, gradients, exchange=exchange)
 

@@ -40,7 +40,7 @@ class Pipeline(Protocol):
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
-        ready: Callable[[], None] = lambda: None,
+        announce: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Trains on a mini-batch, as far as its order goes.
 
@@ -50,13 +50,13 @@ class Pipeline(Protocol):
             iteration: counts mini-batches.
             exchange: what an update that follows replaces gradients by.
             accumulated: earlier mini-batches have left gradients for the same update.
-            ready: called once, when this worker needs nothing more from others to finish the update that follows.
+            announce: called once, when this worker needs nothing more from others to finish the update that follows.
 
         Returns:
             The loss, a scalar whose ``backward`` puts the gradients in place.
         """
 
-    def drain(self, exchange: GradientExchange | None = None, ready: Callable[[], None] = lambda: None) -> Tensor:
+    def drain(self, exchange: GradientExchange | None = None, announce: Callable[[], None] = lambda: None) -> Tensor:
         """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
 
     def finish(self) -> None:

@@ -28,9 +28,9 @@ class GradientAveraging(Synchronizer):
         self._update = 0
         self.gradients = self
 
-    def ready(self, number: int, gradient: Tensor) -> None:
+    def gradient_ready(self, number: int, gradient: Tensor) -> None:
         """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two."""
-        self._buckets.ready(number, gradient)
+        self._buckets.gradient_ready(number, gradient)
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
         self._buckets.complete(gradients)

@@ -72,10 +72,10 @@ class HybridGroups(Synchronizer):
 
     # ------------------------------------------------------------- gradients
 
-    def ready(self, number: int, gradient: Tensor) -> None:
+    def gradient_ready(self, number: int, gradient: Tensor) -> None:
         """See :class:`~lightning_sdpipe.exchange.gradients.GradientExchange`, as for the next two."""
         assert self._rounds is not None
-        self._rounds.ready(number, gradient)
+        self._rounds.gradient_ready(number, gradient)
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
         assert self._rounds is not None

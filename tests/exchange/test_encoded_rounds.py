@@ -61,7 +61,7 @@ def test_rounds_average_over_those_that_train_and_drop_what_nobody_used(
             if turn == 0:
                 for number, grad in enumerate(mine):
                     if grad is not None:
-                        rounds.ready(number, grad)
+                        rounds.gradient_ready(number, grad)
             rounds.complete(mine if trains else [None] * 4, trains)
             outcomes.append(rounds.wait())
         return outcomes

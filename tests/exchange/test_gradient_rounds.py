@@ -34,14 +34,14 @@ def rounds(rank: int) -> list[Any]:
     means, outcomes = buckets(), []
     everything: list[Tensor | None] = [gradient(rank, n, 0) for n in range(5)]
     for n in range(5):
-        means.ready(n, everything[n])  # type: ignore[arg-type]
+        means.gradient_ready(n, everything[n])  # type: ignore[arg-type]
     means.complete(everything)
     outcomes.append(means.wait())
 
     # nobody has a gradient for 1, and rank 1 none for 3
     some = [None if n == 1 or (n == 3 and rank == 1) else gradient(rank, n, 1) for n in range(5)]
     if some[4] is not None and rank == 0:
-        means.ready(4, some[4])
+        means.gradient_ready(4, some[4])
     means.complete(some)
     outcomes.append(means.wait())
 
@@ -72,7 +72,7 @@ def start_early(rank: int) -> list[int]:
     means, under_way = buckets(), []
     gradients: list[Tensor | None] = [gradient(rank, n, 0) for n in range(5)]
     for n in (2, 0, 1, 3, 4):
-        means.ready(n, gradients[n])  # type: ignore[arg-type]
+        means.gradient_ready(n, gradients[n])  # type: ignore[arg-type]
         under_way.append(sum(bucket.work is not None for bucket in means._buckets))
     means.complete(gradients)
     kept = means.wait().gradients[0]
@@ -93,8 +93,8 @@ def refusals(rank: int) -> list[str]:
     messages = []
     means = buckets()
     for wrong in (
-        lambda: means.ready(0, torch.zeros(3).to_sparse()),
-        lambda: [means.ready(n, torch.zeros(SHAPES[n])) for n in (0, 1, 0)],
+        lambda: means.gradient_ready(0, torch.zeros(3).to_sparse()),
+        lambda: [means.gradient_ready(n, torch.zeros(SHAPES[n])) for n in (0, 1, 0)],
     ):
         with pytest.raises(ConfigurationError) as caught:
             wrong()  # type: ignore[no-untyped-call]

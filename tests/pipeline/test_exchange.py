@@ -30,7 +30,7 @@ class Recorder:
         self.early: dict[int, Tensor] = {}
         self.events: list[str] = []
 
-    def ready(self, number: int, gradient: Tensor) -> None:
+    def gradient_ready(self, number: int, gradient: Tensor) -> None:
         assert number not in self.early
         self.early[number] = gradient.clone()
         self.events.append("ready")

@@ -56,7 +56,7 @@ def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float,
         gradients.append(time.monotonic())
 
     module.layers[2 * stage].bias.register_hook(late)
-    loss = parts.pipeline.train(torch.ones(8, 4), TRAIN, 0, ready=lambda: ready.append(time.monotonic()))
+    loss = parts.pipeline.train(torch.ones(8, 4), TRAIN, 0, announce=lambda: ready.append(time.monotonic()))
     if stage == 1:
         returned.touch()
     loss.backward()
