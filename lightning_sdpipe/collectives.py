@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -42,7 +43,8 @@ class Collectives(SDPipeOptions):
         return Run(self, end) if self._job is None else ElasticRun(self, self._job, end)
 
     def _give_up(self) -> None:  # a method, since a lambda cannot be pickled for "spawn" and "forkserver"
-        give_up(self._launcher)
+        told_to_end = self.lightning_module is not None and self._trainer.received_sigterm
+        give_up(self._launcher, 128 + signal.SIGTERM if told_to_end else 1)
 
     @property
     def module(self) -> LightningModule:

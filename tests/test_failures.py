@@ -173,9 +173,10 @@ def test_a_signal_to_the_first_process_or_to_all_ends_all(tmp_path: Path, number
 
 
 @pytest.mark.distributed
-def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too() -> None:
-    """Also when they end first, while it waits for them."""
-    process, marker = start("tests.scripts.endings", "popen", "term:0", "2")
+@pytest.mark.parametrize("fault", ["term:0", "linger:0"])
+def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(fault: str) -> None:
+    """Also when they end first, while it waits for them, and take longer than it waits."""
+    process, marker = start("tests.scripts.endings", "popen", fault, "2")
     printed, _ = process.communicate(timeout=55)
     assert process.returncode == 143, printed
     assert "Traceback" not in printed

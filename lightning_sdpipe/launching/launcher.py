@@ -47,12 +47,13 @@ def end_after_failure(launcher: _Launcher | None) -> None:
         job.at_end(launcher.end_children, _GRACE)
 
 
-def give_up(launcher: _Launcher | None) -> None:
-    """Ends a wait for a tensor that will never come: with its sender if this process has to run on."""
+def give_up(launcher: _Launcher | None, code: int) -> None:
+    """Ends a wait for a tensor that will never come: with its sender if this process has to run on, else with this exit
+    code."""
     if hydra_job.in_sweep() and isinstance(launcher, CheckingLauncher) and launcher.procs:
         launcher.end_children(0)
     else:
-        os._exit(1)
+        os._exit(code)
 
 
 class CheckingLauncher(_SubprocessScriptLauncher):

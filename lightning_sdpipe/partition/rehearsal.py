@@ -21,7 +21,7 @@ from lightning_sdpipe.random_streams import RandomStreams
 _CONTAINERS = (list, dict, set, deque)
 
 
-_AT_MOST = 8  # runs of a step, while blocks are skipped in some of them
+_AT_MOST = 8  # runs of a step, while blocks are skipped in some of them or in all
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def rehearse(module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls]
                         labels.run(partial(getattr(module, step.name), batch, *arguments), batch)
                     orders = {tuple(trace.order) for trace in labels.traces}
                     # one run more where a step leaves tensors: only those after the first see when that happens
-                    if run + 1 >= len(step.calls) + labels.keeps and len(orders) == 1:
+                    settled = len(orders) == 1 and len(set().union(*orders)) == len(chain)
+                    if run + 1 >= len(step.calls) + labels.keeps and settled:
                         break
             finally:
                 labels.restore()

@@ -46,7 +46,8 @@ class Rehearsed:
 
     @cached_property
     def order(self) -> list[int]:
-        """The blocks in the order in which they run, and as they are listed where that leaves a choice.
+        """The blocks in the order in which they run, and as they are listed where that leaves a choice. One that no
+        step has run, by chance perhaps, is beside the one that is listed beside it in the same ModuleList.
 
         Raises:
             ConfigurationError: they run in different orders.
@@ -54,17 +55,29 @@ class Rehearsed:
         import networkx as nx  # slow to import
 
         follows = nx.DiGraph()
-        follows.add_nodes_from(range(len(self.chain)))
         for trace in (trace for traces in self.traces.values() for trace in traces):
+            follows.add_nodes_from(trace.order)
             follows.add_edges_from(pairwise(dict.fromkeys(trace.order)))
         try:
-            return list(nx.lexicographical_topological_sort(follows))
+            order = list(nx.lexicographical_topological_sort(follows))
         except nx.NetworkXUnfeasible as error:
             circle = [self.chain[before] for before, _ in nx.find_cycle(follows)]
             raise ConfigurationError(
                 f"The blocks {circle} do not run in the same order in every step, and a pipeline needs one order. Name "
                 "larger blocks with SDPipeStrategy(blocks=[...])."
             ) from error
+        for block in range(len(self.chain)):
+            if block not in follows:
+                order.insert(self._place(block, order), block)
+        return order
+
+    def _place(self, block: int, order: Sequence[int]) -> int:
+        siblings = [other for other in order if _list_of(self.chain[other]) == _list_of(self.chain[block])]
+        earlier = [other for other in siblings if other < block]
+        if siblings and not earlier:
+            return order.index(min(siblings))
+        before = max(earlier, default=block - 1)
+        return 0 if before < 0 else order.index(before) + 1
 
     def crossing(self, step: str, cut: int) -> Crossing:
         """What crosses the cut before block ``cut``, wherever else the chain is cut."""
@@ -137,3 +150,9 @@ class Rehearsed:
             "attribute of its own; or keep both places on one stage with partition=[...], or name one larger block "
             "that holds them with blocks=[...]."
         )
+
+
+def _list_of(path: str) -> str:
+    """The ModuleList or Sequential that holds a module; for one that is in none, itself."""
+    parent, _, name = path.rpartition(".")
+    return parent if name.isdecimal() else path

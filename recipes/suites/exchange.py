@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes.suites import busy_link, codecs, slow_links
+from recipes.suites import busy_link, codecs, slow_links, slow_trainings
 from recipes.suites.parts import Parts, run_parts
 from recipes.suites.ratios import Ratios, Row
 
@@ -13,6 +13,7 @@ LOWER_IS_BETTER = frozenset({"codec"})
 PARTS: Parts = {
     "codecs": codecs.measure,
     "slow_links": slow_links.measure,
+    "slow_trainings": slow_trainings.measure,
     "busy_link": busy_link.measure,
 }
 

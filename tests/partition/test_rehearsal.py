@@ -90,3 +90,49 @@ def test_other_processes_are_not_called() -> None:
             rehearse(Talkative(), ["layers.0"], [StepCalls("training_step", calls, True)], torch.device("cpu"))
     finally:
         dist.destroy_process_group()
+
+
+class Dropping(nn.Module):
+    """Layers are left out in calls of these numbers; the norm is listed behind them and runs before."""
+
+    def __init__(self, dropped: dict[int, set[int]]) -> None:
+        super().__init__()
+        self.dropped, self.calls = dropped, 0
+        self.embed = nn.Linear(2, 2)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.norm = nn.LayerNorm(2)
+        self.other = nn.Linear(2, 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.norm(self.embed(batch))
+        for number, layer in enumerate(self.layers):
+            if self.calls not in self.dropped.get(number, set()):
+                x = layer(x)
+        self.calls += 1
+        return x.sum()
+
+
+CHAIN = ["embed", "layers.0", "layers.1", "layers.2", "norm"]
+CALLS = [(torch.ones(2, 2), (0,))] * 2
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_block_that_was_skipped_by_chance_is_waited_for(number: int) -> None:
+    module = Dropping({number: {0, 1, 2, 3, 4}})
+    found = rehearse(module, CHAIN, [StepCalls("training_step", CALLS, True)], torch.device("cpu"))
+    assert [CHAIN[block] for block in found.order] == ["embed", "norm", "layers.0", "layers.1", "layers.2"]
+    assert 1 + number in found.traces["training_step"][5].order
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_block_that_never_runs_stays_in_its_list(number: int) -> None:
+    module = Dropping({number: set(range(100))})
+    found = rehearse(module, CHAIN, [StepCalls("training_step", CALLS, True)], torch.device("cpu"))
+    assert [CHAIN[block] for block in found.order] == ["embed", "norm", "layers.0", "layers.1", "layers.2"]
+    assert len(found.traces["training_step"]) == 8
+
+
+def test_who_is_in_no_list_stays_behind_whom_it_is_listed_behind() -> None:
+    module = Dropping({})
+    found = rehearse(module, ["other", *CHAIN], [StepCalls("training_step", CALLS, True)], torch.device("cpu"))
+    assert found.order == [0, 1, 5, 2, 3, 4]

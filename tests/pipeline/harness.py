@@ -98,8 +98,7 @@ def pipeline(
     model.eval()
     with torch.no_grad():
         evaluated = [runner.evaluate(batches[0], VALIDATE) for runner in runners][-1]
-    for runner in runners:
-        runner.link.settle()
+    runtime.settle()
     return outcomes, evaluated
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.assembly import Assembled, Options, assemble
@@ -114,9 +115,8 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
         parts.pipeline.drain(None, last.announced)
         assert last.events == ["announced"]
     if isinstance(parts.pipeline, PipeDreamPipeline):
-        parts.pipeline.finish()  # else this process could end before others have what it sent
-    for runner in parts.runners:
-        runner.link.settle()
+        parts.pipeline.finish()
+    dist.barrier()  # else this process could end before others have what it sent
     return recorder.events, told_in_training_step
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.assembly import Options, assemble
@@ -60,6 +61,7 @@ def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float,
     if stage == 1:
         returned.touch()
     loss.backward()
+    dist.barrier()  # what was sent last may still be under way
     (when,) = ready
     return when, gradients[-1]
 

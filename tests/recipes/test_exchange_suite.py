@@ -22,6 +22,25 @@ def test_links_that_the_kernel_slows_down(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.distributed
+def test_trainings_on_links_that_the_kernel_slows_down(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("parameters=128", "compute_seconds=0.01", "steps=2", "warm_up=1", "repeats=1")
+    arguments = [f"suite.slow_trainings.{value}" for value in (*small, "compared=[ddp_fp16,all_reduce/one_bit]")]
+    rows, ratios = exchange.run(**parameters_of("exchange", "suite.only=[slow_trainings]", *arguments))
+    if not rows:
+        pytest.skip(capsys.readouterr().err.strip())
+    theirs, ours = sorted(rows, key=lambda row: str(row["what"]), reverse=True)
+    assert theirs["bytes_per_step"] == 0 < ours["bytes_per_step"]
+    assert set(ratios) == {"best/ddp_fp16"}
+    assert ratios["best/ddp_fp16"]["value"] == ours["samples_per_s"] / theirs["samples_per_s"]
+
+
+@pytest.mark.parametrize("value", ["compared=[ddp]", "steps=0", "warm_up=0"])
+def test_trainings_that_there_are_not_are_refused(value: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"suite\.slow_trainings"):
+        exchange.run(**parameters_of("exchange", "suite.only=[slow_trainings]", f"suite.slow_trainings.{value}"))
+
+
+@pytest.mark.distributed
 def test_pipelines_on_busy_links() -> None:
     small = {
         "num_stages": 1,

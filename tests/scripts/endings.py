@@ -1,12 +1,13 @@
 """A training that never ends by itself, for tests that end it; prints the process of each rank when training runs.
 
 Arguments: how to start (popen or fork), what happens to a rank after some batches (``none``, ``raise:RANK``,
-``kill:RANK``, or ``term:RANK``: SIGTERM, which the others get while they are a batch behind), and the number of
-processes.
+``kill:RANK``, ``term:RANK``: SIGTERM, which the others get while they are a batch behind, or ``linger:RANK``: the same,
+and these take long to end), and the number of processes.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -37,14 +38,16 @@ class Model(L.LightningModule):
         return self.net(batch[0]).square().mean()  # type: ignore[no-any-return]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 6 and self.fault == "term" and self.global_rank == self.at:
+        if batch_idx == 6 and self.fault in ("term", "linger") and self.global_rank == self.at:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 5:
             print(f"rank {self.global_rank} is process {os.getpid()}", flush=True)
-            if self.fault == "term" and self.global_rank != self.at:
+            if self.fault in ("term", "linger") and self.global_rank != self.at:
                 time.sleep(2)
+                if self.fault == "linger":
+                    atexit.register(time.sleep, 4)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
