@@ -137,12 +137,14 @@ class RealCase(Case):
             :class:`~lightning_sdpipe.heterogeneity.Slowed`.
         variance_correction: of Adam, in the methods that average models.
         data: ``"sharded"``, or ``"auto"`` for batches that are dealt where the method allows it.
+        exchange: what Hydra builds it from; None for full precision without overlap.
     """
 
     workload: Named
     pace: float
     variance_correction: bool = False
     data: Literal["sharded", "auto"] = "sharded"
+    exchange: Mapping[str, Any] | None = None
 
     @property
     def slowness(self) -> Heterogeneity:

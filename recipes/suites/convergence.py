@@ -21,13 +21,13 @@ from recipes.suites.cases import RealCase, named, refuse_unknown
 from recipes.suites.figures import convergence_figures, require_matplotlib
 from recipes.suites.journal import Journal
 from recipes.suites.processes import run_processes
-from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.suites.ratios import Ratio, Ratios, Row, ratio, rotated
 from recipes.suites.snapshots import Snapshots, evaluate
 
-LOWER_IS_BETTER = frozenset({"samples"})
+LOWER_IS_BETTER = frozenset({"samples", "convergence"})
 
 OURS, BASELINE = "sdpipe", "all_reduce"
-WITHOUT_FLUSH = "sdpipe_without_flush"
+WITHOUT_FLUSH, EIGHT_BIT = "sdpipe_without_flush", "sdpipe_eight_bit"
 SAMPLES_GOAL = 1.05
 TIME_GOAL = 1.4
 FINAL_GOAL = -1.0
@@ -46,6 +46,7 @@ def run(
     only: Sequence[str],
     compared: Sequence[str],
     schedules: Mapping[str, str],
+    exchanges: Mapping[str, Mapping[str, Any]],
     conditions: Sequence[str],
     repeats: int,
     points: int,
@@ -65,6 +66,7 @@ def run(
         only: names of experiments.
         compared: names of methods.
         schedules: of those that do not have the experiment's.
+        exchanges: specifications for Hydra, of those that do not send everything in full.
         conditions: names of heterogeneity.
         repeats: runs of each, with seeds that count up.
         points: of each learning curve.
@@ -103,7 +105,8 @@ def run(
                     )
                     if factor is None:
                         factor = calibrated_scale(case, methods["all_reduce"], heterogeneity["none"], journal)
-                    case = replace(case, schedule=schedules.get(method, case.schedule))
+                    schedule, exchange = schedules.get(method, case.schedule), exchanges.get(method)
+                    case = replace(case, schedule=schedule, exchange=exchange)
                     rows.append(_measured(replace(case, scale=factor), repeat, experiment, points, journal))
     if output is not None:
         convergence_figures(rows, Path(output))
@@ -161,6 +164,7 @@ def _command(case: RealCase, experiment: Mapping[str, Any], points: int) -> str:
         "points": points,
         f"experiments.{case.workload.name}": experiment,
         **cases.specifications(case),
+        **({f"exchanges.{case.method.name}": case.exchange} if case.exchange else {}),
     }
     return cases.suite_command("convergence", case.seed, settings)
 
@@ -190,29 +194,37 @@ def ratios(rows: Sequence[Row]) -> Ratios:
         own = [row for row in rows if (row["workload"], row["heterogeneity"]) == (workload, condition)]
         for ours, key in ((OURS, ""), (WITHOUT_FLUSH, "/without_flush")):
             found |= _compared(own, ours, workload, condition, key)
+        if pairs := _pairs(own, EIGHT_BIT, OURS):
+            found[f"convergence/{workload}/{condition}"] = _samples(pairs, EIGHT_BIT, OURS)
     return found
+
+
+def _pairs(own: Sequence[Row], method: str, base: str) -> list[tuple[Row, Row]]:
+    """Runs of two methods with the same seed, in which the second reaches the target."""
+    of_base = {row["repeat"]: row for row in own if row["what"] == base and row["samples_to_target"] is not None}
+    return [(row, of_base[row["repeat"]]) for row in own if row["what"] == method and row["repeat"] in of_base]
+
+
+def _samples(pairs: Sequence[tuple[Row, Row]], method: str, base: str) -> Ratio:
+    values = [_or_never(one["samples_to_target"]) / other["samples_to_target"] for one, other in pairs]
+    return ratio(values, SAMPLES_GOAL, f"samples {_target(pairs)}: {method} over {base}")
+
+
+def _target(pairs: Sequence[tuple[Row, Row]]) -> str:
+    row = pairs[0][0]
+    return f"to {row['target']}, {row['workload']} under {row['heterogeneity']}, {len(pairs)} seeds"
 
 
 def _compared(own: Sequence[Row], method: str, workload: str, condition: str, key: str) -> Ratios:
     """``method`` against all-reduce; ``key`` is what the names of the ratios end with."""
     found: Ratios = {}
-    by_method = {name: {row["repeat"]: row for row in own if row["what"] == name} for name in (method, BASELINE)}
-    pairs = [
-        (ours, by_method[BASELINE][repeat])
-        for repeat, ours in by_method[method].items()
-        if repeat in by_method[BASELINE] and by_method[BASELINE][repeat]["samples_to_target"] is not None
-    ]
-    if pairs:
-        target = f"to {pairs[0][0]['target']}, {workload} under {condition}, {len(pairs)} seeds"
-        samples = [_or_never(ours["samples_to_target"]) / base["samples_to_target"] for ours, base in pairs]
+    if pairs := _pairs(own, method, BASELINE):
+        found[f"samples/{workload}/{condition}{key}"] = _samples(pairs, method, BASELINE)
         seconds = [base["seconds_to_target"] / _or_never(ours["seconds_to_target"]) for ours, base in pairs]
-        found[f"samples/{workload}/{condition}{key}"] = ratio(
-            samples, SAMPLES_GOAL, f"samples {target}: {method} over {BASELINE}"
-        )
-        found[f"time/{workload}/{condition}{key}"] = ratio(
-            seconds, TIME_GOAL, f"speed-up {target}: time of {BASELINE} over that of {method}"
-        )
-    gap = _final_gap([*by_method[method].values()], [*by_method[BASELINE].values()])
+        meaning = f"speed-up {_target(pairs)}: time of {BASELINE} over that of {method}"
+        found[f"time/{workload}/{condition}{key}"] = ratio(seconds, TIME_GOAL, meaning)
+    all_ours, all_base = ([row for row in own if row["what"] == name] for name in (method, BASELINE))
+    gap = _final_gap(all_ours, all_base)
     if gap is not None:
         found[f"final/{workload}/{condition}{key}"] = ratio(
             [gap],

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes.suites import busy_link, codecs, slow_links, slow_trainings
+from recipes.suites import ablations, busy_link, codecs, copies, slow_links, slow_trainings
 from recipes.suites.parts import Parts, run_parts
 from recipes.suites.ratios import Ratios, Row
 
 LOWER_IS_BETTER = frozenset({"codec"})
 PARTS: Parts = {
     "codecs": codecs.measure,
+    "copies": copies.measure,
     "slow_links": slow_links.measure,
+    "ablations": ablations.measure,
     "slow_trainings": slow_trainings.measure,
     "busy_link": busy_link.measure,
 }

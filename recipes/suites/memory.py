@@ -75,17 +75,17 @@ def measure(*, num_stages: int, width: int, blocks: int, repeats: int, seed: int
 
 def _one_process(rank: int, width: int, blocks: int, num_micro_batches: int, seed: int) -> int:
     _train_whole(SMALL_WIDTH, blocks, num_micro_batches, seed)
-    before = _reset_peak()
+    before = reset_peak()
     _train_whole(width, blocks, num_micro_batches, seed)
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
 def _stage(rank: int, width: int, blocks: int, num_micro_batches: int, seed: int) -> int:
     groups = open_pipeline()
     _train_stage(groups, SMALL_WIDTH, blocks, num_micro_batches, seed)
-    before = _reset_peak()
+    before = reset_peak()
     _train_stage(groups, width, blocks, num_micro_batches, seed)
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
 def _train_whole(width: int, blocks: int, num_micro_batches: int, seed: int) -> None:
@@ -114,17 +114,17 @@ def _batch(width: int, num_micro_batches: int, seed: int) -> Tensor:
     return torch.rand(num_micro_batches, width, generator=torch.Generator().manual_seed(seed))
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Lets the kernel's peak start anew; returns the resident bytes."""
     gc.collect()
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, MIB)
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _resident("VmRSS")
+    return resident("VmRSS")
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
     """Bytes, from the kernel's account of this process."""
     match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match is not None

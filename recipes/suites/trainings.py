@@ -125,6 +125,7 @@ def strategy(case: AnyCase) -> DDPStrategy:
     return SDPipeStrategy(
         num_stages=case.num_stages,
         sync=case.seeded(case.method),
+        exchange=hydra.utils.instantiate(case.exchange) if isinstance(case, RealCase) and case.exchange else None,
         schedule=case.schedule,  # type: ignore[arg-type]
         num_micro_batches=None if case.schedule == "pipedream" else case.num_micro_batches,  # it does not split
         variance_correction=isinstance(case, RealCase) and case.variance_correction,

@@ -63,6 +63,29 @@ class WrittenTo(WithEmbedding):
         return self.layers[3](self.layers[2](x)) + x0
 
 
+class Positioned(nn.Module):
+    """Layers are given positions that only the first of them looks at."""
+
+    class Layer(nn.Module):
+        def __init__(self, looks: bool) -> None:
+            super().__init__()
+            self.linear, self.looks = linear(), looks
+
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+            return self.linear(x + positions if self.looks else x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = linear()
+        self.layers = nn.ModuleList(self.Layer(number == 0) for number in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return x
+
+
 class Dense(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -308,6 +331,7 @@ def batches(count: int) -> list[Tensor]:
         (UNet, mean_square, 2),
         (WithEmbedding, mean_square, 2),
         (WrittenTo, mean_square, 2),
+        (Positioned, mean_square, 2),
         (Dense, mean_square, 2),
         (KeepsLosses, with_kept_losses, 2),
         (HandsOnLists, mean_square, 2),

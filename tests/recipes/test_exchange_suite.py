@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from recipes.suites import busy_link, exchange, slow_links
+from recipes.suites import ablations, busy_link, exchange, slow_links
 from tests.recipes.composed import parameters_of
 
 
@@ -22,6 +22,26 @@ def test_links_that_the_kernel_slows_down(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.distributed
+def test_memory_is_counted_in_copies_of_the_model() -> None:
+    small = [f"suite.copies.{value}" for value in ("compared=[ring/eight_bit]", "blocks=2", "repeats=1")]
+    rows, ratios = exchange.run(**parameters_of("exchange", "suite.only=[copies]", *small))
+    assert [row["what"] for row in rows] == ["nosync", "ring/eight_bit"]
+    assert all(row["peak_mib"] > 0 for row in rows)
+    assert set(ratios) == {"memory/ring/eight_bit"}
+
+
+@pytest.mark.distributed
+def test_parts_of_an_exchange_on_links_that_the_kernel_slows_down(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [f"suite.ablations.{value}" for value in ("elements=40000", "tensors=4", "repeats=1")]
+    rows, ratios = exchange.run(**parameters_of("exchange", "suite.only=[ablations]", *small))
+    if not rows:
+        pytest.skip(capsys.readouterr().err.strip())
+    assert {row["what"] for row in rows} == set(ablations.CASES)
+    assert set(ratios) == {*ablations.COMPARED, "bytes/hierarchy"}
+    assert ratios["bytes/hierarchy"]["value"] == pytest.approx(4.0, rel=0.15)
+
+
+@pytest.mark.distributed
 def test_trainings_on_links_that_the_kernel_slows_down(capsys: pytest.CaptureFixture[str]) -> None:
     small = ("parameters=128", "compute_seconds=0.01", "steps=2", "warm_up=1", "repeats=1")
     arguments = [f"suite.slow_trainings.{value}" for value in (*small, "compared=[ddp_fp16,all_reduce/one_bit]")]
@@ -34,10 +54,18 @@ def test_trainings_on_links_that_the_kernel_slows_down(capsys: pytest.CaptureFix
     assert ratios["best/ddp_fp16"]["value"] == ours["samples_per_s"] / theirs["samples_per_s"]
 
 
-@pytest.mark.parametrize("value", ["compared=[ddp]", "steps=0", "warm_up=0"])
-def test_trainings_that_there_are_not_are_refused(value: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"suite\.slow_trainings"):
-        exchange.run(**parameters_of("exchange", "suite.only=[slow_trainings]", f"suite.slow_trainings.{value}"))
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("slow_trainings", "compared=[ddp]"),
+        ("slow_trainings", "steps=0"),
+        ("slow_trainings", "warm_up=0"),
+        ("copies", "compared=[ddp]"),
+    ],
+)
+def test_trainings_that_there_are_not_are_refused(part: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"suite\.{part}"):
+        exchange.run(**parameters_of("exchange", f"suite.only=[{part}]", f"suite.{part}.{value}"))
 
 
 @pytest.mark.distributed
