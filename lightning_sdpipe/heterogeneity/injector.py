@@ -77,9 +77,15 @@ class DelayInjector:
         """To be called before the backward of each mini-batch."""
         self._inject(iteration, "backward")
 
+    @property
+    def slows(self) -> bool:
+        """Does it sleep after computations?"""
+        return self._track is not None
+
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """To be held around all of the worker's own arithmetic, and nothing that waits for others."""
+    def computing(self, share: float = 1.0, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """To be held around all of the worker's own arithmetic, and nothing that waits for others. ``tell`` is called
+        when such a share of it is over on a device that is made slow, at the end on others."""
         start = self._clock()
         if self._start is None:
             self._start = start
@@ -90,7 +96,13 @@ class DelayInjector:
         passed = work = self._clock() - start
         if self._track is not None:
             work = max(0.0, passed - self._core_wait() + waited)
-            self._record(self._iteration, self._track.duration(start - self._start, work) - passed)
+            whole = self._track.duration(start - self._start, work)
+            before = max(0.0, share * whole - passed)
+            self._record(self._iteration, before)
+            tell()
+            self._record(self._iteration, whole - passed - before)
+        else:
+            tell()
         self.computed_seconds += work
 
     @property

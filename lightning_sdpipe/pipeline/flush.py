@@ -25,6 +25,7 @@ from torch.distributed.pipelining.schedules import (
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.message import Message
+from lightning_sdpipe.pipeline.announcement import Announcement
 from lightning_sdpipe.pipeline.gradients import (
     GradientExchange,
     loss_with_gradients,
@@ -38,6 +39,7 @@ from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
 from lightning_sdpipe.pipeline.stage_runner import AFTER_THE_STEP, StageRunner, Step
 from lightning_sdpipe.pipeline.step_log import StepLog
+from lightning_sdpipe.policies.announcing import share_before
 
 
 class FlushPipeline:
@@ -92,8 +94,9 @@ class FlushPipeline:
     ) -> Tensor:
         """Runs forward and backward of a mini-batch. What is sent last may still be under way afterwards.
 
-        ``announce`` is called before the last backward, or if this worker shares parameters with other stages, when
-        their gradients have come. See :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
+        ``announce`` is called before the last backward or within it (``policies/announcing.py``), or if this worker
+        shares parameters with other stages, when their gradients have come. See
+        :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
         """
         self.settle()
         if step.portion is None:
@@ -107,15 +110,15 @@ class FlushPipeline:
         keys = [step.key(micro_batch) for micro_batch in micro_batches]
         backwards = len(self._stages) * len(micro_batches)
         waits_for_owners = self._shared.train
+        share = share_before(len(micro_batches)) if len(self._stages) == 1 else 0.0
+        word = Announcement((lambda: None) if waits_for_owners else announce, share, self._parameters, self._delays)
         before_backward = _first_and_last(
-            backwards,
-            lambda: self._delays.before_backward(iteration),
-            lambda: self._before_last_backward(None if waits_for_owners else announce),
+            backwards, lambda: self._delays.before_backward(iteration), lambda: self._before_last_backward(word)
         )
         last_backward = self._reporting(exchange if not accumulated else None)
         for runner, stage in zip(self._runners, self._stages, strict=True):
             forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
-            stage.begin(keys, forward, before_backward, self._delays.computing, last_backward)
+            stage.begin(keys, forward, before_backward, word.computing, last_backward)
         indices = torch.arange(len(micro_batches))  # the schedules want a target to call the loss function
         self._schedule_of(len(micro_batches)).step(target=indices, return_outputs=False)
         self._runners[0].cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
@@ -145,12 +148,12 @@ class FlushPipeline:
             runner.link.settle()
         self._loss.settle()
 
-    def _before_last_backward(self, announce: Callable[[], None] | None) -> None:
+    def _before_last_backward(self, word: Announcement) -> None:
         self._loss.exchange()
-        if announce is not None:
+        if not self._shared.train:
             for runner in self._runners:
                 runner.link.make_room()
-            announce()
+        word.begin()
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
         """Around a stage's last backward, which completes the gradients of all that no other stage adds to."""

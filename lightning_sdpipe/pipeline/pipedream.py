@@ -39,6 +39,7 @@ from torch.func import functional_call
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.message import Message
+from lightning_sdpipe.pipeline.announcement import Announcement
 from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients
 from lightning_sdpipe.pipeline.late_sums import LateSum
 from lightning_sdpipe.pipeline.micro_batches import whole
@@ -47,6 +48,7 @@ from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import AFTER_THE_STEP, StageRunner, Step
 from lightning_sdpipe.pipeline.step_log import StepLog
 from lightning_sdpipe.pipeline.windows import Lane, Window
+from lightning_sdpipe.policies.announcing import share_before
 
 
 @dataclass(frozen=True)
@@ -291,8 +293,8 @@ class PipeDreamPipeline:
         exchange: GradientExchange | None = None,
         announce: Callable[[], None] = lambda: None,
     ) -> None:
-        """The oldest one. Right before an update, ``announce`` is called before it, unless that waits for other owners;
-        and ``exchange`` is told within of each gradient, if the update has no others."""
+        """The oldest one. Right before an update, ``announce`` is called within it, unless that waits for other owners;
+        and ``exchange`` is told within it of each gradient, if the update has no others."""
         runner, oldest = self._runner, self._in_flight.popleft()
         outputs, gradients, scale = oldest.outputs, None, oldest.loss_scale
         self.notes.pay()
@@ -302,8 +304,9 @@ class PipeDreamPipeline:
             self.notes.gradient_received()
         self._delays.before_backward(oldest.iteration)
         runner.link.make_room()
+        word = Announcement(announce, share_before(1), oldest.weights, self._delays)
         if before_update and not self._waits_for_owners:
-            announce()
+            word.begin()
         leaves = [*oldest.inputs, *oldest.weights]
         hooks = []
         alone = oldest.closes and not oldest.window.gradients and scale == 1.0
@@ -316,10 +319,12 @@ class PipeDreamPipeline:
             ]
         results: Sequence[Tensor | None] = [None] * len(leaves)
         if leaves and outputs:  # else all of this stage, or of it and those before, is frozen
-            with self._delays.computing():
+            with word.computing():
                 results = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
         for hook in hooks:
             hook.remove()
+        if before_update and not self._waits_for_owners:
+            word.make()
         to_send, found = results[: len(oldest.inputs)], results[len(oldest.inputs) :]
         if not runner.is_first:
             runner.link.send_gradients(oldest.inputs, to_send)

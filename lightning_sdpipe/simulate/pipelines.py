@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.tracks import Track
 from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies.announcing import share_before
 from lightning_sdpipe.policies.decisions import BrokenRule, Decision, Group, check_group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Progress, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import Announcement, Policy
@@ -54,8 +55,8 @@ class Work:
         num_micro_batches: of a mini-batch; M by default, and 1 under ``"pipedream"``.
         heterogeneity: delays and slow devices, from :mod:`lightning_sdpipe.heterogeneity`.
         exchange: seconds that a group takes to average, once all its members are there.
-        announce: ``"early"``, before the last backward, or ``"late"``, after the optimizer has stepped; as the policy's
-            values say, or else early, if it is None.
+        announce: ``"early"``, before the last backward or within it (``policies/announcing.py``), or ``"late"``, after
+            the optimizer has stepped; as the policy's values say, or else early, if it is None.
     """
 
     num_stages: int
@@ -210,7 +211,8 @@ class Pipelines:
                 if last and not forward:
                     replica.waits = True
                     replica.reported = iteration
-                    at = replica.free if work.announce == "late" else start
+                    share = 1.0 if work.announce == "late" else share_before(self._micro_batches)
+                    at = start + share * (replica.free - start)
                     self._push(at, Ready(replica.worker, iteration))
 
     def _start(self, replica: _Replica, forward: bool, iteration: int, first: bool, needed: float) -> float:

@@ -124,6 +124,8 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
 def test_gradients_are_reported_once_during_the_last_backward(schedule: str) -> None:
     expected = ["announced", "ready", "ready", "complete", "finish"]
+    if schedule == "pipedream":  # its last backward is that of a whole mini-batch
+        expected[:2] = ["ready", "announced"]
     assert run_workers(2, train, schedule, False, False) == [(expected, 4)] * 2
 
 

@@ -74,10 +74,10 @@ def test_the_same_arguments_give_the_same_run() -> None:
 
 
 def test_a_group_waits_for_its_last_member_and_for_the_exchange() -> None:
-    """Worker 0 takes 3 s, worker 1 takes 6 s; ready comes after the forward, a third of that."""
+    """Worker 0 takes 3 s, worker 1 takes 6 s; ready comes after the forward, a third of that, and ¾ of the backward."""
     work = Work(1, 2, 2, lambda worker, _: 3.0 * (1 + worker.pipeline), exchange=lambda group: 0.5)
     run = simulate(AllReduceModels(), work)
-    assert [at for at, _ in run.groups] == [2.0, 8.5]
+    assert [at for at, _ in run.groups] == [5.0, 11.5]
     assert run.finished == {Worker(0, 0): 13.0, Worker(0, 1): 13.0}
     assert run.waited == {Worker(0, 0): 7.0, Worker(0, 1): 1.0}
     late = simulate(AllReduceModels(), replace(work, announce="late"))
@@ -96,9 +96,9 @@ def test_what_happened_is_told_as_events() -> None:
     w = Worker(0, 0)
     assert [(at, event) for at, event, _ in run.entries] == [
         (0.0, Joined(w)),
-        (1.0, Ready(w, 0)),
+        (2.5, Ready(w, 0)),
         (3.0, Progress(w, 0, 1, 3.0, 0.0)),
-        (4.0, Ready(w, 1)),
+        (5.5, Ready(w, 1)),
         (6.0, Progress(w, 1, 1, 3.0, 0.0)),
         (6.0, Left(w)),
     ]

@@ -1,0 +1,65 @@
+"""The word comes once, within the last backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sdpipe.heterogeneity import Delays, Static
+from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
+from lightning_sdpipe.pipeline.announcement import Announcement
+
+
+class Run:
+    """Backwards of four layers, one tensor each, whose gradients are noted as they come."""
+
+    def __init__(self, share: float, slowness: Heterogeneity | None = None) -> None:
+        self.events: list[str] = []
+        self.layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+        weights = list(self.layers.parameters())
+        for number, weight in enumerate(weights):
+            weight.register_hook(lambda _, number=number: self.events.append(f"gradient {number}"))  # type: ignore[no-untyped-call]
+        delays = DelayInjector(slowness or Delays(), 0, 0, sleep=lambda seconds: self.events.append("sleep"))
+        self.word = Announcement(lambda: self.events.append("ready"), share, weights, delays)
+
+    def backward(self, *left_out: int) -> None:
+        x = torch.ones(1, 2)
+        for number, layer in enumerate(self.layers):
+            x = x if number in left_out else layer(x)
+        loss = x.sum()
+        with self.word.computing():
+            loss.backward()
+
+
+def test_it_is_said_when_a_share_of_the_gradients_is_there() -> None:
+    run = Run(0.75)
+    run.backward()
+    assert "ready" not in run.events
+    run.events.clear()
+    run.word.begin()
+    run.backward()
+    run.word.make()
+    assert run.events == ["gradient 3", "gradient 2", "gradient 1", "ready", "gradient 0"]
+
+
+def test_or_before() -> None:
+    run = Run(0.0)
+    run.word.begin()
+    run.backward()
+    assert run.events == ["ready", "gradient 3", "gradient 2", "gradient 1", "gradient 0"]
+
+
+def test_at_the_latest_when_the_backward_is_over() -> None:
+    run = Run(0.75)
+    run.word.begin()
+    run.backward(1)
+    assert run.events == ["gradient 3", "gradient 2", "gradient 0", "ready"]
+
+
+@pytest.mark.parametrize(("share", "events"), [(0.75, ["sleep", "ready", "sleep"]), (0.0, ["ready", "sleep"])])
+def test_a_device_that_is_made_slow_says_it_after_its_own_share(share: float, events: list[str]) -> None:
+    run = Run(share, Static((100.0,)))
+    run.word.begin()
+    run.backward()
+    assert [event for event in run.events if not event.startswith("gradient")] == events
