@@ -64,7 +64,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def announces(self) -> Announcement:
-        """When a worker says that it is ready: before its last backward (SDPipe §4), or after the optimizer's step."""
+        """When a worker says that it is ready: before its last backward (SDPipe §4) or within it, or after the
+        optimizer's step."""
         return "early"
 
 

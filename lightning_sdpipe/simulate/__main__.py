@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--announce",
         choices=["early", "late"],
-        help="early: before the last backward; late: after the step; as the policy does by default",
+        help="early: before the last backward or within it; late: after the step; as the policy does by default",
     )
     parser.add_argument(
         "--heterogeneity", default="b", choices=["none", "a", "b", "static", "trace"], help="stragglers"

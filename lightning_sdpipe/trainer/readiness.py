@@ -1,9 +1,9 @@
 """When a worker may say that it is ready: when nothing but its own computing can hold its update up any more.
 
 With that word the scheduler lets others wait for it (SDPipe §4, "Worker Communication"). Most workers may say so
-before their last backward. But clipping by the norm of all stages, and the vote on an overflow in 16-bit mixed
-precision, come after it and wait for the other stages of the pipeline, which may be late. (So does the sum over the
-owners of a shared parameter: the pipeline says when that is there.)
+before their last backward, or with few micro-batches within it. But clipping by the norm of all stages, and the vote on
+an overflow in 16-bit mixed precision, come after it and wait for the other stages of the pipeline, which may be late.
+(So does the sum over the owners of a shared parameter: the pipeline says when that is there.)
 """
 
 from __future__ import annotations
