@@ -42,6 +42,8 @@ GOALS: dict[str, tuple[str, str, float]] = {
 """By the key of the ratio: whose epochs, the epochs of whom else are divided by them, and what should come out at
 least."""
 BOUND_GOAL = 0.93
+LAYERS = 4
+"""Of a stage, so that gradients come one after the other."""
 
 
 class Validated(EmulatedChain):
@@ -132,9 +134,10 @@ def _measured(
         timeout=TRANSFER_TIMEOUT,
         start_method="fork",
     )
-    seconds = part["batch_seconds"] / slots
+    seconds = part["batch_seconds"] / slots / LAYERS
     torch.manual_seed(seed)
-    module = Validated(stages, (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds, part["num_parameters"])
+    times = (1 - BACKWARD_SHARE) * seconds, BACKWARD_SHARE * seconds
+    module = Validated(LAYERS * stages, *times, part["num_parameters"] // LAYERS)
     loaders = [random_features(part[name] * pipelines, parts) for name in ("batches", "validation_batches")]
     shape = f"{stages}x{pipelines}"
     print(f"{shape} {condition} {what}, repeat {repeat}", end=": ", flush=True)
