@@ -29,7 +29,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
-from lightning_sdpipe.policies.policy import Announcement, PolicyConfig, Unit, check_integer, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, Unit, When, check_integer, refusal
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 
 QUEUED = "first in the queue"
@@ -90,7 +90,7 @@ class PartialReduce(PolicyConfig, frozen=True):
         return (super().looks_back[0] if self.history is None else self.history), "groups"
 
     @property
-    def announces(self) -> Announcement:
+    def announces(self) -> When:
         return "late"  # who is last in the first P holds up P - 1 others for its backward, whoever comes next
 
 

@@ -24,7 +24,7 @@ from lightning_sdpipe.policies.decisions import Decision
 from lightning_sdpipe.policies.events import Event
 
 Unit = Literal["rounds", "groups"]
-Announcement = Literal["early", "late"]
+When = Literal["early", "late"]
 
 
 class RefusedEvent(ValueError):
@@ -63,7 +63,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 10, "rounds"
 
     @property
-    def announces(self) -> Announcement:
+    def announces(self) -> When:
         """When a worker says that it is ready: before its last backward (SDPipe §4) or within it, or after the
         optimizer's step."""
         return "early"

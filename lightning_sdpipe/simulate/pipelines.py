@@ -24,7 +24,7 @@ from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.policies.announcing import share_before
 from lightning_sdpipe.policies.decisions import BrokenRule, Decision, Group, check_group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Progress, Ready, Tick, Worker
-from lightning_sdpipe.policies.policy import Announcement, Policy
+from lightning_sdpipe.policies.policy import Policy, When
 from lightning_sdpipe.simulate.schedules import Schedule, passes
 
 FORWARD_SHARE = 1 / 3
@@ -67,7 +67,7 @@ class Work:
     num_micro_batches: int | None = None
     heterogeneity: Slowness | None = None
     exchange: Callable[[Group], float] = lambda group: 0.0
-    announce: Announcement | None = None
+    announce: When | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_pipelines", "iterations", "num_micro_batches"):
