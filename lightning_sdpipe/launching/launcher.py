@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _launch_process_observer
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _ChildProcessObserver
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -44,6 +44,7 @@ def launcher_for(strategy: Any, start_method: str, check: Callable[[], None], ti
 def end_after_failure(launcher: _Launcher | None) -> None:
     """Sees to it that what was started ends with the job, after the error has been printed."""
     if isinstance(launcher, CheckingLauncher):
+        _Observer.failed = True
         job.at_end(launcher.end_children, _GRACE)
 
 
@@ -85,6 +86,7 @@ class CheckingLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self._check()
+        _Observer.trainer, _Observer.failed = trainer, False
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._start_children()
@@ -134,7 +136,7 @@ class CheckingLauncher(_SubprocessScriptLauncher):
             if rerun is not None:
                 rerun.file.unlink()
         if not hydra_job.in_sweep():  # it would end the sweep
-            _launch_process_observer(self.procs)
+            _Observer(self.procs).start()
 
     def _await_start(self, pipes: Mapping[int, int]) -> None:
         """So that nobody waits for a process that has ended before there is a connection to notice it by."""
@@ -165,6 +167,22 @@ class CheckingLauncher(_SubprocessScriptLauncher):
             if process.returncode:
                 _log.warning(f"The process with LOCAL_RANK {local_rank} ended with exit code {process.returncode}.")
         self.procs.clear()
+
+
+class _Observer(_ChildProcessObserver):
+    """Ends everybody at once when a started process has failed; but not where the user's process knows, and is about to
+    end with its own word and exit code, and the others with it."""
+
+    trainer: Trainer | None = None  # that runs now
+    failed = False
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        super().__init__(os.getpid(), processes)
+
+    def _run(self) -> bool:
+        if self.failed or (self.trainer is not None and self.trainer.received_sigterm):
+            return False  # a sweep of fits in one script may go on
+        return super()._run()
 
 
 class WholeModelLauncher(_MultiProcessingLauncher):
