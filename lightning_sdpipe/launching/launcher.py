@@ -44,7 +44,6 @@ def launcher_for(strategy: Any, start_method: str, check: Callable[[], None], ti
 def end_after_failure(launcher: _Launcher | None) -> None:
     """Sees to it that what was started ends with the job, after the error has been printed."""
     if isinstance(launcher, CheckingLauncher):
-        _Observer.failed = True
         job.at_end(launcher.end_children, _GRACE)
 
 
@@ -94,7 +93,13 @@ class CheckingLauncher(_SubprocessScriptLauncher):
             with os.fdopen(int(os.environ.pop(_JOINED)), "wb") as pipe:
                 pipe.write(b"!")
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            _Observer.failed = True
+            raise
+        finally:
+            _Observer.trainer = None
 
     def end_children(self, grace: float) -> None:
         """Waits ``grace`` seconds for the started processes to end by themselves, then ends them."""

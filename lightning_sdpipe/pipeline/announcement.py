@@ -42,7 +42,7 @@ class Announcement:
                 yield
             return
         hook = None
-        if self._parameter is not None and not self._delays.slows:
+        if self._parameter is not None and self._parameter.requires_grad and not self._delays.slows:
             hook = self._parameter.register_hook(lambda _: self.make())  # type: ignore[no-untyped-call]
         try:
             with self._delays.computing(self._share, self.make):

@@ -50,10 +50,15 @@ def test_or_before() -> None:
     assert run.events == ["ready", "gradient 3", "gradient 2", "gradient 1", "gradient 0"]
 
 
-def test_at_the_latest_when_the_backward_is_over() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_at_the_latest_when_the_backward_is_over(frozen: bool) -> None:
     run = Run(0.75)
     run.word.begin()
-    run.backward(1)
+    if frozen:
+        run.layers[1].weight.requires_grad_(False)
+        run.backward()
+    else:
+        run.backward(1)
     assert run.events == ["gradient 3", "gradient 2", "gradient 0", "ready"]
 
 
