@@ -164,7 +164,7 @@ class SDPipeOptions(DDPStrategy):
         refuse_exchange(self.sync, self._method, self.exchange)
         self.data = data
         self.batch_by_speed = batch_by_speed
-        if data == "dealt":
+        if data == "dealt" and job is None:  # an elastic job has refusals of its own
             refuse_in_step(self.sync, self._method)
         if batch_by_speed:
             refuse_to_divide(self.sync, schedule, self.num_micro_batches)

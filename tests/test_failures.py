@@ -34,7 +34,7 @@ def start(*command: str, **environment: str) -> tuple[subprocess.Popen[str], str
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         cwd=ROOT,
-        env=os.environ | environment | {"SDPIPE_TEST_RUN": marker, "PYTHONUNBUFFERED": "1"},
+        env=os.environ | environment | {"SDPIPE_TEST_RUN": marker, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -42,15 +42,26 @@ def start(*command: str, **environment: str) -> tuple[subprocess.Popen[str], str
     return process, marker
 
 
-def processes_of(marker: str) -> list[str]:
-    left = []
+def processes_of(marker: str) -> dict[int, str]:
+    left = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if marker in (process / "environ").read_text(errors="replace"):
-                left.append((process / "cmdline").read_text().replace("\0", " "))
+                left[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
         except OSError:  # ended meanwhile, or not ours
             continue
-    return [command for command in left if command]
+    return {number: command for number, command in left.items() if command}
+
+
+def printed_by(process: subprocess.Popen[str], marker: str, seconds: float) -> str:
+    """Waits until all that ``process`` has started has ended; if that takes too long, each says where it stands."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        left = processes_of(marker)
+        for number in left:
+            os.kill(number, signal.SIGABRT)
+        pytest.fail(f"{left} did not end within {seconds:g} s:\n{process.communicate(timeout=10)[0]}")
 
 
 @pytest.mark.parametrize(
@@ -177,10 +188,10 @@ def test_a_signal_to_the_first_process_or_to_all_ends_all(tmp_path: Path, number
 def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(fault: str) -> None:
     """Also when they end first, while it waits for them, and take longer than it waits."""
     process, marker = start("tests.scripts.endings", "popen", fault, "2")
-    printed, _ = process.communicate(timeout=55)
+    printed = printed_by(process, marker, 50)
     assert process.returncode == 143, printed
     assert "Traceback" not in printed
-    assert processes_of(marker) == []
+    assert processes_of(marker) == {}
 
 
 def training_ranks(run: Script) -> dict[int, int]:

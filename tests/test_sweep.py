@@ -89,7 +89,7 @@ def test_jobs_of_a_users_own_application_are_right_after_a_rank_failed(tmp_path:
     sweep = [f"hydra.sweep.dir={tmp_path}", "hydra.job.chdir=true", "case=raises,killed,three"]
     code, printed, marker = run_app(tmp_path, "-m", "tests.scripts.hydra_app", "-m", *sweep, timeout=220)
     assert code == 1, printed  # Hydra raises the first failed job's error at the end
-    assert processes_of(marker) == []
+    assert processes_of(marker) == {}
     seen = {
         job: [json.loads(file.read_text()) for file in sorted((tmp_path / job).glob("rank*.json"))] for job in "012"
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import multiprocessing
-import socket
 import tempfile
 import time
 import traceback
@@ -17,13 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_sdpipe.launching import environment
+
 AFTER_A_FAILURE = 5.0  # seconds for the others to say what they saw of it
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """That no connection will get in the meantime, and a port that was asked of the system might be."""
+    port = environment.free_port()
+    assert port is not None
+    return port
 
 
 def run_workers(

@@ -23,6 +23,10 @@ class ElasticRendezvous(Rendezvous):
     def _meet_others(self, position: int) -> None:
         self._meetings.meet()
 
+    def _leave(self) -> None:
+        self._sync.arrive()  # first: who has left cannot try again what breaks
+        super()._leave()
+
     def _set_out(self) -> None:
         self._meetings.set_out()
         self.rejoin()

@@ -35,5 +35,5 @@ class ElasticReplica(Replica):
     def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
         raise ConfigurationError(
             "This method of synchronisation asks for all replicas of a stage at once, and in an elastic job they come "
-            "and go. Use SemiDecentralized(), PartialReduce() or NoSync()."
+            "and go. Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD() or NoSync()."
         )

@@ -276,6 +276,7 @@ class ElasticRun(Run):
 
     def _act(self, word: Word) -> None:
         if word.kind is Kind.LEAVE:
+            self._training.sync.arrive()  # others may wait for what is under way
             raise SIGTERMException
         with self._checkpoints.of_this_stage():
             state = transfer.snapshot(self._trainer)

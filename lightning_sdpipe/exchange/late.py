@@ -7,26 +7,32 @@ over the members stays what it would be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange.background import Background, Job
-from lightning_sdpipe.exchange.moving import Mover, pieces_of
+from lightning_sdpipe.exchange.moving import Mover, finish, pieces_of
 from lightning_sdpipe.policies.decisions import Group
+
+TurnIntoChanges = Callable[[Mover, Sequence[Tensor], Group], None]
+"""Turns copies of models into what these have to change by."""
 
 
 class Late:
-    """One exchange at a time of tensors that go on changing. Memory: as much as these, once.
+    """One exchange at a time of tensors that go on changing. Memory: as much as these, once; twice if the mover begins
+    again after a failure.
 
     Args:
         mover: moves them; what it changes are copies.
         timeout: seconds in which an exchange must have ended.
+        begins_again: does the mover move all pieces again when a member is lost?
     """
 
-    def __init__(self, mover: Mover, timeout: float) -> None:
+    def __init__(self, mover: Mover, timeout: float, begins_again: bool = False) -> None:
         self._mover = mover
+        self._turn: TurnIntoChanges = turn_whole_into_changes if begins_again else turn_into_changes
         self._background = Background("averaging models beside training", 2 * timeout)
         self._copies: list[Tensor] = []
         self._tensors: Sequence[Tensor] = ()
@@ -42,7 +48,7 @@ class Late:
         for copy, tensor in zip(self._copies, tensors, strict=True):
             copy.copy_(tensor)
         self._tensors = tensors
-        self._job = self._background.do(lambda: turn_into_changes(self._mover, self._copies, group))
+        self._job = self._background.do(lambda: self._turn(self._mover, self._copies, group))
 
     def end(self) -> float:
         """Waits for the exchange that is under way, if there is one, and adds the change to the tensors.
@@ -80,3 +86,14 @@ def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> N
     except BaseException:
         pending.abort()
         raise
+
+
+def turn_whole_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
+    """As :func:`turn_into_changes`, for a mover that begins again: pieces must be models until all have been moved.
+
+    Raises:
+        WorkerFailedError: the mover gives up.
+    """
+    before = [copy.clone() for copy in copies]
+    finish(mover.start(copies, group))
+    torch._foreach_sub_(list(copies), before)

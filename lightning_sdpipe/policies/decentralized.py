@@ -52,8 +52,8 @@ class Decentralized(PolicyConfig, frozen=True):
 class RingPolicy(LocalSGDPolicy):
     """One group of everybody, with two neighbours for each."""
 
-    def _release(self, stage: int, reason: Reason) -> list[Decision]:
-        return [with_neighbours(group, self.participants.num_pipelines) for group in super()._release(stage, reason)]
+    def _release(self, reason: Reason) -> list[Decision]:
+        return [with_neighbours(group, self.participants.num_pipelines) for group in super()._release(reason)]
 
 
 class ShiftingPairsPolicy(ADPSGDPolicy):

@@ -6,6 +6,8 @@ from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
+from lightning_sdpipe.policies.replay import Part, Planned, Replay
+from lightning_sdpipe.policies.versions import Versions
 
 
 class LocalSGD(PolicyConfig, frozen=True):
@@ -30,23 +32,51 @@ class NoSync(PolicyConfig, frozen=True):
 class LocalSGDPolicy(GroupPolicy):
     """All active workers of a stage average in every iteration that ``every`` divides, and never else.
 
-    ``every`` 1 is all-reduce; None is never. Which iterations synchronise depends on their number alone, so all stages
-    agree on it.
+    ``every`` 1 is all-reduce; None is never. Who averages is decided on the last stage, and the others replay it
+    (``replay.py``). Otherwise, if a pipeline joined while others average, its stages at different moments, one stage
+    might wait for it and another not, and so pipelines for each other.
     """
 
     def __init__(self, num_stages: int, num_pipelines: int, *, every: int | None) -> None:
         super().__init__(num_stages, num_pipelines)
         self._every = every
+        self._last = num_stages - 1
+        self._versions = [Versions(num_pipelines, None) for _ in range(self._last)]
+        self._replays = [Replay(j, self.participants, v, self._last) for j, v in enumerate(self._versions)]
+
+    def widened(self, num_pipelines: int) -> None:
+        for versions in self._versions:
+            versions.widen(num_pipelines)
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
         if self._every is None or iteration % self._every:
             return [self.participants.group(worker.stage, [worker.pipeline], Reason.LOCAL_STEP)]
-        return self._release(worker.stage, Reason.EVERYBODY_CAME)
+        if worker.stage == self._last:
+            for replay in self._replays:
+                replay.heard_of(worker.pipeline)
+        return self._release(Reason.EVERYBODY_CAME)
+
+    def worker_joined(self, worker: Worker, now: float) -> list[Decision]:
+        if worker.stage != self._last:
+            self._versions[worker.stage].joins(worker.pipeline)
+        return []
 
     def worker_left(self, worker: Worker, now: float) -> list[Decision]:
-        return self._release(worker.stage, Reason.WORKER_LOST)
+        if worker.stage != self._last:
+            self._versions[worker.stage].leaves(worker.pipeline)
+        return self._release(Reason.WORKER_LOST)
 
-    def _release(self, stage: int, reason: Reason) -> list[Decision]:
-        if not self.participants.everybody_waits(stage):
-            return []
-        return [self.participants.group(stage, list(self.participants.waiting[stage]), reason)]
+    def scheduler_restarted(self, now: float) -> list[Decision]:
+        for replay in self._replays:
+            replay.forget()
+        return self._release(Reason.EVERYBODY_CAME)
+
+    def _release(self, reason: Reason) -> list[Decision]:
+        decisions: list[Decision] = []
+        if self.participants.everybody_waits(self._last):
+            waiting = dict(self.participants.waiting[self._last])
+            parts = tuple(Part(p, {p: iteration}, stays=False, steps=True) for p, iteration in waiting.items())
+            for replay in self._replays:
+                replay.plan(Planned(parts, {}, reason))
+            decisions.append(self.participants.group(self._last, list(waiting), reason))
+        return decisions + [group for replay in self._replays for group in replay.turn()]

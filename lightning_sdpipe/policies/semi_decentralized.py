@@ -47,6 +47,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
+from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_integer, checked_groups, refusal
 from lightning_sdpipe.policies.seating import splits_of
 from lightning_sdpipe.policies.sync_graph import SyncGraph
@@ -134,7 +135,7 @@ class SemiDecentralized(PolicyConfig, frozen=True):
                 "it out or choose a finite window"
             )
 
-    def make_policy(self, num_stages: int, num_pipelines: int) -> SemiDecentralizedPolicy:
+    def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
         if self.seating == "near":
             raise ConfigurationError(
                 "seating='near' asks which pipelines share a host, and that is not known here; list them, as in "
@@ -145,6 +146,8 @@ class SemiDecentralized(PolicyConfig, frozen=True):
                 f"seating={self.seating!r} has no effect: groups of {num_pipelines} pipelines are not split unless "
                 "max_group is given; give it, or leave seating out"
             )
+        if self.window == math.inf:  # who waits for all without a token must do so in all stages alike
+            return LocalSGDPolicy(num_stages, num_pipelines, every=1)
         return SemiDecentralizedPolicy(self, num_stages, num_pipelines)
 
     def largest(self, num_pipelines: int) -> int | None:

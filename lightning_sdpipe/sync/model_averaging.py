@@ -33,8 +33,9 @@ class ModelAveraging(Synchronizer):
         self._every = every
         self._mover = mover or mover_among_groups(replica)
         self._begin = begin
-        overlaps = replica.exchange.overlap == "step"
-        self._late = Late(self._mover, replica.timeout.total_seconds()) if overlaps else None
+        self._late: Late | None = None
+        if replica.exchange.overlap == "step":
+            self._late = Late(self._mover, replica.timeout.total_seconds(), begins_again=replica.mover() is not None)
         self._inequality = 1.0
         """k Σ w², averaged over the last groups."""
         self._groups = 0

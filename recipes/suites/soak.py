@@ -29,7 +29,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe import Exchange, SDPipeStrategy
+from lightning_sdpipe.exchange.value import Overlap
+from lightning_sdpipe.sync import NoSync
 from recipes.suites.elastic_world import Diary, Fault, Record, World
 from recipes.suites.injected_faults import inject
 from recipes.suites.ratios import Ratios, Row, ratio
@@ -58,6 +60,7 @@ class Regression:
     num_stages: int
     num_pipelines: int
     sync: Any
+    overlap: Overlap
     batch_seconds: float
     batches: int
     epochs: int
@@ -105,6 +108,7 @@ def run(
     kills: int,
     runs: int | None,
     kills_of_run: int,
+    overlaps: Sequence[Overlap],
     num_stages: Sequence[int],
     num_pipelines: int,
     batch_seconds: float,
@@ -120,6 +124,7 @@ def run(
         kills: in all.
         runs: at most; None for as many as it takes.
         kills_of_run: at most.
+        overlaps: of the exchange; drawn for each run whose method has one.
         num_stages: drawn for each run.
         num_pipelines: N of each run.
         batch_seconds: that a batch takes besides its compute.
@@ -130,18 +135,21 @@ def run(
     """
     quiet()
     rows: list[Row] = []
-    calm_losses: dict[tuple[str, int], float] = {}
+    calm_losses: dict[tuple[str, str, int], float] = {}
     while sum(row["kills"] for row in rows) < kills and (runs is None or len(rows) < runs):
         number = seed + len(rows)
         draws = random.Random(f"soak {number}")  # numbers that are near draw alike at first
         name, stages = draws.choice(sorted(methods)), draws.choice(list(num_stages))
-        sync = hydra.utils.instantiate(methods[name])
-        work = Regression(stages, num_pipelines, sync, batch_seconds, batches, epochs)
-        row: Row = {"seed": number, "method": name, "num_stages": stages, "kills": 0}
+        sync, overlap = hydra.utils.instantiate(methods[name]), draws.choice(list(overlaps))
+        if isinstance(sync, NoSync):
+            overlap = "none"
+        work = Regression(stages, num_pipelines, sync, overlap, batch_seconds, batches, epochs)
+        row: Row = {"seed": number, "method": name, "overlap": overlap, "num_stages": stages, "kills": 0}
+        kind = name, overlap, stages
         try:
-            if (name, stages) not in calm_losses:
-                calm_losses[name, stages] = _one(work, random.Random(0), 0, calm)["loss"]
-            row |= _one(work, draws, kills_of_run, calm) | {"failed": "", "calm_loss": calm_losses[name, stages]}
+            if kind not in calm_losses:
+                calm_losses[kind] = _one(work, random.Random(0), 0, calm)["loss"]
+            row |= _one(work, draws, kills_of_run, calm) | {"failed": "", "calm_loss": calm_losses[kind]}
         except RunFailedError as error:
             row |= {"failed": str(error), "kills": error.kills}
         rows.append(row)
@@ -165,7 +173,8 @@ def ratios(rows: Sequence[Row]) -> Ratios:
 
 
 def _told(row: Row, deaths: int) -> str:
-    said = f"seed {row['seed']}, {row['method']}, {row['num_stages']} stages, {row['kills']} deaths ({deaths} in all): "
+    said = f"seed {row['seed']}, {row['method']}, overlap {row['overlap']}, {row['num_stages']} stages, "
+    said += f"{row['kills']} deaths ({deaths} in all): "
     return said + (f"FAILED: {row['failed']}" if row["failed"] else f"loss {row['loss']:.4f}, {row['what']}")
 
 
@@ -341,7 +350,12 @@ def learn(
     diary = Noted(directory / f"{name}.diary")
     trainer = L.Trainer(
         accelerator="cpu",
-        strategy=SDPipeStrategy(sync=work.sync, num_micro_batches=1, timeout=timedelta(seconds=60)),
+        strategy=SDPipeStrategy(
+            sync=work.sync,
+            exchange=Exchange(overlap=work.overlap),
+            num_micro_batches=1,
+            timeout=timedelta(seconds=60),
+        ),
         callbacks=[diary],
         max_epochs=work.epochs,
         logger=False,

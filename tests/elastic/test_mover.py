@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sdpipe.elastic.mover import SurvivingMean
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.elastic_client import Skip
@@ -114,3 +115,13 @@ def test_who_is_left_alone_keeps_what_it_has() -> None:
         line = Line(answer)
         assert average(Epochs({4: 2}), line, group(4, 0, 1)) == [1, 1, 0]
         assert line.said == [("broken", 4)]
+
+
+def test_what_a_mean_changes_is_right_though_pieces_were_taken_over_before_it_broke() -> None:
+    model = torch.zeros(3)
+    mover: Any = SurvivingMean(Epochs({4: 1}), Line(group(9, 0, 1)))  # type: ignore[arg-type]
+    late = Late(mover, 10.0, begins_again=True)
+    late.begin([model], group(4, 0, 1, 2))
+    model += 10  # trained meanwhile
+    late.end()
+    assert model.tolist() == [12, 11, 11]

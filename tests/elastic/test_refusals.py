@@ -11,11 +11,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.elastic import refusals
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.payloads import EightBit
 from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.sync import (
     ADPSGD,
     PHDPSGD,
     AllReduce,
+    Decentralized,
+    DiLoCo,
     HetPipe,
     LocalSGD,
     NoSync,
@@ -31,7 +34,7 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDPIPE_SCHEDULER", "tcp://127.0.0.1:9")
 
 
-@pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), NoSync()])
+@pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD()])
 def test_these_methods_work(sync: Any) -> None:
     options = SDPipeStrategy(sync=sync)
     refusals.check_options(options)
@@ -40,7 +43,7 @@ def test_these_methods_work(sync: Any) -> None:
 
 @pytest.mark.parametrize(
     "sync",
-    [AllReduce(), HetPipe(), LocalSGD(every=2), ParameterServer(), ADPSGD(), ADPSGD(asynchronous=True), PHDPSGD()],
+    [AllReduce(), HetPipe(), ParameterServer(), ADPSGD(asynchronous=True), PHDPSGD(), Decentralized(), DiLoCo(every=2)],
 )
 def test_other_methods_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match="SemiDecentralized"):
@@ -54,14 +57,24 @@ def test_other_methods_are_refused(sync: Any) -> None:
         ("save_distributed_checkpoint", True),
         ("partition", "balanced"),
         ("start_method", "fork"),
-        ("overlap", Exchange(overlap="step")),
         ("batch_by_speed", True),
         ("sync", SemiDecentralized(seating="near")),
     ],
 )
 def test_other_options_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match="seating='near'" if name == "sync" else name):
-        refusals.check_options(SDPipeStrategy(**{"exchange" if name == "overlap" else name: value}))
+        refusals.check_options(SDPipeStrategy(**{name: value}))
+
+
+@pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), ADPSGD()])
+def test_groups_may_send_eight_bits_and_average_beside_the_next_step(sync: Any) -> None:
+    refusals.check_options(SDPipeStrategy(sync=sync, exchange=Exchange(EightBit(), overlap="step")))
+
+
+@pytest.mark.parametrize("exchange", [Exchange(overlap="free"), Exchange(hierarchy="hosts"), Exchange(EightBit())])
+def test_what_everybody_must_share_is_refused(exchange: Exchange) -> None:
+    with pytest.raises(ConfigurationError, match="does not work in an elastic job"):
+        refusals.check_options(SDPipeStrategy(sync=LocalSGD(every=1), exchange=exchange))
 
 
 def test_there_is_a_scheduler_and_as_many_stages_as_processes(monkeypatch: pytest.MonkeyPatch) -> None:

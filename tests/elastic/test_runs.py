@@ -19,6 +19,7 @@ from lightning_sdpipe.elastic.meetings import Meetings
 from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.members import Met
+from lightning_sdpipe.sync import LocalSGD, SemiDecentralized
 from tests.elastic.jobs import ElasticRun, Model, elastic_run, fit, sums
 
 pytestmark = pytest.mark.distributed
@@ -46,9 +47,17 @@ def check_that_replicas_were_equal(run: ElasticRun, pipelines: list[int]) -> Non
             assert all(other == seen[0] for other in seen), (rank, at, seen)
 
 
-@pytest.mark.parametrize("exchange", [Exchange(), Exchange(EightBit(block=8))], ids=str)
-def test_one_is_killed_and_comes_back(tmp_path: Path, exchange: Exchange) -> None:
-    work = partial(fit, tmp_path, samples=SAMPLES, options={"exchange": exchange})
+@pytest.mark.parametrize(
+    ("sync", "exchange"),
+    [
+        (SemiDecentralized(), Exchange()),
+        (SemiDecentralized(), Exchange(EightBit(block=8), overlap="step")),
+        (LocalSGD(every=2), Exchange()),
+    ],
+    ids=str,
+)
+def test_one_is_killed_and_comes_back(tmp_path: Path, sync: Any, exchange: Exchange) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"sync": sync, "exchange": exchange})
     with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
         for pipeline in range(3):
             run.start(pipeline, work)

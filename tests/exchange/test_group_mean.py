@@ -93,7 +93,10 @@ def lose_a_member(rank: int, committed: int) -> tuple[Tensor, str, int]:
     mover._scratch = Watched()
     model = values(here.pipeline, PIECE * PIECES)
     pending = mover.start([model], group((0, 1, 2), WEIGHTS))
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"started/{rank}", "")
     if here.pipeline == 1:
+        store.wait(["started/0", "started/2"])
         for _ in range(committed):
             pending.wait()
             pending.commit()

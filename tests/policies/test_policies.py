@@ -324,4 +324,5 @@ def test_the_window_must_be_finite_for_enforcement_to_matter() -> None:
     join_all(policy, 1, 2)
     assert policy.on(Ready(W(0, 0), 0), 0.0) == []
     assert policy.on(Tick(), 1e12) == []
-    assert policy.token_holder is None
+    (group,) = policy.on(Ready(W(0, 1), 0), 1e12)
+    assert group.members == (W(0, 0), W(0, 1))

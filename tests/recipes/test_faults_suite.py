@@ -70,7 +70,7 @@ def trained(pipeline: int, *batches: list[int], ended: bool = True) -> Record:
 
 
 def test_what_a_soak_holds_against_a_run() -> None:
-    work = soak.Regression(1, 2, None, 0.0, batches=1, epochs=1)
+    work = soak.Regression(1, 2, None, "none", 0.0, batches=1, epochs=1)
     one, two, three = list(range(4)), list(range(4, 8)), list(range(2, 6))
     soak._check([trained(0, one), trained(1, two), trained(1, one, ended=False)], work)
     with pytest.raises(AssertionError, match="4 samples of epoch 0 were not trained"):

@@ -42,7 +42,7 @@ def test_a_sweep_of_eight_jobs_of_four_processes(tmp_path: Path) -> None:
     choices = ["sync=semi_decentralized,all_reduce", "num_stages=1,2", "seed=1,2", f"hydra.sweep.dir={tmp_path}"]
     code, printed, marker = run_app(tmp_path, "recipes/train.py", "-m", *FORKED, *choices, timeout=220)
     assert code == 0, printed
-    assert processes_of(marker) == []
+    assert processes_of(marker) == {}
     found = rows(tmp_path)
     assert [row["job"] for row in found] == list("01234567")
     assert {row["status"] for row in found} == {"done"}
@@ -62,7 +62,7 @@ def test_a_failed_job_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
     choices = ["data.batch_size=2000,32", f"hydra.sweep.dir={tmp_path}"]
     code, printed, marker = run_app(tmp_path, "-m", "recipes.train", "-m", *FORKED, "trainer.devices=2", *choices)
     assert code == 1, printed
-    assert processes_of(marker) == []
+    assert processes_of(marker) == {}
     assert [row["status"] for row in rows(tmp_path)] == ["failed", "done"]
     assert rows(tmp_path)[0]["error"]
     assert "Job 0 failed" in printed
@@ -76,7 +76,7 @@ def test_ranks_of_torchrun_share_one_directory_and_one_summary(tmp_path: Path) -
     where = f"hydra.run.dir={tmp_path}/${{start_time:%f}}"
     code, printed, marker = run_app(tmp_path, *torchrun, *SMALL, "trainer.devices=2", where, timeout=220)
     assert code == 0, printed
-    assert processes_of(marker) == []
+    assert processes_of(marker) == {}
     (output,) = tmp_path.iterdir()
     assert json.loads((output / "summary.json").read_text())["workers"] == 2
     expected = [".hydra", "metrics", "summary.json", "train.log", "training_curve.png"]

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker
+from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.members import Donate, Epoch, Met, Receive
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -46,9 +48,12 @@ class Process:
     iteration: int = 0
     heard: int | None = None
     group: Group | None = None
+    """With which it exchanges."""
     met: list[Met] = field(default_factory=list)
     asks: dict[str, m.Request | e.Request] = field(default_factory=dict)
     """What is repeated until it is answered."""
+    goes_on: Callable[[], None] | None = None
+    """What it does when its exchange is over."""
     completed: set[int] = field(default_factory=set)
     asked_for: set[int] = field(default_factory=set)
     nonce: bytes | None = None
@@ -69,7 +74,14 @@ class World:
         least = rng.randint(1, min(2, self.pipelines))
         start = rng.choice([None, self.pipelines])
         self.terms = Terms(least, start, gather=6.0, hold_limit=1e6, recovery_grace=4.0, settle=0.6)
-        configs: list[PolicyConfig] = [SemiDecentralized(window=rng.choice([0.0, 0.05, "auto", float("inf")]))]
+        self.overlaps = rng.random() < 0.5
+        """Does an exchange go on while its worker computes?"""
+        configs: list[PolicyConfig] = [
+            SemiDecentralized(window=rng.choice([0.0, 0.05, "auto", float("inf")])),
+            LocalSGD(every=rng.randint(1, 3)),
+            LocalSGD(every=1),
+            ADPSGD(staleness=rng.choice([None, 3])),
+        ]
         if self.pipelines > 1:
             configs.append(PartialReduce(group_size=2))
         self.config = rng.choice(configs)
@@ -211,7 +223,7 @@ class World:
             epoch = process.epoch.number if process.epoch else 0
             beat = e.Beat(process.worker, process.incarnation, process.number, tuple(process.holds), epoch, True)
             self.say(process, beat)
-            if process.state in ("training", "exchanging", "regrouping"):
+            if process.state in ("training", "exchanging"):
                 process.number += 1
                 self.say(process, m.Heartbeat(process.worker, process.incarnation, process.number, True))
             for key, request in list(process.asks.items()):
@@ -291,7 +303,7 @@ class World:
             case e.Regroup(sequence=sequence, group=group):
                 if asks.pop(f"regroup {sequence}", None) is not None:
                     process.completed.add(sequence)
-                    self.exchange(process, group)
+                    self.begin_exchange(process, group)
             case e.HasMet(met=met):
                 if asks.pop(f"meet {met.key}", None) is not None:
                     assert process.worker.pipeline in met.pipelines
@@ -308,7 +320,7 @@ class World:
             case m.Acknowledged(number=number):
                 self.acknowledged(process, number)
             case m.Unknown():
-                if process.state in ("training", "exchanging", "regrouping"):
+                if process.state in ("training", "exchanging"):
                     process.number += 1
                     heard, worker, number = process.heard, process.worker, process.number
                     answered = process.iteration - ("ready" in asks)
@@ -385,27 +397,44 @@ class World:
         self.ask(process, "ready", m.Ready, process.iteration)
 
     def exchange(self, process: Process, group: Group) -> None:
-        """It takes a moment, and fails if somebody is gone, or for no reason."""
+        """At once, or when the last one is over."""
         assert process.worker in group.members
         process.heard = max(process.heard or -1, group.sequence)
+        if process.group is not None:
+            process.goes_on = lambda: self.exchange(process, group)
+            return
+        self.begin_exchange(process, group)
+        if self.overlaps:
+            self.stepped(process)
+        else:
+            self.set_state(process, "exchanging")
+            process.goes_on = lambda: self.stepped(process)
+
+    def begin_exchange(self, process: Process, group: Group) -> None:
+        """It takes a moment, and fails if somebody is gone, or for no reason."""
         if len(group.members) > 1:
             assert group.epoch > 0
         process.group = group
-        self.set_state(process, "exchanging")
         self.after(self.rng.uniform(0.01, 0.05), lambda: self.exchanged(process, group))
 
     def exchanged(self, process: Process, group: Group) -> None:
-        if process.dead or process.group is not group or process.state != "exchanging":
+        if process.dead or process.group is not group:
             return
         there = {p.worker for p in self.processes if not p.dead and group.epoch in p.holds}
         failed = len(group.members) > 1 and (not set(group.members) <= there or self.rng.random() < 0.01)
         if failed or (process.asked_for & {group.sequence}):
             process.holds.discard(group.epoch)
             process.asked_for.discard(group.sequence)
-            self.set_state(process, "regrouping")
             self.ask(process, f"regroup {group.sequence}", e.AskRegroup, group, tuple(process.holds), False)
             return
         process.completed.add(group.sequence)
+        process.group = None
+        if process.goes_on is not None:
+            goes_on, process.goes_on = process.goes_on, None
+            goes_on()
+
+    def stepped(self, process: Process) -> None:
+        """The iteration is over."""
         process.update += 1
         for donate in list(process.donate.values()):
             if process.update >= donate.at_update:
@@ -420,6 +449,9 @@ class World:
             self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
 
     def pause(self, process: Process) -> None:
+        if process.group is not None:
+            process.goes_on = lambda: self.pause(process)
+            return
         self.set_state(process, "leaving")
         self.ask(process, "session", m.Leave)
 
