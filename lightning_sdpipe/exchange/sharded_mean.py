@@ -4,39 +4,56 @@ Of two groups with n members each, member r of the one averages the r-th part of
 and then the members of a group give each other their parts. So the slow links between groups carry the model once in
 each direction, instead of n times. It needs groups of one size; others average as one group, by the weights that the
 policy gave them, which is the same mean.
+
+Messages between groups may be of lower precision. Then groups come out a little different, their mean where it was; the
+members of a group stay equal, since what has become of a part is told them in full. Where meetings are not sharded, a
+member would get an outcome of its own, so nothing is encoded.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_sdpipe.exchange import transfers
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.group_mean import GroupMean
-from lightning_sdpipe.exchange.moving import Pending, Scratch, finish, pieces_of, tag_of
+from lightning_sdpipe.exchange.moving import Mover, Pending, Scratch, finish, pieces_of, tag_of
+from lightning_sdpipe.exchange.own_reference import OwnReference
+from lightning_sdpipe.exchange.payloads import Full, Payload
 from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 
 
 class ShardedMean:
-    """Gives all members of several groups the mean of the groups' models: the same on all, bit for bit.
+    """Gives all members of several groups the mean of the groups' models: the same on all, bit for bit, but for what
+    messages of lower precision leave out.
 
     Args:
         replicas: of which this worker is one.
         groups: the pipelines of each group, some of which may be absent from a meeting.
         sharded: False to let all members average as one group.
+        payload: of messages between groups, as :class:`~lightning_sdpipe.exchange.own_reference.OwnReference` takes it.
     """
 
-    def __init__(self, replicas: Replicas, groups: Sequence[Sequence[int]], sharded: bool = True) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        groups: Sequence[Sequence[int]],
+        sharded: bool = True,
+        payload: Payload | None = None,
+    ) -> None:
         self._replicas = replicas
         self._groups = groups
         self._sharded = sharded
         self._whole = GroupMean(replicas)
+        self._payload = payload or Full()
+        self._between: dict[int | None, Mover] = {}
         self._scratch = Scratch()
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
@@ -44,9 +61,21 @@ class ShardedMean:
         parts = self.parts(group)
         if len(parts) == 1:  # they hold equal models
             return self._whole.start([], group)
-        if not self._sharded or len(parts[0]) == 1 or len({len(part) for part in parts}) > 1:
+        sizes = {len(part) for part in parts}
+        if sizes == {1}:
+            return self.between(None).start(tensors, group)
+        if not self._sharded or len(sizes) > 1:
             return self._whole.start(tensors, group)
-        return _Sharded(tensors, group, parts, self._replicas, self._whole, self._scratch)
+        return _Sharded(tensors, group, parts, self._replicas, self.between, self._scratch)
+
+    def between(self, piece: int | None) -> Mover:
+        """What averages among groups, of which each sends one: for each piece its own, since how far apart models are
+        is remembered by place; None for whole models."""
+        if isinstance(self._payload, Full):
+            return self._whole
+        if piece not in self._between:
+            self._between[piece] = EncodedMean(self._replicas, OwnReference(self._payload))
+        return self._between[piece]
 
     def parts(self, group: Group) -> list[list[int]]:
         """The members of ``group``, by the groups that they belong to."""
@@ -62,7 +91,7 @@ class _Sharded:
         group: Group,
         parts: Sequence[Sequence[int]],
         replicas: Replicas,
-        mean: GroupMean,
+        between: Callable[[int], Mover],
         scratch: Scratch,
     ) -> None:
         own = next(part for part in parts if replicas.pipeline in part)
@@ -74,22 +103,22 @@ class _Sharded:
         members = tuple(Worker(replicas.stage, pipeline) for pipeline in counterparts)
         self._counterparts = Group(members, weights, group.sequence, group.reason)
         self._replicas = replicas
-        self._mean = mean
+        self._between = between
         self._tag = tag_of(group)
         self._lender = scratch
-        self._to_come = deque(pieces_of(tensors))
+        self._to_come = deque(enumerate(pieces_of(tensors)))
         self._first = True
 
     def wait(self) -> bool:
         if not self._to_come:
             return False
-        piece = self._to_come[0]
+        number, piece = self._to_come[0]
         self._scratch = self._lender.lend(len(piece), piece)
         self._beside = self._scratch[: len(piece)]
         shards = dict(zip(self._own, torch.tensor_split(self._beside, len(self._own)), strict=True))
         shard = shards.pop(self._replicas.pipeline)
         shard.copy_(torch.tensor_split(piece, len(self._own))[self._place])
-        waited = finish(self._mean.start([shard], self._counterparts))
+        waited = finish(self._between(number).start([shard], self._counterparts))
         start = time.perf_counter()
         transfers.begin(dict.fromkeys(shards, shard), shards, self._replicas, self._tag).wait()
         if self._first:
@@ -97,7 +126,7 @@ class _Sharded:
         return True
 
     def commit(self) -> None:
-        self._to_come.popleft().copy_(self._beside)
+        self._to_come.popleft()[1].copy_(self._beside)
         self._lender.give_back(self._scratch)
 
     def abort(self) -> None:

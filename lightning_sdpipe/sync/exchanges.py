@@ -64,6 +64,11 @@ CHANGING_PAIRS = Takes(hosts=_PAIRS)
 ASYNCHRONOUS_PAIRS = Takes(
     hosts=_PAIRS, free="neighbours are not waited for in any case: use overlap='step', which hides the transfer too"
 )
+MEETINGS = Takes(
+    step="to hide meetings behind the next step use PHDPSGD(asynchronous=True)",
+    free="to let nobody wait use PHDPSGD(asynchronous=True)",
+    hosts="its groups are a hierarchy: use hierarchy='flat', and a group for each host, as without group_size",
+)
 RING = Takes(
     common=True,
     free="",

@@ -60,7 +60,8 @@ class HybridGroups(Synchronizer):
         self._meets = len(self._groups) > 1
         if self._meets:
             own_links = replica.groups.side_channel(replica.timeout) if policy.asynchronous else None
-            self._mover = ShardedMean(replica.groups.replicas(own_links), self._groups, policy.sharded)
+            replicas, payload = replica.groups.replicas(own_links), replica.exchange.payload
+            self._mover = ShardedMean(replicas, self._groups, policy.sharded, payload)
             self._model: SharedModel = InPlace([])
             self._meetings = Meetings(self._worker, self._carry_out, replica.timeout)
             replica.client.on_invitation = self._meetings.invite

@@ -40,6 +40,7 @@ from lightning_sdpipe.sync.exchanges import (
     EVERYBODY_NOW_AND_THEN,
     FREE_PAIRS,
     GRADIENTS,
+    MEETINGS,
     RING,
     Begin,
     Takes,
@@ -155,8 +156,10 @@ class ByPolicy:
     def takes(self) -> Takes | None:
         """What it can do with an exchange."""
         match self.policy:
-            case NoSync() | PHDPSGD():
+            case NoSync() | PHDPSGD(sharded=False):
                 return None
+            case PHDPSGD():
+                return MEETINGS
             case LocalSGD(every):
                 return EVERYBODY if every == 1 else EVERYBODY_NOW_AND_THEN
             case Decentralized(peers, every):

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.scheduler.credentials import write_keys
+from tests.namespaces import Machine
 from tests.workers import free_port
 
 BATCH = 4
@@ -163,7 +165,11 @@ class Job:
             os.dup2(output, 1)
             os.dup2(output, 2)
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.num_stages, "LOCAL_WORLD_SIZE": run.num_stages}
-            place = {"SDPIPE_PIPELINE": self.pipeline, "SDPIPE_SCHEDULER": run.address, **world}
+            place: dict[str, object] = {"SDPIPE_PIPELINE": self.pipeline, "SDPIPE_SCHEDULER": run.address, **world}
+            if run.machines:
+                machine = run.machines[self.pipeline]
+                machine.enter()
+                place |= {"GLOO_SOCKET_IFNAME": machine.interface, "SDPIPE_KEY_FILE": run.directory / "keys/worker.key"}
             os.environ.update({name: str(value) for name, value in place.items()})
             os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
             work()
@@ -202,12 +208,24 @@ class Job:
 
 
 class ElasticRun:
-    """A run in ``directory``, whose scheduler is a process of its own."""
+    """A run in ``directory``, whose scheduler is a process of its own: on this machine, or each pipeline on one of
+    ``machines``, the scheduler on the first of them, and encrypted."""
 
-    def __init__(self, directory: Path, num_stages: int, num_pipelines: int, *options: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        num_stages: int,
+        num_pipelines: int,
+        *options: str,
+        machines: Sequence[Machine] = (),
+    ) -> None:
         self.directory, self.num_stages, self.num_pipelines = directory, num_stages, num_pipelines
-        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.machines = machines
+        self.address = f"tcp://{machines[0].address if machines else '127.0.0.1'}:{free_port()}"
         self._options = ["--journal", str(directory / "journal"), *options]
+        if machines:
+            write_keys(directory / "keys")
+            self._options += ["--key-file", str(directory / "keys/scheduler.key")]
         self.jobs: list[Job] = []
         self.start_scheduler()
 
@@ -216,6 +234,8 @@ class ElasticRun:
         mesh = ["--num-stages", stages, "--num-pipelines", pipelines, "--bind", self.address]
         with open(self.directory / "scheduler.txt", "a") as output:
             command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *mesh, *self._options]
+            if self.machines:
+                command = ["ip", "netns", "exec", self.machines[0].name, *command]
             self.scheduler = subprocess.Popen(command, stdout=output, stderr=output)
 
     def start(self, pipeline: int, work: Callable[[], None]) -> Job:
@@ -279,8 +299,10 @@ class ElasticRun:
 
 
 @contextmanager
-def elastic_run(directory: Path, num_stages: int, num_pipelines: int, *options: str) -> Iterator[ElasticRun]:
-    run = ElasticRun(directory, num_stages, num_pipelines, *options)
+def elastic_run(
+    directory: Path, num_stages: int, num_pipelines: int, *options: str, machines: Sequence[Machine] = ()
+) -> Iterator[ElasticRun]:
+    run = ElasticRun(directory, num_stages, num_pipelines, *options, machines=machines)
     try:
         yield run
     finally:

@@ -21,6 +21,8 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.members import Met
 from lightning_sdpipe.sync import LocalSGD, SemiDecentralized
 from tests.elastic.jobs import ElasticRun, Model, elastic_run, fit, sums
+from tests.namespaces import machines
+from tests.namespaces import run as ip
 
 pytestmark = pytest.mark.distributed
 
@@ -248,3 +250,27 @@ def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [3, 5])
         assert run.rows(3)[-1][-1]["leads"] != run.rows(5)[-1][-1]["leads"]
+
+
+def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with (
+        machines(2) as both,
+        elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--worker-timeout", "2", machines=both) as run,
+    ):
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 10)
+        cable = ("-n", both[1].name, "link", "set", both[1].interface)
+        ip(*cable, "down")
+        run.wait_for_turns([0], 10)
+        assert not run.jobs[1].ended()
+        ip(*cable, "up")
+        run.wait(run.jobs[1].ended, "the end of the one that was cut off")
+        assert all(code > 0 for code in run.jobs[1].codes.values()), run.said()
+        run.start(1, work)
+        run.wait(lambda: len(run.rows(1)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([1], 8)
+        assert run.finish() == {0: [0], 1: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])

@@ -171,8 +171,10 @@ def test_refusals_say_what_to_use_and_are_no_broader_than_they_have_to_be() -> N
         if reason is not None:
             assert reason.startswith(f"exchange={exchange} does not go with sync={sync}: ")
             assert "use " in reason.removeprefix("exchange") or "average models with" in reason
-    assert len(WORKS) == 142
-    assert all(exchange == Exchange() for sync, exchange in WORKS if isinstance(sync, NOT_IN_THREADS))
+    assert len(WORKS) == 144
+    in_processes = {(type(sync), exchange.payload) for sync, exchange in WORKS if isinstance(sync, NOT_IN_THREADS)}
+    meetings = {(PHDPSGD, payload) for payload in (Full(), Half(), EightBit(block=64))}
+    assert in_processes == meetings | {(ParameterServer, Full()), (HetPipe, Full())}
 
 
 PINS = [

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
+from lightning_sdpipe import AllReduce, ConfigurationError, EightBit, Exchange, SDPipeStrategy
 from lightning_sdpipe.elastic.refusals import check_options
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
@@ -124,6 +124,17 @@ def compare(directory: Path, stages: int, groups: list[list[int]], **options: An
     return emulation
 
 
+class BytesSent(L.Callback):
+    """Those of rank 0, for who has started it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.file.write_text(str(trainer.strategy.statistics.bytes_sent))  # type: ignore[attr-defined]
+
+
 SLOW = Delays(0.4, 0.03)
 
 
@@ -191,6 +202,26 @@ def test_one_group_of_all_is_all_reduce(tmp_path: Path, rows: list[int], uneven:
         _, model = fit(tmp_path / type(sync).__name__, strategy, 4, BATCH, Adam(rows, uneven), **options)
         outcomes.append(model.state_dict())
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*(o.values() for o in outcomes), strict=True))
+
+
+@pytest.mark.distributed
+def test_meetings_in_eight_bits_lead_nearly_to_the_same(tmp_path: Path) -> None:
+    """Groups that all meet after every step, so that nothing depends on who is faster."""
+    outcomes, sent = [], []
+    for exchange in (Exchange(), Exchange(EightBit(block=16))):
+        strategy = SDPipeStrategy(
+            sync=PHDPSGD(group_size=2, staleness=1),
+            exchange=exchange,
+            start_method="fork",
+        )
+        counted = BytesSent(tmp_path / f"{len(sent)}")
+        _, model = fit(tmp_path, strategy, 4, BATCH, OwnData([8] * 4, False), callbacks=[EqualReplicas(), counted])
+        outcomes.append(nn.utils.parameters_to_vector(model.parameters()))
+        sent.append(int(counted.file.read_text()))
+    full, eight = outcomes
+    moved = (full - nn.utils.parameters_to_vector(OwnData([8] * 4, False).parameters())).norm()
+    assert 0 < (eight - full).norm() < 0.02 * moved
+    assert sent[1] < sent[0]
 
 
 class Tied(OwnData):
