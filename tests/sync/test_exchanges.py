@@ -152,7 +152,10 @@ def _two_pipelines(directory: Path, sync: Any, stages: int, **options: Any) -> t
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"exchange": Exchange(EightBit(), "step")}, "overlap='step' does not work in an elastic job"),
+        (
+            {"sync": LocalSGD(every=1), "exchange": Exchange(overlap="free")},
+            "overlap='free' does not work in an elastic job",
+        ),
         ({"exchange": Exchange(hierarchy="hosts")}, "hierarchy='hosts' does not work in an elastic job"),
         (
             {"sync": AllReduce(), "exchange": Exchange(OneBit())},
