@@ -304,9 +304,27 @@ def test_resuming_in_mid_epoch_neither_repeats_nor_skips(tmp_path: Path, data: s
     assert sum(len(record["seen"]) for record in first) == 10
     assert agreed(rest) == [["validation", 8, 7], ["epoch", 8]]
     with pytest.raises(
-        Exception, match=r"of the middle of an epoch of 2 pipelines × 8 batches of 2, and this run has 1"
+        Exception, match=r"of the middle of an epoch of 2 pipelines × 8 batches of 2, and this run has 3"
     ):
-        fit(tmp_path / "other", NoSync(), (1.0,), 8, ckpt_path=path, max_epochs=1)
+        fit(tmp_path / "other", NoSync(), (1.0, 1.0, 1.0), 5, ckpt_path=path, max_epochs=1)
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("error:.*dataloader is not resumable")
+@pytest.mark.parametrize("how", ["dealt", "by speed"])
+def test_other_pipelines_go_on_in_mid_epoch(tmp_path: Path, how: str) -> None:
+    sync: Any = NoSync() if how == "dealt" else AllReduce()
+    options: dict[str, Any] = {"max_epochs": 1}
+    if how == "by speed":
+        options |= {"data": "auto", "by_speed": {"batch_by_speed": True, "num_micro_batches": 2}}
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
+    first = fit(tmp_path / "first", sync, (1.0, 2.0), 12, callbacks=(saver,), **options)
+    for record in first:
+        record["seen"] = record["seen"][: record["saved"][0]]
+    rest = fit(tmp_path / "rest", sync, (1.0, 1.0, 2.0, 1.0), 6, ckpt_path=tmp_path / "step=8.ckpt", **options)
+    once_each([*first, *rest], [0], 12 * BATCH * 2)
+    assert sum(len(indices) for record in first for _, indices, *_ in record["seen"]) == 8 * BATCH * 2
+    assert agreed(rest) == [["validation", 10, 5], ["epoch", 10]]
 
 
 @pytest.mark.distributed

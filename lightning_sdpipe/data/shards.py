@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.random_streams import mix
@@ -49,6 +50,13 @@ def why_sharded(loader: Any, pipeline: int, num_pipelines: int) -> str | None:
     except Exception as error:
         return f"its sampler cannot be copied for the other shards ({type(error).__name__}: {error})"
     return None
+
+
+def takes_turns(loader: Any) -> bool:
+    """Do replicas take the samples of an epoch by turns, in an order that does not depend on how many they are?"""
+    batches = loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    return type(batches) is BatchSampler and type(sampler) in (DistributedSampler, DistributedSamplerWrapper)
 
 
 def refuse_to_deal(reason: str) -> ConfigurationError:

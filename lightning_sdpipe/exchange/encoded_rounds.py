@@ -41,6 +41,8 @@ class EncodedRounds(GradientRounds):
         scale: what gradients are multiplied by at the moment (a loss scale).
     """
 
+    flags_beside_gradients = False
+
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],

@@ -4,7 +4,8 @@ The order of buckets is that of the parameters' numbers, so it is the same on al
 the one before it. After the last bucket every replica sends flags: whether it trains at all, whether its gradients are
 finite, which parameters got one, and a number that is to be the same on all. So replicas that have nothing to add can
 take part, all know who broke and who came with another model, and a parameter that nobody used has no gradient
-afterwards, as in one process.
+afterwards, as in one process. Flags travel behind the gradients of the last bucket if that is small, since a collective
+of its own costs more than they do; it waits for the end of the backward then, which is when it is filled anyway.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from torch import Tensor, nn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import waiting_for
+
+SMALL = 2**20
+"""Bytes of a last bucket with which flags travel at most."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,10 @@ class Averaged:
 @dataclass
 class _Bucket:
     numbers: list[int]
+    room: int = 0
+    """Elements behind the gradients."""
+    sent: Tensor | None = None
+    """``flat``, and the room behind it."""
     flat: Tensor | None = None
     views: dict[int, Tensor] = field(default_factory=dict)
     filled: set[int] = field(default_factory=set)
@@ -57,6 +65,9 @@ class GradientRounds:
         watch: look whether gradients are finite.
     """
 
+    flags_beside_gradients = True
+    """May flags be sent as gradients are?"""
+
     def __init__(self, parameters: Sequence[nn.Parameter], replicas: Replicas, cap: int, watch: bool = True) -> None:
         self._parameters = parameters
         self._replicas = replicas
@@ -71,12 +82,21 @@ class GradientRounds:
         """Lays the buckets out for the parameters that there are; all members must do so between the same rounds."""
         self._layout = _layout(self._parameters, self._cap)
         self._bucket_of = {number: index for index, numbers in enumerate(self._layout) for number in numbers}
+        last = [self._parameters[number] for number in self._layout[-1]] if self._layout else []
+        self._together = (
+            self.flags_beside_gradients
+            and bool(last)
+            and last[0].dtype in (torch.float32, torch.float64)  # others could not hold a mark
+            and sum(parameter.nbytes for parameter in last) <= SMALL
+        )
         self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._begin_round()
 
     def _begin_round(self) -> None:
         # fresh memory in every round: the optimizer's gradients are views of the last round's
         self._buckets = [_Bucket(numbers) for numbers in self._layout]
+        if self._together:
+            self._buckets[-1].room = 1 + 2 * self._size + len(self._parameters)
         self._launched = 0
         self._used: set[int] = set()
         self._totals: list[Tensor] = []  # of each bucket; finite if all its gradients are
@@ -122,15 +142,18 @@ class GradientRounds:
                     self._views(bucket)[number].zero_()
                     bucket.filled.add(number)
         self._launch()
+        last = self._buckets[-1] if self._together else None
+        if last is not None:
+            self._look_at(last)
         head = 1 + 2 * self._size
         flags = torch.zeros(head + len(self._parameters), dtype=torch.float32)
         flags[0] = trains
         flags[1 + self._size + self._place] = mark if trains else -1
         flags[[head + number for number in self._used]] = 1
-        flags = flags.to(self.device)
+        flags = flags.to(self.device) if last is None else self._behind(last).copy_(flags)
         if self._totals:
             flags[1 + self._place] = ~torch.isfinite(torch.stack(self._totals)).all()
-        self._flags = flags, self._reduce(flags)
+        self._flags = flags, self._reduce(flags) if last is None else self._send(last)
 
     def wait(self) -> Averaged:
         """Waits for the means. They are over the replicas that train; a parameter that none of them used has none.
@@ -149,7 +172,8 @@ class GradientRounds:
         for bucket in self._buckets:
             assert bucket.work is not None
             assert bucket.flat is not None
-            self._wait(bucket.work)
+            if bucket.work is not work:
+                self._wait(bucket.work)
             if 0 < trains < self._size:
                 bucket.flat.mul_(self._size / trains)
             for number in bucket.numbers:
@@ -165,7 +189,8 @@ class GradientRounds:
         if bucket.flat is None:
             parameters = [self._parameters[number] for number in bucket.numbers]
             total = sum(p.numel() for p in parameters)
-            bucket.flat = torch.empty(total, dtype=parameters[0].dtype, device=parameters[0].device)
+            bucket.sent = torch.empty(total + bucket.room, dtype=parameters[0].dtype, device=parameters[0].device)
+            bucket.flat = bucket.sent[:total] if bucket.room else bucket.sent
             parts = torch.split_with_sizes(bucket.flat, [p.numel() for p in parameters])
             bucket.views = {
                 number: part.view(p.shape) for number, part, p in zip(bucket.numbers, parts, parameters, strict=True)
@@ -176,13 +201,25 @@ class GradientRounds:
         """Starts those buckets that are full and whose turn it is."""
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
-            if len(bucket.filled) < len(bucket.numbers):
+            if bucket.room or len(bucket.filled) < len(bucket.numbers):
                 return
-            assert bucket.flat is not None
-            if self._watch:
-                self._totals.append(bucket.flat.sum(dtype=torch.float32))
-            bucket.work = self._reduce(bucket.flat)
-            self._launched += 1
+            self._look_at(bucket)
+            self._send(bucket)
+
+    def _look_at(self, bucket: _Bucket) -> None:
+        assert bucket.flat is not None
+        if self._watch:
+            self._totals.append(bucket.flat.sum(dtype=torch.float32))
+
+    def _behind(self, bucket: _Bucket) -> Tensor:
+        assert bucket.sent is not None
+        return bucket.sent[-bucket.room :]
+
+    def _send(self, bucket: _Bucket) -> dist.Work:
+        assert bucket.sent is not None
+        bucket.work = self._reduce(bucket.sent)
+        self._launched += 1
+        return bucket.work
 
     def _reduce(self, tensor: Tensor) -> dist.Work:
         work: dist.Work | None = dist.all_reduce(tensor, group=self._replicas.group, async_op=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sdpipe.trainer.split import Split, refuse_other_split
+from lightning_sdpipe.trainer.split import Split, place_in, refuse_other_split
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,24 @@ from lightning_sdpipe.trainer.split import Split, refuse_other_split
 def test_both_splits_and_what_to_do(before: Split | None, described: str) -> None:
     said = str(refuse_other_split(before, [4, 12, 4]))
     assert f"epoch of {described}, and this run has 4 pipelines × 12 batches of 4" in said
-    assert "Resume with the same number of pipelines, batch size and data, or from the end of an epoch." in said
+    assert "Resume with the same batch size, data and number of pipelines, or one that divides the batches" in said
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "begun", "number"),
+    [
+        ([4, 6, 2], [2, 12, 2], 8, 4),
+        ([1, 24, 2], [2, 12, 2], 5, 10),
+        ([3, 8, 2], [2, 12, 2], 6, 4),
+        ([3, 8, 2], [2, 12, 2], 8, None),  # 16 batches are done
+        ([4, 7, 2], [2, 13, 2], 8, 4),  # what is padded differs
+        ([4, 6, 4], [2, 12, 2], 8, None),
+        ([4, 6, 0], [2, 12, 0], 8, None),
+        ([4, 12, 2], [2, 12, 2], 8, None),  # other data
+        ([4, 6, 2], [2, 12], 8, None),
+        ([4, 6, 2], None, 8, None),
+        (None, [2, 12, 2], 8, None),
+    ],
+)
+def test_where_other_pipelines_go_on(now: Split | None, before: Split | None, begun: int, number: int | None) -> None:
+    assert place_in(now, before, begun) == number
