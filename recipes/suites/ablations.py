@@ -1,5 +1,5 @@
 """What exchanges owe to their parts (BAGUA, table 5): averages of eight workers on two hosts with and without a
-hierarchy, and of many tensors as one piece or one after the other. Links are really slow; nothing is trained."""
+hierarchy, and of a model in one flat buffer or tensor by tensor. Links are really slow; nothing is trained."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def measure(*, elements: int, tensors: int, rate_mbit: float, repeats: int, seed
         | {"host_sends_bytes": int(median(sent[case]))}
         for case in CASES
     ]
-    shape = f"{WORKERS} workers on {HOSTS} hosts, {elements} float32 in {tensors} tensors"
+    shape = f"{WORKERS} workers on {HOSTS} hosts, {elements} float32 (one_by_one: in {tensors} tensors)"
     found: Ratios = {}
     for key, (one, other, goal) in COMPARED.items():
         values = [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
@@ -100,7 +100,7 @@ def _work_on(names: Sequence[str], rank: int, elements: int, tensors: int, repea
     flat = EncodedMean(replicas, CommonReference(Full(), rank))
     by_hosts = EncodedMean(replicas, CommonReference(Full(), rank), machines)
     values = torch.randn(elements, generator=torch.Generator().manual_seed(seed + rank))
-    model = list(values.tensor_split(tensors))
+    model = values.tensor_split(tensors)
 
     def average(mover: EncodedMean, moved: Sequence[Tensor], number: int) -> None:
         finish(mover.start(moved, Group(everybody, (1 / WORKERS,) * WORKERS, number, "timed")))
@@ -110,8 +110,8 @@ def _work_on(names: Sequence[str], rank: int, elements: int, tensors: int, repea
             average(flat, [tensor], number * tensors + place)
 
     cases: dict[str, Callable[[int], None]] = {
-        "flat": lambda number: average(flat, model, number * tensors),
-        "by_hosts": lambda number: average(by_hosts, model, number * tensors),
+        "flat": lambda number: average(flat, [values], number * tensors),  # as a bucket holds a model's parameters
+        "by_hosts": lambda number: average(by_hosts, [values], number * tensors),
         "one_by_one": one_by_one,
         "ring": lambda _: dist.all_reduce(values.div_(WORKERS)),
     }
