@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdpipe import (
     ADPSGD,
@@ -60,8 +61,17 @@ class Case:
     every: int = 1
 
 
+class _Hooked(DDPStrategy):
+    """Lightning registers hooks on GPUs only, without a word elsewhere; gloo can carry these out, too."""
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        if self._ddp_comm_hook is not None:
+            self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+
+
 def _ddp(**options: Any) -> DDPStrategy:
-    return DDPStrategy(process_group_backend="gloo", **options)
+    return _Hooked(process_group_backend="gloo", **options)
 
 
 def _power_sgd() -> DDPStrategy:
