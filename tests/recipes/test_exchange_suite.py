@@ -32,13 +32,13 @@ def test_memory_is_counted_in_copies_of_the_model() -> None:
 
 @pytest.mark.distributed
 def test_parts_of_an_exchange_on_links_that_the_kernel_slows_down(capsys: pytest.CaptureFixture[str]) -> None:
-    small = [f"suite.ablations.{value}" for value in ("elements=40000", "tensors=4", "repeats=1")]
+    small = [f"suite.ablations.{value}" for value in ("elements=200000", "tensors=4", "repeats=3")]
     rows, ratios = exchange.run(**parameters_of("exchange", "suite.only=[ablations]", *small))
     if not rows:
         pytest.skip(capsys.readouterr().err.strip())
     assert {row["what"] for row in rows} == set(ablations.CASES)
     assert set(ratios) == {*ablations.COMPARED, "bytes/hierarchy"}
-    assert ratios["bytes/hierarchy"]["value"] == pytest.approx(4.0, rel=0.15)
+    assert ratios["bytes/hierarchy"]["value"] == pytest.approx(4.0, rel=0.15)  # packets that are sent again count, too
 
 
 @pytest.mark.distributed
