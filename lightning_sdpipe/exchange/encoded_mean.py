@@ -20,8 +20,12 @@ from lightning_sdpipe.exchange.coding import Coding, is_refusal, refusal
 from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
 from lightning_sdpipe.exchange.parts import Place, Team, owned
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
+from lightning_sdpipe.exchange.transfers import Transfers
 from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
+
+WORTH_HALVING = 2**18
+"""Values of which one half is encoded while the other travels. More parts would cost more time than they hide."""
 
 
 class EncodedMean:
@@ -72,30 +76,57 @@ class EncodedMean:
         return self._by_hosts(x, at, team, tag) if self._hosts is not None else self._flat(x, at, team, tag)
 
     def _flat(self, x: Tensor, at: Place, team: Team, tag: int) -> Tensor:
-        coding, me, others = self.coding, self._replicas.pipeline, team.without(self._replicas.pipeline)
-        if not others:
-            return coding.exact(x, x.to(residual_dtype(x.dtype)))
-        spans = owned(len(x), team.members, coding.block)
-        part = {member: x[span] for member, span in spans.items()}
-        place = {member: at.part(span) for member, span in spans.items()}
-        mine = {owner: coding.offered(part[owner], place[owner]) for owner in others if len(part[owner])}
-        arrived = self._swap(mine, dict.fromkeys(others, self._message(part[me])), tag)
-        combined = None
-        if len(part[me]):
-            messages = [(arrived[member], team.weight(member)) for member in sorted(others)]
-            combined = coding.combined(part[me], place[me], team.weight(me), messages, len(team.members))
-        answer = refusal(coding.nbytes(len(part[me]), x.dtype), x.device) if combined is None else combined[0]
-        means = self._swap(dict.fromkeys(others, answer), {owner: self._message(part[owner]) for owner in others}, tag)
-        refused = [owner for owner in sorted(team.members) if is_refusal(answer if owner == me else means[owner])]
-        outcome = x.new_empty(len(x), dtype=residual_dtype(x.dtype))
-        if combined is not None:
-            outcome[spans[me]] = combined[1]
-        for owner in others:
-            if owner not in refused and len(part[owner]):
-                outcome[spans[owner]] = coding.accepted(part[owner], place[owner], mine[owner], means[owner])
-        for owner in refused:
-            outcome[spans[owner]] = coding.exact(part[owner], self._in_full(part[owner], owner, team, tag))
+        coding, wide = self.coding, residual_dtype(x.dtype)
+        if len(team.members) == 1:
+            return coding.exact(x, x.to(wide))
+        outcome = x.new_empty(len(x), dtype=wide)
+        unit = 2 * len(team.members) * coding.block  # so that parts are equally long
+        half = -(-len(x) // unit) * unit // 2 if len(x) >= WORTH_HALVING else len(x)
+        spans = [slice(0, half), slice(half, len(x))] if half < len(x) else [slice(0, len(x))]
+        chunks = [_Chunk(x[span], at.part(span), outcome[span], team, coding.block) for span in spans]
+        for turn in range(len(chunks) + 2):
+            for behind, act in enumerate((self._offer, self._combine, self._accept)):
+                if 0 <= turn - behind < len(chunks):
+                    act(chunks[turn - behind], team, tag)
+        for chunk in chunks:
+            for owner in chunk.refused:
+                part = chunk.part(owner)
+                chunk.outcome[chunk.spans[owner]] = coding.exact(part, self._in_full(part, owner, team, tag))
         return outcome
+
+    def _offer(self, chunk: _Chunk, team: Team, tag: int) -> None:
+        """Begins to send others the parts that they own."""
+        me, others = self._replicas.pipeline, team.without(self._replicas.pipeline)
+        for owner in others:
+            if len(part := chunk.part(owner)):
+                chunk.mine[owner] = self.coding.offered(part, chunk.place(owner))
+        chunk.arriving = {member: self._message(chunk.part(me)) for member in others}
+        chunk.under_way = transfers.begin(chunk.mine, chunk.arriving, self._replicas, tag)
+
+    def _combine(self, chunk: _Chunk, team: Team, tag: int) -> None:
+        """Averages one's own part when it has come from the others, and begins to send them the mean."""
+        coding, me, others = self.coding, self._replicas.pipeline, team.without(self._replicas.pipeline)
+        part, combined = chunk.part(me), None
+        chunk.under_way.wait()
+        if len(part):
+            messages = [(chunk.arriving[member], team.weight(member)) for member in sorted(others)]
+            combined = coding.combined(part, chunk.place(me), team.weight(me), messages, len(team.members))
+        if combined is not None:
+            chunk.outcome[chunk.spans[me]] = combined[1]
+        answer = refusal(coding.nbytes(len(part), part.dtype), part.device) if combined is None else combined[0]
+        chunk.refused = [me] if is_refusal(answer) else []
+        chunk.arriving = {owner: self._message(chunk.part(owner)) for owner in others}
+        chunk.under_way = transfers.begin(dict.fromkeys(others, answer), chunk.arriving, self._replicas, tag)
+
+    def _accept(self, chunk: _Chunk, team: Team, tag: int) -> None:
+        """Takes the means of the others' parts when they have come."""
+        chunk.under_way.wait()
+        for owner, mean in chunk.arriving.items():
+            if is_refusal(mean):
+                chunk.refused = sorted([*chunk.refused, owner])
+            elif len(part := chunk.part(owner)):
+                taken = self.coding.accepted(part, chunk.place(owner), chunk.mine[owner], mean)
+                chunk.outcome[chunk.spans[owner]] = taken
 
     def _in_full(self, x: Tensor, owner: int, team: Team, tag: int) -> Tensor:
         """The mean of a part."""
@@ -163,6 +194,27 @@ class EncodedMean:
         into = {pipeline: torch.empty_like(tensor) for pipeline, tensor in like.items()}
         transfers.begin(outgoing, into, self._replicas, tag).wait()
         return into
+
+
+class _Chunk:
+    """Consecutive values on their way to the mean; ``outcome`` is where that goes."""
+
+    def __init__(self, x: Tensor, at: Place, outcome: Tensor, team: Team, block: int) -> None:
+        self.outcome = outcome
+        self.spans = owned(len(x), team.members, block)
+        self.mine: dict[int, Tensor] = {}
+        """Messages, by the owner of what is in them."""
+        self.arriving: dict[int, Tensor] = {}
+        self.under_way: Transfers
+        self.refused: list[int] = []
+        """Owners whose part has to be exchanged in full precision."""
+        self._x, self._at = x, at
+
+    def part(self, owner: int) -> Tensor:
+        return self._x[self.spans[owner]]
+
+    def place(self, owner: int) -> Place:
+        return self._at.part(self.spans[owner])
 
 
 class _Encoded:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange import moving, transfers
+from lightning_sdpipe.exchange import encoded_mean, moving, transfers
 from lightning_sdpipe.exchange.coding import Coding
 from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, _by_host
@@ -22,6 +22,7 @@ from tests.exchange.threads import Crew, one_thread, together
 
 N = 4
 PIECE = 300
+HALVED = 150
 SIZES = (1, 400)
 ROUNDS = 4
 HOSTS = ("a", "a", "b", "b")
@@ -38,6 +39,7 @@ def crew() -> Iterator[Crew]:
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moving, "PIECE", PIECE)
+    monkeypatch.setattr(encoded_mean, "WORTH_HALVING", HALVED)
 
 
 def models(rank: int, dtype: torch.dtype = torch.float32, apart: float = 1.0) -> list[Tensor]:
@@ -193,11 +195,14 @@ def _left_out(codings: Sequence[CommonReference], piece: int, n: int, hosts: Seq
     for number, span in owned(n, range(max(map(len, machines))), 1).items():
         owners = sorted(members[number % len(members)] for members in machines)
         share = {members[number % len(members)]: len(members) / N for members in machines}
-        for owner, part in owned(span.stop - span.start, owners, 1).items():
-            here = slice(span.start + part.start, span.start + part.stop)
-            for member in owners:
-                residual = codings[member]._residuals[piece].residual[here].double()
-                kept[here] += residual * (1.0 if member == owner else share[member])
+        length, unit = span.stop - span.start, 2 * len(owners)
+        half = -(-length // unit) * unit // 2 if length >= HALVED else length
+        for first, size in ((span.start, half), (span.start + half, length - half)):
+            for owner, part in owned(size, owners, 1).items():
+                here = slice(first + part.start, first + part.stop)
+                for member in owners:
+                    residual = codings[member]._residuals[piece].residual[here].double()
+                    kept[here] += residual * (1.0 if member == owner else share[member])
     return kept
 
 
