@@ -19,7 +19,13 @@ _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
 def check_options(options: SDPipeOptions) -> None:
     """Raises ConfigurationError for options of the strategy that an elastic job cannot carry out."""
     policy = options._method.policy if isinstance(options._method, ByPolicy) else None
-    if policy is None or isinstance(policy, Decentralized | PHDPSGD) or getattr(policy, "asynchronous", False):
+    if isinstance(policy, PHDPSGD) and policy.within == "gradients":
+        raise ConfigurationError(
+            f"sync={options.sync!r} does not work {_HOW}: the pipelines of a group average gradients, and none could "
+            "take a step without one that may be gone. Use PHDPSGD(within='models'), which averages their models after "
+            "each step instead."
+        )
+    if policy is None or isinstance(policy, Decentralized) or getattr(policy, "asynchronous", False):
         raise ConfigurationError(
             f"sync={options.sync!r} does not work {_HOW}: its exchanges would wait for all pipelines, or for ones that "
             "may be gone. Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD() or NoSync(). In "

@@ -13,6 +13,10 @@ their models with other groups (§3.4). On the last stage:
 5. A member that was lost, and reports a step with which the rest of its group has met others, goes on alone: they wait
    for it in the next step, where they notice if it missed something.
 6. ``asynchronous``: the drawn partner takes part while it computes. Nobody waits then, except by rule 3.
+7. ``within="models"``: models are averaged within a group, too, after each step, instead of gradients. Members may come
+   and go then: nobody is alone because of rule 5, since the next mean makes them equal. Those whom an average answers
+   must be able to try it again, so it has no other members: instead of rule 4, whoever meets a group that has to wait
+   for others waits with it.
 
 A meeting gives every group the mean of the groups' models; so each member weighs 1 over the groups times its group's
 members.
@@ -54,7 +58,8 @@ class PHDPSGD(PolicyConfig, frozen=True):
     ``every`` divides. ``staleness`` is how many steps of any group a model may lack, None for no bound.
     ``asynchronous`` meetings do not wait for the partner's mini-batch. ``times`` are the seconds of each pipeline's
     mini-batch, by a profile; None to go by those that workers report. ``sharded`` meetings, in which the members of
-    two groups exchange a part of the model each, need groups of one size.
+    two groups exchange a part of the model each, need groups of one size. ``within="models"`` averages models instead
+    of gradients in a group, too, and in one piece with those of groups that it meets; elastic runs need that.
     """
 
     groups: str | tuple[tuple[int, ...], ...] = "auto"
@@ -66,12 +71,13 @@ class PHDPSGD(PolicyConfig, frozen=True):
     seed: int = 0
     times: tuple[float, ...] | None = None
     sharded: bool = True
+    within: str = "gradients"
 
     def __post_init__(self) -> None:
         if self.groups != "auto":
             checked = checked_groups("groups", self.groups, '"auto", or a list')
             sizes = sorted({len(group) for group in checked})
-            if self.sharded and len(sizes) > 1:
+            if self.sharded and self.within == "gradients" and len(sizes) > 1:
                 one = f"groups of one size instead of {sizes}, or sharded=False: then meetings are not sharded"
                 raise refusal("groups", self.groups, one)
             msgspec.structs.force_setattr(self, "groups", checked)
@@ -85,6 +91,13 @@ class PHDPSGD(PolicyConfig, frozen=True):
         check_integer("every", self.every, 1, "steps")
         check_integer("staleness", self.staleness, 1, "steps, or null for no bound", optional=True)
         check_integer("seed", self.seed, 0, "any")
+        if self.within not in ("gradients", "models"):
+            raise refusal("within", self.within, '"gradients", or "models", which are averaged after each step then')
+        if self.asynchronous and self.within == "models":
+            raise ConfigurationError(
+                'within="models" does not go with asynchronous=True: members average after their step, and who takes '
+                "part while it computes has not ended its own. Leave one of the two out."
+            )
         if self.times is not None:
             if not all(0 < seconds < math.inf for seconds in self.times):
                 raise refusal("times", self.times, "the seconds of each pipeline's mini-batch, above 0")
@@ -131,6 +144,7 @@ class PHDPSGDPolicy(GroupPolicy):
         self._groups = groups
         self._group_of = {pipeline: number for number, group in enumerate(groups) for pipeline in group}
         self._last = num_stages - 1
+        self._models = config.within == "models"
         self.versions = [Versions(len(groups), config.staleness) for _ in range(num_stages)]
         self._replays = [Replay(j, self.participants, self.versions[j], self._last) for j in range(self._last)]
         self._wanted: dict[int, set[int]] = {}
@@ -178,7 +192,7 @@ class PHDPSGDPolicy(GroupPolicy):
     def _expect_what_follows(self, pipeline: int) -> None:
         """Members of a group must go on alike: if it is known what a pipeline's last stage was answered by another
         scheduler, other stages wait for what follows. A group of one goes on alone instead, which is always right."""
-        alone = len(self._groups[self._group_of[pipeline]]) == 1
+        alone = self._models or len(self._groups[self._group_of[pipeline]]) == 1
         if not alone and self.participants.last_answered(self._last, pipeline) is not None:
             for replay in self._replays:
                 replay.heard_of(pipeline)
@@ -225,6 +239,8 @@ class PHDPSGDPolicy(GroupPolicy):
 
     def _missed(self, group: int, iteration: int) -> bool:
         """Have others of the group been answered for that iteration without the one that reports it now?"""
+        if self._models:
+            return False
         answered = [self.participants.last_answered(self._last, p) for p in self._active(self._last, group)]
         return any(last is not None and last >= iteration for last in answered)
 
@@ -270,6 +286,11 @@ class PHDPSGDPolicy(GroupPolicy):
         together = self._cluster(group)
         versions = self.versions[self._last]
         stay = {k for k in together if versions.behind(k, together)}
+        if stay and self._models:
+            for k in stay:
+                self._held.add(k)
+                self._wanted[k] |= versions.behind(k, together)
+            return []
         go = [k for k in together if k not in stay]
         if not go:
             return []

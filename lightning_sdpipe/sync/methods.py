@@ -62,7 +62,8 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 class AllReduce:
     """Gradients are averaged over all replicas before every step, as DistributedDataParallel does it.
 
-    They travel in flat buckets of about ``bucket_mib`` MiB, each as soon as the backward has filled it.
+    They travel in flat buckets of about ``bucket_mib`` MiB, or a quarter of the model if that is less and more than one
+    MiB, each as soon as the backward has filled it.
     """
 
     bucket_mib: float = 25.0
@@ -156,6 +157,8 @@ class ByPolicy:
     def takes(self) -> Takes | None:
         """What it can do with an exchange."""
         match self.policy:
+            case PHDPSGD(within="models"):
+                return CHANGING_GROUPS
             case NoSync() | PHDPSGD(sharded=False):
                 return None
             case PHDPSGD():
@@ -191,7 +194,7 @@ class ByPolicy:
                 )
             case ADPSGD(asynchronous=True):
                 return AsynchronousPairs(replica)
-            case PHDPSGD():
+            case PHDPSGD(within="gradients"):
                 return HybridGroups(replica, self.policy)
             case _:
                 return ModelAveraging(replica) if self.policy.announces == "early" else LateAveraging(replica)
@@ -224,7 +227,7 @@ def refuse_exchange(sync: object, method: SyncMethod, exchange: Exchange) -> Non
 
 def refuse_in_step(sync: object, method: SyncMethod) -> None:
     """Raises ConfigurationError if pipelines that ``method`` synchronises cannot train batches by their speed."""
-    if isinstance(method.policy, PHDPSGD):
+    if isinstance(method.policy, PHDPSGD) and method.policy.within == "gradients":
         raise ConfigurationError(
             f"data='dealt' does not go with sync={sync!r}: the pipelines of a group average gradients, so they train "
             "equally many batches. Use data='sharded', or SemiDecentralized or PartialReduce."
@@ -250,7 +253,7 @@ def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
     if not isinstance(policy, PHDPSGD) or policy.groups != "auto" or policy.group_size is not None:
         return method
     groups = hosts_as_groups(hosts)
-    if policy.sharded and len({len(group) for group in groups}) > 1:
+    if policy.sharded and policy.within == "gradients" and len({len(group) for group in groups}) > 1:
         raise ConfigurationError(
             f"sync=phd_psgd makes a group of the pipelines of each host, which are {[list(group) for group in groups]} "
             "here, and sharded meetings need groups of one size. Give sharded=False, a group_size, or groups."

@@ -27,6 +27,8 @@ from lightning_sdpipe.sync import (
     SemiDecentralized,
 )
 
+BY_MODELS = PHDPSGD(groups=[[0, 1], [2]], within="models")
+
 
 @pytest.fixture(autouse=True)
 def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +36,9 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDPIPE_SCHEDULER", "tcp://127.0.0.1:9")
 
 
-@pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD()])
+@pytest.mark.parametrize(
+    "sync", [SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD(), BY_MODELS]
+)
 def test_these_methods_work(sync: Any) -> None:
     options = SDPipeStrategy(sync=sync)
     refusals.check_options(options)
@@ -46,7 +50,7 @@ def test_these_methods_work(sync: Any) -> None:
     [AllReduce(), HetPipe(), ParameterServer(), ADPSGD(asynchronous=True), PHDPSGD(), Decentralized(), DiLoCo(every=2)],
 )
 def test_other_methods_are_refused(sync: Any) -> None:
-    with pytest.raises(ConfigurationError, match="SemiDecentralized"):
+    with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'\)"):
         refusals.check_options(SDPipeStrategy(sync=sync))
 
 

@@ -19,7 +19,7 @@ from lightning_sdpipe.elastic.meetings import Meetings
 from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.members import Met
-from lightning_sdpipe.sync import LocalSGD, SemiDecentralized
+from lightning_sdpipe.sync import PHDPSGD, LocalSGD, SemiDecentralized
 from tests.elastic.jobs import ElasticRun, Model, elastic_run, fit, sums
 from tests.namespaces import machines
 from tests.namespaces import run as ip
@@ -55,6 +55,8 @@ def check_that_replicas_were_equal(run: ElasticRun, pipelines: list[int]) -> Non
         (SemiDecentralized(), Exchange()),
         (SemiDecentralized(), Exchange(EightBit(block=8), overlap="step")),
         (LocalSGD(every=2), Exchange()),
+        (PHDPSGD(groups=[[0], [1, 2]], within="models", times=[1, 1, 1]), Exchange()),  # type: ignore[arg-type]
+        (PHDPSGD(groups=[[0, 1], [2]], within="models", every=2), Exchange(EightBit(block=8))),  # type: ignore[arg-type]
     ],
     ids=str,
 )

@@ -118,6 +118,27 @@ def test_an_asynchronous_meeting_waits_for_nobody_but_the_bound_does() -> None:
     assert brief(ready(policy, 1)) == [(0, (0, 1), STALENESS)]
 
 
+def test_groups_that_average_models_wait_together_for_those_that_are_behind_one_of_them() -> None:
+    policy = make(1, 3, staleness=2, every=100, within="models")
+    assert brief(ready(policy, 0, iteration=0)) == [(0, (0,), LOCAL)]
+    assert ready(policy, 0, iteration=1) == []
+    assert ready(policy, 1) == [], "0 would have to wait on for 2"
+    (meeting,) = ready(policy, 2)
+    assert (brief([meeting]), meeting.passive) == ([(0, (0, 1, 2), STALENESS)], ())
+
+
+def test_members_that_average_models_may_count_their_steps_differently() -> None:
+    policy = make(1, 3, groups=[[0, 1], [2]], every=100, within="models")
+    assert ready(policy, 0, iteration=7) == []
+    (mean,) = ready(policy, 1, iteration=3)
+    assert (brief([mean]), mean.weights) == ([(0, (0, 1), LOCAL)], (0.5, 0.5))
+    assert ready(policy, 1, iteration=4) == [], "nobody of the group is told to go on alone"
+    policy.on(Lost(W(0, 1)), 0.0)
+    policy.on(Joined(W(0, 1)), 0.0)
+    assert ready(policy, 0, iteration=8) == []
+    assert brief(ready(policy, 1, iteration=0)) == [(0, (0, 1), LOCAL)]
+
+
 def test_times_come_from_a_profile_or_from_what_workers_report() -> None:
     assert make(1, 4, group_size=2, times=[1, 3, 2, 2]).times() == [3, 2]
     policy = make(2, 2)
@@ -289,8 +310,9 @@ options = st.fixed_dictionaries(
         "staleness": st.sampled_from([1, 2, 3, 5, 8]),
         "asynchronous": st.booleans(),
         "seed": st.integers(0, 1000),
+        "within": st.sampled_from(["gradients", "gradients", "models"]),
     }
-)
+).map(lambda drawn: drawn | {"asynchronous": drawn["asynchronous"] and drawn["within"] == "gradients"})
 
 
 @pytest.mark.timeout(3600)  # of the long profile
@@ -328,6 +350,7 @@ def test_the_bound_holds_nobody_is_stuck_and_a_group_waits_for_current_steps_onl
             assert oracle.lag(alive) <= bound + (0 if len(alive) == pipelines else stages)
         for group in decided:
             check_group(group, sequence)
+            assert options["within"] == "gradients" or not group.passive
             sequence = group.sequence + 1
             j, members = group.stage, [w.pipeline for w in group.members]
             oracles[j].met(members, waiting[j])
@@ -360,7 +383,7 @@ def test_the_bound_holds_nobody_is_stuck_and_a_group_waits_for_current_steps_onl
         for g in policy._held - before:
             awaited[g] = {k: steps(k) + (k not in policy._wanted) for k in policy._wanted[g]}
         awaited = {g: behind for g, behind in awaited.items() if g in policy._held}
-        for g, behind in awaited.items():
+        for g, behind in awaited.items() if options["within"] == "gradients" else ():
             assert any(steps(k) < step for k, step in behind.items()), f"group {g} waits for more than current steps"
         if dies and turn == 10 and len(alive) > 1:
             pipeline = data.draw(st.sampled_from(sorted(alive)), label="dies")
@@ -474,6 +497,8 @@ def test_groups_are_those_of_the_values() -> None:
         ({"staleness": 0}, "staleness=0 is not allowed; give an integer from 1"),
         ({"seed": -1}, "seed=-1"),
         ({"times": [1.0, 0.0]}, "times="),
+        ({"within": "model"}, "within='model' is not allowed"),
+        ({"within": "models", "asynchronous": True}, "Leave one of the two out"),
     ],
 )
 def test_values_that_cannot_be_are_refused(values: dict[str, object], message: str) -> None:

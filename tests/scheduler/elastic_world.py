@@ -21,10 +21,12 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.members import Donate, Epoch, Met, Receive
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
+from lightning_sdpipe.scheduler.recovery import HeardAnswers
 from lightning_sdpipe.scheduler.service import SchedulerService
 
 SILENCE, PAUSE_EVERY = 2.0, 12
@@ -46,7 +48,6 @@ class Process:
     donations: dict[int, int] = field(default_factory=dict)
     update: int = 0
     iteration: int = 0
-    heard: int | None = None
     group: Group | None = None
     """With which it exchanges."""
     met: list[Met] = field(default_factory=list)
@@ -62,6 +63,10 @@ class Process:
     dead: bool = False
     since: float = 0.0
     """When its state changed last."""
+    heard: HeardAnswers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.heard = HeardAnswers(self.worker)
 
 
 class World:
@@ -84,6 +89,9 @@ class World:
         ]
         if self.pipelines > 1:
             configs.append(PartialReduce(group_size=2))
+        for size in {1, 2} if self.pipelines % 2 == 0 else {1}:
+            every, staleness = rng.randint(1, 2), rng.choice([None, 3])
+            configs.append(PHDPSGD(group_size=size, every=every, staleness=staleness, within="models"))
         self.config = rng.choice(configs)
         self.loss = rng.choice([0.0, 0.02])
         self.now = 0.0
@@ -322,12 +330,13 @@ class World:
             case m.Unknown():
                 if process.state in ("training", "exchanging"):
                     process.number += 1
-                    heard, worker, number = process.heard, process.worker, process.number
+                    fields = process.worker, process.incarnation, process.number, None, True
                     answered = process.iteration - ("ready" in asks)
-                    join = m.Join(worker, process.incarnation, number, None, True, heard, (), True, answered)
-                    self.say(process, join)
+                    heard = process.heard
+                    self.say(process, m.Join(*fields, heard.highest, heard.to_report(), True, answered))
             case m.Answer(group=group) if "ready" in asks and reply.iteration_of(process.worker) == process.iteration:
                 del asks["ready"]
+                process.heard.hear(reply)
                 self.exchange(process, group)
 
     def introduce(self, process: Process) -> None:
@@ -363,7 +372,7 @@ class World:
         self.ask(process, "enrol", e.TellReceived, receive.transfer)
 
     def join(self, process: Process) -> None:
-        self.ask(process, "session", m.Join, None, False, process.heard, (), True)
+        self.ask(process, "session", m.Join, None, False, process.heard.highest, (), True)
 
     def acknowledged(self, process: Process, number: int) -> None:
         asked = process.asks.get("session")
@@ -371,7 +380,7 @@ class World:
             return
         del process.asks["session"]
         if process.state == "joining":
-            process.heard = -1 if process.heard is None else process.heard
+            process.heard.joined()
             self.set_state(process, "training")
             if process.receive is not None and process.update % PAUSE_EVERY == 0:  # where the donor paused
                 process.receive = None
@@ -379,6 +388,7 @@ class World:
             else:
                 self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
         else:
+            process.heard.forget()
             self.set_state(process, "meeting")
             key = f"pause/{process.update // PAUSE_EVERY}"
             self.ask(process, f"meet {key}", e.Meet, key, b"%d" % process.worker.pipeline)
@@ -399,7 +409,6 @@ class World:
     def exchange(self, process: Process, group: Group) -> None:
         """At once, or when the last one is over."""
         assert process.worker in group.members
-        process.heard = max(process.heard or -1, group.sequence)
         if process.group is not None:
             process.goes_on = lambda: self.exchange(process, group)
             return

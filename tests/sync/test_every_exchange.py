@@ -49,6 +49,7 @@ METHODS: list[Any] = [
     Decentralized("random"),
     NoSync(),
     PHDPSGD(group_size=2),
+    PHDPSGD(group_size=2, within="models"),
     ParameterServer(),
     HetPipe(combine="mean"),
 ]
@@ -82,7 +83,13 @@ def refusal(sync: Any, exchange: Exchange) -> str | None:
 REASONS = [refusal(*combination) for combination in PRODUCT]
 WORKS = [combination for combination, reason in zip(PRODUCT, REASONS, strict=True) if reason is None]
 LONG = settings.default.max_examples >= 10_000  # --hypothesis-profile=long
-NOT_IN_THREADS = ParameterServer | HetPipe | PHDPSGD  # tests of their own have them in processes
+
+
+def in_threads(sync: Any) -> bool:
+    """Tests of their own have the others in processes."""
+    if isinstance(sync, PHDPSGD):
+        return sync.within == "models"
+    return not isinstance(sync, ParameterServer | HetPipe)
 
 
 def chosen() -> list[tuple[Any, Exchange]]:
@@ -91,7 +98,7 @@ def chosen() -> list[tuple[Any, Exchange]]:
     seen: set[tuple[str, str]] = set()
     found = []
     for sync, exchange in WORKS:
-        if isinstance(sync, NOT_IN_THREADS):
+        if not in_threads(sync):
             continue
         plain = (exchange.overlap, exchange.hierarchy) == ("none", "flat")
         values = (str(sync), str(exchange.payload), exchange.overlap, exchange.hierarchy)
@@ -171,8 +178,8 @@ def test_refusals_say_what_to_use_and_are_no_broader_than_they_have_to_be() -> N
         if reason is not None:
             assert reason.startswith(f"exchange={exchange} does not go with sync={sync}: ")
             assert "use " in reason.removeprefix("exchange") or "average models with" in reason
-    assert len(WORKS) == 144
-    in_processes = {(type(sync), exchange.payload) for sync, exchange in WORKS if isinstance(sync, NOT_IN_THREADS)}
+    assert len(WORKS) == 156
+    in_processes = {(type(sync), exchange.payload) for sync, exchange in WORKS if not in_threads(sync)}
     meetings = {(PHDPSGD, payload) for payload in (Full(), Half(), EightBit(block=64))}
     assert in_processes == meetings | {(ParameterServer, Full()), (HetPipe, Full())}
 

@@ -205,6 +205,17 @@ def test_one_group_of_all_is_all_reduce(tmp_path: Path, rows: list[int], uneven:
 
 
 @pytest.mark.distributed
+def test_models_averaged_within_groups_are_those_of_averaged_gradients(tmp_path: Path) -> None:
+    """With an optimizer that is linear in them, if the groups all meet after every step."""
+    outcomes = []
+    for within in ("gradients", "models"):
+        strategy = SDPipeStrategy(2, sync=PHDPSGD(group_size=2, staleness=1, within=within), start_method="fork")
+        _, model = fit(tmp_path / within, strategy, 8, BATCH, OwnData([6] * 4, False), callbacks=[EqualReplicas()])
+        outcomes.append(nn.utils.parameters_to_vector(model.parameters()))
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.distributed
 def test_meetings_in_eight_bits_lead_nearly_to_the_same(tmp_path: Path) -> None:
     """Groups that all meet after every step, so that nothing depends on who is faster."""
     outcomes, sent = [], []
