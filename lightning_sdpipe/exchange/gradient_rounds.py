@@ -23,7 +23,7 @@ from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import waiting_for
 
 SMALL = 2**20
-"""Bytes of a last bucket with which flags travel at most."""
+"""Bytes of a last bucket with which flags travel at most, and of buckets that a model is divided into at least."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class GradientRounds:
     Args:
         parameters: equal in shape and order on all members; when the sequence has changed, :meth:`arrange` anew.
         replicas: of which this worker is one.
-        cap: bytes after which a bucket is full.
+        cap: bytes after which a bucket is full; fewer if these are more than a quarter of all, down to :data:`SMALL`,
+            since the backward hides nothing of a model that is one bucket.
         watch: look whether gradients are finite.
     """
 
@@ -80,7 +81,8 @@ class GradientRounds:
 
     def arrange(self) -> None:
         """Lays the buckets out for the parameters that there are; all members must do so between the same rounds."""
-        self._layout = _layout(self._parameters, self._cap)
+        quarter = sum(parameter.nbytes for parameter in self._parameters) // 4
+        self._layout = _layout(self._parameters, min(self._cap, max(quarter, SMALL)))
         self._bucket_of = {number: index for index, numbers in enumerate(self._layout) for number in numbers}
         last = [self._parameters[number] for number in self._layout[-1]] if self._layout else []
         self._together = (
