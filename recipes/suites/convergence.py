@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_sdpipe.optim import FrozenVariance
 from recipes.suites import cases, machine, trainings
 from recipes.suites.calibration import calibrated_scale
 from recipes.suites.cases import RealCase, named, refuse_unknown
@@ -28,6 +29,8 @@ LOWER_IS_BETTER = frozenset({"samples", "convergence"})
 
 OURS, BASELINE = "sdpipe", "all_reduce"
 WITHOUT_FLUSH, EIGHT_BIT = "sdpipe_without_flush", "sdpipe_eight_bit"
+ASYNCHRONOUS, ASYNCHRONOUS_EIGHT_BIT = "adpsgd_async", "adpsgd_async_eight_bit"
+ONE_BIT_ADAM = "one_bit_adam", "one_bit_adam_published"
 SAMPLES_GOAL = 1.05
 TIME_GOAL = 1.4
 FINAL_GOAL = -1.0
@@ -47,6 +50,7 @@ def run(
     compared: Sequence[str],
     schedules: Mapping[str, str],
     exchanges: Mapping[str, Mapping[str, Any]],
+    frozen: Mapping[str, Mapping[str, Any]],
     conditions: Sequence[str],
     repeats: int,
     points: int,
@@ -67,6 +71,7 @@ def run(
         compared: names of methods.
         schedules: of those that do not have the experiment's.
         exchanges: specifications for Hydra, of those that do not send everything in full.
+        frozen: arguments of :class:`~lightning_sdpipe.optim.FrozenVariance`, of those whose optimizer has one.
         conditions: names of heterogeneity.
         repeats: runs of each, with seeds that count up.
         points: of each learning curve.
@@ -107,18 +112,27 @@ def run(
                         factor = calibrated_scale(case, methods["all_reduce"], heterogeneity["none"], journal)
                     schedule, exchange = schedules.get(method, case.schedule), exchanges.get(method)
                     case = replace(case, schedule=schedule, exchange=exchange)
-                    rows.append(_measured(replace(case, scale=factor), repeat, experiment, points, journal))
+                    case = replace(case, scale=factor)
+                    rows.append(_measured(case, frozen.get(method), repeat, experiment, points, journal))
     if output is not None:
         convergence_figures(rows, Path(output))
     return rows, ratios(rows)
 
 
-def _measured(case: RealCase, repeat: int, experiment: Mapping[str, Any], points: int, journal: Journal) -> Row:
+def _measured(
+    case: RealCase,
+    frozen: Mapping[str, Any] | None,
+    repeat: int,
+    experiment: Mapping[str, Any],
+    points: int,
+    journal: Journal,
+) -> Row:
     print(f"{case.workload.name} {case.condition.name} {case.method.name}, repeat {repeat}", end=": ", flush=True)
     start = time.perf_counter()
     metric, every = experiment["metric"], experiment["snapshot_every"]
     asked = {**asdict(case), "metric": metric, "snapshot_every": every, "points": points}
-    row = journal.measured(asked, lambda: _train(case, metric, every, points))
+    asked |= {"frozen": dict(frozen)} if frozen else {}
+    row = journal.measured(asked, lambda: _train(case, frozen, metric, every, points))
     curve, target, rising = row["curve"], experiment["target"], experiment["rising"]
     reached = to_target(curve, target, rising)
     print(f"{metric} {curve[-1][2]:.3f} ({time.perf_counter() - start:.0f} s)", flush=True)
@@ -138,14 +152,17 @@ def _measured(case: RealCase, repeat: int, experiment: Mapping[str, Any], points
         "samples": curve[-1][1],
         "scale": case.scale,
         "seed": case.seed,
-        "command": _command(case, experiment, points),
+        "command": _command(case, frozen, experiment, points),
         "curve": curve,
     }
 
 
-def _train(case: RealCase, metric: str, every: int, points: int) -> Row:
+def _train(case: RealCase, frozen: Mapping[str, Any] | None, metric: str, every: int, points: int) -> Row:
     with tempfile.TemporaryDirectory() as directory:
         module, loader = trainings.real_training(case)
+        if frozen is not None:
+            configure = module.configure_optimizers
+            module.configure_optimizers = lambda: FrozenVariance(configure(), **frozen)  # type: ignore[method-assign, arg-type]
         workers = case.num_stages * case.num_pipelines
         snapshots = Snapshots(Path(directory), every)
         trainings.fit(module, loader, trainings.strategy(case), workers, case.iterations, snapshots)
@@ -154,7 +171,7 @@ def _train(case: RealCase, metric: str, every: int, points: int) -> Row:
     return {"curve": [list(point) for point in curve]}
 
 
-def _command(case: RealCase, experiment: Mapping[str, Any], points: int) -> str:
+def _command(case: RealCase, frozen: Mapping[str, Any] | None, experiment: Mapping[str, Any], points: int) -> str:
     settings = {
         "scale": case.scale,
         "only": [case.workload.name],
@@ -165,6 +182,7 @@ def _command(case: RealCase, experiment: Mapping[str, Any], points: int) -> str:
         f"experiments.{case.workload.name}": experiment,
         **cases.specifications(case),
         **({f"exchanges.{case.method.name}": case.exchange} if case.exchange else {}),
+        **({f"frozen.{case.method.name}": frozen} if frozen else {}),
     }
     return cases.suite_command("convergence", case.seed, settings)
 
@@ -196,6 +214,12 @@ def ratios(rows: Sequence[Row]) -> Ratios:
             found |= _compared(own, ours, workload, condition, key)
         if pairs := _pairs(own, EIGHT_BIT, OURS):
             found[f"convergence/{workload}/{condition}"] = _samples(pairs, EIGHT_BIT, OURS)
+        if pairs := _pairs(own, ASYNCHRONOUS_EIGHT_BIT, ASYNCHRONOUS):
+            key = f"convergence/{ASYNCHRONOUS}/{workload}/{condition}"
+            found[key] = _samples(pairs, ASYNCHRONOUS_EIGHT_BIT, ASYNCHRONOUS)
+        for ours in ONE_BIT_ADAM:
+            if pairs := _pairs(own, ours, BASELINE):
+                found[f"{ours}/{workload}/{condition}"] = _samples(pairs, ours, BASELINE, goal=None)
     return found
 
 
@@ -205,9 +229,9 @@ def _pairs(own: Sequence[Row], method: str, base: str) -> list[tuple[Row, Row]]:
     return [(row, of_base[row["repeat"]]) for row in own if row["what"] == method and row["repeat"] in of_base]
 
 
-def _samples(pairs: Sequence[tuple[Row, Row]], method: str, base: str) -> Ratio:
+def _samples(pairs: Sequence[tuple[Row, Row]], method: str, base: str, goal: float | None = SAMPLES_GOAL) -> Ratio:
     values = [_or_never(one["samples_to_target"]) / other["samples_to_target"] for one, other in pairs]
-    return ratio(values, SAMPLES_GOAL, f"samples {_target(pairs)}: {method} over {base}")
+    return ratio(values, goal, f"samples {_target(pairs)}: {method} over {base}")
 
 
 def _target(pairs: Sequence[tuple[Row, Row]]) -> str:

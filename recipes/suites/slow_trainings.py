@@ -32,8 +32,10 @@ from lightning_sdpipe import (
     DiLoCo,
     EightBit,
     Exchange,
+    Half,
     LocalSGD,
     OneBit,
+    ParameterServer,
     SDPipeStrategy,
     SemiDecentralized,
 )
@@ -91,8 +93,10 @@ CASES: Mapping[str, Case] = {
     "ddp_fp16": Case(partial(_ddp, ddp_comm_hook=fp16_compress_hook)),
     "ddp_power_sgd": Case(_power_sgd),
     "all_reduce": Case(_ours(AllReduce())),
+    "all_reduce/half": Case(_ours(AllReduce(), Exchange(Half()))),  # as Horovod sends
     "all_reduce/eight_bit": Case(_ours(AllReduce(), Exchange(EightBit()))),
     "all_reduce/one_bit": Case(_ours(AllReduce(), Exchange(OneBit()))),
+    "server": Case(_ours(ParameterServer())),  # in one of the workers
     "groups/eight_bit": Case(_ours(_GROUPS, Exchange(EightBit()))),
     "groups/eight_bit/step": Case(_ours(_GROUPS, Exchange(EightBit(), "step"))),
     "adpsgd_async": Case(_ours(_PAIRS)),

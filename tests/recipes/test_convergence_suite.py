@@ -60,6 +60,14 @@ def test_ratios_compare_the_same_seeds() -> None:
     assert (found["time/digits/b"]["low"], found["time/digits/b"]["high"]) == (2.0, 3.0)
 
 
+def test_one_bit_adam_stands_beside_adam_without_a_goal() -> None:
+    rows = [row("all_reduce", 0, 1.0, 100, 0.9), row("one_bit_adam_published", 0, None, None, 0.1)]
+    found = convergence.ratios([*rows, row("one_bit_adam", 0, 1.0, 120, 0.9)])
+    expected = {"one_bit_adam/digits/b": 1.2, "one_bit_adam_published/digits/b": math.inf}
+    assert {key: ratio["value"] for key, ratio in found.items()} == expected
+    assert all(ratio["goal"] is None for ratio in found.values())
+
+
 def test_who_never_reaches_the_target_is_infinitely_late() -> None:
     rows = [row("sdpipe", 0, None, None, 0.8), row("all_reduce", 0, 2.0, 100, 0.95)]
     rows += [row("sdpipe", 1, 1.0, 90, 0.95), row("all_reduce", 1, None, None, 0.8)]
