@@ -28,7 +28,7 @@ from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.equal_split import EqualSplit
 from lightning_sdpipe.trainer.pauses import next_pause, save_at_pauses
-from lightning_sdpipe.trainer.split import Split, go_on, goes_on_in_another, refuse_other_split
+from lightning_sdpipe.trainer.split import Split, goes_on_in_another, move_place, refuse_other_split
 
 
 class DealtTraining(Protocol):
@@ -151,7 +151,7 @@ class DealtTurns:
             self._dealt = None
             return fetcher
         before = self._dealing.origin()
-        if goes_on_in_another(self._trainer, before, self._split) and not go_on(
+        if goes_on_in_another(self._trainer, before, self._split) and not move_place(
             self._trainer, before, self._split, self._loader
         ):
             if self._dealing.required:

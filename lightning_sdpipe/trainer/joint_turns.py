@@ -25,7 +25,7 @@ from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.micro_batches import Portion
 from lightning_sdpipe.policies.shares import micro_batches_by_speed
-from lightning_sdpipe.trainer.split import Split, go_on, goes_on_in_another, refuse_other_split
+from lightning_sdpipe.trainer.split import Split, goes_on_in_another, move_place, refuse_other_split
 
 LONGEST = 32
 """Rounds between two looks at the speeds, once these are known."""
@@ -112,7 +112,7 @@ class JointTurns:
         if len(fetcher.combined_loader.flattened) > 1:
             raise _refuse("there are several train dataloaders, whose batches belong together")
         before = self._origin()
-        if goes_on_in_another(self._trainer, before, self._split) and not go_on(
+        if goes_on_in_another(self._trainer, before, self._split) and not move_place(
             self._trainer, before, self._split, self._loader
         ):
             raise refuse_other_split(before, self._split)

@@ -26,9 +26,9 @@ def goes_on_in_another(trainer: Trainer, before: Split | None, now: Split | None
     return loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch and before != now
 
 
-def go_on(trainer: Trainer, before: Split | None, now: Split | None, loader: Any) -> bool:
-    """Has ``trainer`` go on in the split ``now`` where a checkpoint that counts by ``before`` ended, if there is such a
-    place.
+def move_place(trainer: Trainer, before: Split | None, now: Split | None, loader: Any) -> bool:
+    """Moves ``trainer`` to the place in the split ``now`` where a checkpoint that counts by ``before`` ended. False if
+    there is no such place.
 
     Replica i of N trains samples i, i + N, ... of the epoch's order. So when each of N pipelines has trained b batches
     of B samples, the first b N B samples of that order are done, which are those of b N / N' batches of N' pipelines.
