@@ -235,7 +235,8 @@ def _train(
     enter(machines[rank])
     place = {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank, "WORLD_SIZE": WORKERS, "LOCAL_WORLD_SIZE": 1}
     own = {"MASTER_ADDR": address(0), "MASTER_PORT": PORT, "TORCHELASTIC_RUN_ID": "slow", "SDPIPE_HOST": machines[rank]}
-    os.environ.update({key: str(value) for key, value in {**place, **own, "GLOO_SOCKET_IFNAME": INTERFACE}.items()})
+    own |= {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1}  # or Lightning gives this host all of the cores
+    os.environ.update({key: str(value) for key, value in {**place, **own}.items()})
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     clock = _Clock(warm_up)
