@@ -122,10 +122,12 @@ def strategy(case: AnyCase) -> DDPStrategy:
     """What trains this case."""
     if case.method.name == "lightning_ddp":
         return lightning_ddp()
+    exchange = hydra.utils.instantiate(case.exchange) if isinstance(case, RealCase) and case.exchange else None
     return SDPipeStrategy(
         num_stages=case.num_stages,
         sync=case.seeded(case.method),
-        exchange=hydra.utils.instantiate(case.exchange) if isinstance(case, RealCase) and case.exchange else None,
+        exchange=exchange,
+        on_nonfinite="stop" if exchange is None else "continue",  # what few bits make of a model is a result
         schedule=case.schedule,  # type: ignore[arg-type]
         num_micro_batches=None if case.schedule == "pipedream" else case.num_micro_batches,  # it does not split
         variance_correction=isinstance(case, RealCase) and case.variance_correction,
