@@ -201,8 +201,10 @@ class HybridGroups(Synchronizer):
                 f"{[list(group) for group in self._groups]}. Start it with --policy phd_psgd --set "
                 f"groups={[list(group) for group in self._groups]}, or give the run its groups."
             )
-        if theirs.asynchronous != ours.asynchronous:
-            raise ConfigurationError(
-                f"the scheduler decides with asynchronous={theirs.asynchronous}, and this run has "
-                f"asynchronous={ours.asynchronous}; give both the same."
-            )
+        for name in ("asynchronous", "within"):
+            decided, own = getattr(theirs, name), getattr(ours, name)
+            if decided != own:
+                raise ConfigurationError(
+                    f"the scheduler decides with {name}={decided!r}, and this run has {name}={own!r}; give both "
+                    "the same."
+                )

@@ -277,6 +277,9 @@ def refused(rank: int) -> list[str]:
         with pytest.raises(ConfigurationError) as others:
             HybridGroups(replica, wrong).enter()
         messages.append(str(others.value))
+    client.policy = registry.to_json(PHDPSGD(within="models"))
+    with pytest.raises(ConfigurationError, match="within='models', and this run has within='gradients'"):
+        HybridGroups(replica, PHDPSGD()).enter()
     client.policy = registry.to_json(PHDPSGD())
     with pytest.raises(ConfigurationError) as asynchronous:
         HybridGroups(replica, PHDPSGD(asynchronous=True)).enter()
