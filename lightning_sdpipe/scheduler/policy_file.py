@@ -22,7 +22,7 @@ def offer(path: Path, policy: PolicyConfig) -> None:
     Raises:
         ConfigurationError: it is there and names another policy.
     """
-    plain = registry.to_plain(policy)
+    plain = json.loads(registry.to_json(policy))  # as it is read: lists, where the policy has tuples
     folders = [os.path.abspath(folder) for folder in sys.path]  # "" is the working directory
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps({"policy": plain, "path": folders}) + "\n")

@@ -27,6 +27,13 @@ def test_the_first_one_counts_and_all_are_equal(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["policy.json"]
 
 
+def test_lists_are_equal_too(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    for policy in (SemiDecentralized(seating=[[0, 2], [1]]), SemiDecentralized(seating=[[0, 2], [1]])):  # type: ignore[arg-type]
+        policy_file.offer(path, policy)
+        assert policy_file.read(path) == policy
+
+
 def test_modules_are_found_where_the_worker_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "policy.json"
     monkeypatch.setattr(sys, "path", [*sys.path, "/somewhere/of/the/user"])
