@@ -3,7 +3,8 @@
 Making one takes milliseconds, and longer if somebody is gone; so threads do it, and the groups of earlier epochs
 stay in use meanwhile. gloo has no way to end a wait for a message of a process that lives and will not send it, except
 that a receive in another thread runs into its timeout, which closes all connections of this process in that group. That
-is done to the group in which this worker exchanges with somebody who is lost, and to no other.
+is done to the group in which this worker exchanges with somebody who is lost, or in which an exchange has broken off:
+a message that is still on its way then, to memory that is let go, would hold up all that come after it for good.
 """
 
 from __future__ import annotations
@@ -127,6 +128,10 @@ class EpochGroups:
             gone = group is not None and not {m.pipeline for m in group.members} <= self._present()
         if gone and group is not None and replicas is not None and _holds(replicas, group):
             self._poison(group.epoch)
+
+    def give_up(self, group: Group) -> None:
+        """An exchange in ``group`` has broken off: its process group is of no more use."""
+        self._poison(group.epoch)
 
     def broke(self, sequence: int) -> None:
         """Another member did not get the result of that group. Any thread may call it."""

@@ -125,9 +125,14 @@ class Meetings:
         workers = tuple(Worker(self._worker.stage, pipeline) for pipeline in weights)
         group = Group(workers, tuple(weights.values()), _TAGS + met.sequence, "pause", epoch=met.epoch)
         self._epochs.use(group)
+        begun = False
         try:
-            finish(self._epochs.mover(group).start(tensors, group))
+            mover = self._epochs.mover(group)
+            begun = True
+            finish(mover.start(tensors, group))
         except WorkerFailedError:
+            if begun:
+                self._epochs.give_up(group)
             self._epochs.wait_for_newest()
             return False
         finally:

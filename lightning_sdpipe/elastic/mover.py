@@ -56,6 +56,7 @@ class _Surviving:
                     return True
             except WorkerFailedError:
                 self._waited += self._inner.seconds_waiting
+                self._epochs.give_up(self._group)
                 self._regroup()
             else:
                 self._inner = None
@@ -79,8 +80,14 @@ class _Surviving:
             return
         self._epochs.use(group)
         try:
-            self._inner = self._epochs.exchange(group).start(self._tensors, group)
+            mover = self._epochs.exchange(group)
+        except WorkerFailedError:  # it has not begun
+            self._regroup()
+            return
+        try:
+            self._inner = mover.start(self._tensors, group)
         except WorkerFailedError:
+            self._epochs.give_up(group)
             self._regroup()
 
     def _regroup(self) -> None:

@@ -164,6 +164,9 @@ class OneWorker:
     def use(self, group: Group | None) -> None:
         pass
 
+    def give_up(self, group: Group) -> None:
+        pass
+
     def wait_for_newest(self) -> None:
         pass
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -53,6 +54,37 @@ def test_a_group_of_somebody_that_was_lost_before_fails_at_once_and_those_that_a
     for seconds, held, mean in together(2, work):
         assert seconds < 5
         assert (held, mean) == ([2], [0.5] * 3)
+
+
+def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_the_next_one() -> None:
+    """A receive that is let go closes the way for all that comes after it."""
+    stores: dict[str, Store] = {"epoch-1-0": dist.HashStore(), "epoch-2-0": dist.HashStore()}
+    let_go = threading.Event()
+
+    def work(pipeline: int) -> tuple[list[int], list[float]]:
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=20), lambda held: None
+        )
+        groups.enter(epoch(1, 0, 1))
+        mover = groups.mover(group(1, 0, 1))
+        groups.use(group(1, 0, 1))
+        if pipeline == 0:
+            mover.start([torch.zeros(3)], group(1, 0, 1)).abort()
+            let_go.set()
+        else:
+            let_go.wait(20)
+            with suppress(WorkerFailedError):
+                finish(mover.start([torch.zeros(3)], group(1, 0, 1)))
+        groups.give_up(group(1, 0, 1))
+        groups.use(None)
+        with pytest.raises(WorkerFailedError, match="epoch 1 is not there"):
+            groups.exchange(group(1, 0, 1))
+        groups.enter(epoch(2, 0, 1))
+        tensor = torch.full((3,), float(pipeline))
+        finish(groups.mover(group(2, 0, 1)).start([tensor], group(2, 0, 1)))
+        return groups.held, tensor.tolist()
+
+    assert together(2, work) == [([2], [0.5] * 3)] * 2
 
 
 def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up() -> None:

@@ -68,6 +68,9 @@ class Epochs:
     def use(self, group: Group | None) -> None:
         pass
 
+    def give_up(self, group: Group) -> None:
+        pass
+
     def wait_for_newest(self) -> None:
         pass
 

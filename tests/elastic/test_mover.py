@@ -48,9 +48,13 @@ class Epochs:
     def __init__(self, failures: dict[int, int]) -> None:
         self.failures = failures
         self.used: list[int | None] = []
+        self.given_up: list[int] = []
 
     def use(self, group: Group | None) -> None:
         self.used.append(None if group is None else group.sequence)
+
+    def give_up(self, group: Group) -> None:
+        self.given_up.append(group.epoch)
 
     def wait_for_newest(self) -> None:
         pass
@@ -105,9 +109,10 @@ def test_after_a_failure_all_pieces_are_tried_again_among_those_that_are_left() 
 
 
 def test_a_group_that_is_gone_before_it_begins_is_tried_again_too_and_more_than_once() -> None:
-    line = Line(group(9, 0, 1, 3), group(10, 0, 1))
-    assert average(Epochs({4: -1, 9: 0}), line, group(4, 0, 1, 2, 3)) == [1, 1, 1]
+    line, epochs = Line(group(9, 0, 1, 3), group(10, 0, 1)), Epochs({4: -1, 9: 0})
+    assert average(epochs, line, group(4, 0, 1, 2, 3)) == [1, 1, 1]
     assert line.said == [("broken", 4), ("broken", 9), ("completed", 10)]
+    assert epochs.given_up == [9], "of 4 nothing is on its way"
 
 
 def test_who_is_left_alone_keeps_what_it_has() -> None:
