@@ -38,7 +38,8 @@ def replicas(rank: int, timeout: float = 20) -> Replicas:
     """Pipelines in the reverse order of the ranks, over a group of which torch.distributed has no name."""
     store = dist.PrefixStore("epoch 3", dist.distributed_c10d._get_default_store())
     size = dist.get_world_size()
-    raw: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    raw: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+    raw._set_default_timeout(timedelta(seconds=timeout))
     return Replicas(raw, range(size)[::-1], 0, size - 1 - rank)
 
 
