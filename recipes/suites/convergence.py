@@ -111,8 +111,7 @@ def run(
                     if factor is None:
                         factor = calibrated_scale(case, methods["all_reduce"], heterogeneity["none"], journal)
                     schedule, exchange = schedules.get(method, case.schedule), exchanges.get(method)
-                    case = replace(case, schedule=schedule, exchange=exchange)
-                    case = replace(case, scale=factor)
+                    case = replace(case, schedule=schedule, exchange=exchange, scale=factor)
                     rows.append(_measured(case, frozen.get(method), repeat, experiment, points, journal))
     if output is not None:
         convergence_figures(rows, Path(output))
