@@ -78,7 +78,7 @@ class EncodedMean:
     def _flat(self, x: Tensor, at: Place, team: Team, tag: int) -> Tensor:
         coding, wide = self.coding, residual_dtype(x.dtype)
         if len(team.members) == 1:
-            return coding.exact(x, x.to(wide))
+            return coding.exact(x, x.to(wide) * team.weights[0])  # of a single host, which need not be 1
         outcome = x.new_empty(len(x), dtype=wide)
         unit = 2 * len(team.members) * coding.block  # so that parts are equally long
         half = -(-len(x) // unit) * unit // 2 if len(x) >= WORTH_HALVING else len(x)

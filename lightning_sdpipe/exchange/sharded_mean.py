@@ -98,9 +98,10 @@ class _Sharded:
         self.seconds_waiting = 0.0
         self._own = own
         self._place = own.index(replicas.pipeline)
-        counterparts = sorted(part[self._place] for part in parts)
-        weights = (1 / len(parts),) * len(parts)
-        members = tuple(Worker(replicas.stage, pipeline) for pipeline in counterparts)
+        share = {worker.pipeline: weight for worker, weight in zip(group.members, group.weights, strict=True)}
+        weight_of = {part[self._place]: sum(share[pipeline] for pipeline in part) for part in parts}
+        members = tuple(Worker(replicas.stage, pipeline) for pipeline in sorted(weight_of))
+        weights = tuple(weight_of[pipeline] for pipeline in sorted(weight_of))
         self._counterparts = Group(members, weights, group.sequence, group.reason)
         self._replicas = replicas
         self._between = between
