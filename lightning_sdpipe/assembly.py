@@ -19,6 +19,7 @@ from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation, materialise
 from lightning_sdpipe.partition.ownership import Ownership, assign_owners, keep_only
 from lightning_sdpipe.partition.plan import Plan
+from lightning_sdpipe.partition.same_memory import SameMemory, held_together
 from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
@@ -61,14 +62,16 @@ def assemble(
     options: Options,
     initialisation: Initialisation,
     device: torch.device,
+    memory: SameMemory | None = None,
 ) -> Assembled:
-    """Keeps this rank's part of ``module``, equal on all pipelines, on ``device``, and the rest on ``meta``.
+    """Keeps this rank's part of ``module``, equal on all pipelines, on ``device``, and the rest on ``meta``. ``memory``
+    is what was one memory before the plan was made, which may have moved the module; None if nothing has.
 
     Every rank must call it.
     """
     worker, pipeline_number = groups.mesh.locate(groups.rank)
     chain, spans = plan.chain, plan.module_spans
-    ownership = assign_owners(module, chain, spans, options.num_stages, plan.readers)
+    ownership = assign_owners(module, chain, spans, options.num_stages, plan.readers, memory)
     shared = SharedParameters(module, ownership, groups, options.timeout)
     materialise(module, ownership, worker, initialisation)
     keep_only(module, ownership, worker, device)
@@ -77,7 +80,7 @@ def assemble(
     late = {id(p) for p in shared.parameters}  # complete when all owners are
     backwards = parameters[::-1]
     in_order = sorted(backwards, key=lambda p: id(p) in late)
-    freezing = Freezing(module, in_order, groups)
+    freezing = Freezing(module, in_order, groups, held_together(module, ownership.memory))
     shared.make_equal()
     for tensor in (*(bucket.buffer for bucket in freezing.buckets), *buffers):
         dist.broadcast(tensor, min(groups.mesh.stage_ranks(worker)), group=groups.stage)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe.assembly import Assembled, assemble
 from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
-from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, to_cpu
+from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, tie_again, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.launching.environment import naming_the_port
@@ -25,6 +25,7 @@ from lightning_sdpipe.launching.launcher import end_after_failure, launcher_for
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
+from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.pipeline.data import PipelineLoader, shared_seed
 from lightning_sdpipe.sync.methods import deals
 from lightning_sdpipe.sync.synchronizer import SyncStatistics
@@ -146,10 +147,11 @@ class SDPipeStrategy(CheckpointHooks):
 
     def _cut(self, trainer: Trainer) -> None:
         """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
+        memory = same_memory(self.module)
         stages = self._plan_stages(trainer)
         self._gathers = is_whole(self.module) if self.gather_module is None else self.gather_module
         self._assembled = assemble(
-            self.module, stages, self.groups, self.pipeline_options, self._initialisation, self.root_device
+            self.module, stages, self.groups, self.pipeline_options, self._initialisation, self.root_device, memory
         )
         ownership = self._assembled.ownership
         self._checkpoints = Checkpoints(self.module, ownership, self.groups, self.save_distributed_checkpoint)
@@ -361,6 +363,7 @@ class SDPipeStrategy(CheckpointHooks):
             self._assembled.freezing.buckets.clear()  # memory that only they hold
             if self._gathers and not self._failed:
                 self._make_whole(self._assembled)
+            tie_again(self.module, self._assembled.ownership)
         self._run.close()
         module, self._lightning_module = self._lightning_module, None
         super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved

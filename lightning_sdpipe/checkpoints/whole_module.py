@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.partition.same_memory import held_together
 
 
 def is_whole(module: nn.Module) -> bool:
@@ -23,6 +24,13 @@ def to_cpu(module: nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if not (tensor.is_meta or tensor.is_cpu):
             tensor.data = tensor.data.cpu()
+
+
+def tie_again(module: nn.Module, ownership: Ownership) -> None:
+    """Gives tensors that were one memory before the run the memory of the first of them, where they are here."""
+    for first, *others in held_together(module, ownership.memory):
+        for other in others:
+            other.data = first.data
 
 
 def make_whole(module: nn.Module, ownership: Ownership, groups: ProcessGroups, keep: bool) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,20 @@ class FlatBucket:
     parameters: Sequence[nn.Parameter]
     trains: bool
     """Did its parameters train when it was made? Equal on all replicas, whatever their users do meanwhile."""
+    tied: Mapping[nn.Parameter, Sequence[Tensor]] = field(default_factory=dict)
+    """Other objects over the memory of a parameter: parameters, and tensors that users keep."""
+
+    @property
+    def all_parameters(self) -> list[nn.Parameter]:
+        """In order, those that are tied too."""
+        return [t for p in self.parameters for t in (p, *self.tied.get(p, ())) if isinstance(t, nn.Parameter)]
 
     def check(self) -> None:
         """Raises RuntimeError if a parameter no longer is a view of the buffer, which averaging would then miss."""
         offset = self.buffer.data_ptr()
         for parameter in self.parameters:
-            if parameter.data_ptr() != offset:
+            same = [parameter, *(tensor for tensor in self.tied.get(parameter, ()) if isinstance(tensor, nn.Parameter))]
+            if parameter.numel() and any(tensor.data_ptr() != offset for tensor in same):
                 raise RuntimeError(
                     f"A parameter of shape {tuple(parameter.shape)} was given other memory after set-up (an assignment "
                     "to .data, or .to()), so it cannot be averaged. Change parameters in place instead."
@@ -37,25 +45,39 @@ def tensors_of(buckets: Sequence[FlatBucket]) -> list[Tensor]:
     return [bucket.buffer for bucket in buckets]
 
 
-def flatten(parameters: Iterable[nn.Parameter]) -> list[FlatBucket]:
+def flatten(parameters: Iterable[nn.Parameter], together: Iterable[Sequence[Tensor]] = ()) -> list[FlatBucket]:
     """Moves parameters into flat buffers and makes each parameter a view of its buffer: one per dtype for those that
     train, and one for those that are frozen.
 
     The parameter objects stay the same; peak memory is the parameters of one buffer, twice, while they are copied.
+
+    Args:
+        parameters: in the order in which they are laid out.
+        together: tensors over the same memory, which get one place. They count as trained if a parameter among them is.
     """
-    alike: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    same = {id(tensor): tensors for tensors in together for tensor in tensors}
+    alike: dict[tuple[torch.dtype, bool], dict[nn.Parameter, Sequence[Tensor]]] = {}
+    placed: set[int] = set()
     for parameter in parameters:
-        alike.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
-    return [_flatten_one(group) for group in alike.values()]
+        if id(parameter) in placed:
+            continue
+        tensors = same.get(id(parameter), (parameter,))
+        placed.update(map(id, tensors))
+        trained = (t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad)
+        first = next(trained, parameter)
+        others = [tensor for tensor in tensors if tensor is not first]
+        alike.setdefault((first.dtype, first.requires_grad), {})[first] = others
+    return [_flatten_one(list(group), group) for group in alike.values()]
 
 
-def _flatten_one(parameters: list[nn.Parameter]) -> FlatBucket:
+def _flatten_one(parameters: list[nn.Parameter], tied: Mapping[nn.Parameter, Sequence[Tensor]]) -> FlatBucket:
     total = sum(p.numel() for p in parameters)
     buffer = torch.empty(total, dtype=parameters[0].dtype, device=parameters[0].device)
     offset = 0
     for parameter in parameters:
         view = buffer[offset : offset + parameter.numel()].view(parameter.shape)
         view.copy_(parameter.data)
-        parameter.data = view
+        for tensor in (parameter, *tied[parameter]):
+            tensor.data = view
         offset += parameter.numel()
-    return FlatBucket(buffer, parameters, parameters[0].requires_grad)
+    return FlatBucket(buffer, parameters, parameters[0].requires_grad, {p: tied[p] for p in parameters if tied[p]})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.partition.placeholder import WeightElsewhere
+from lightning_sdpipe.partition.same_memory import SameMemory, same_memory
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,12 @@ class Ownership:
     """The stages that hold each parameter and buffer, by every name that it has in the module.
 
     What lies in a block belongs to the block's stage. What lies in none (a parameter that the user's own glue code
-    uses) is held by every stage, and a tensor with names in several stages (tied weights) by all of those.
+    uses) is held by every stage, and a tensor with names in several stages (tied weights) by all of those; so are
+    parameters that are different objects over the same ``memory``.
     """
 
     stages: Mapping[str, tuple[int, ...]]
+    memory: SameMemory = field(default_factory=SameMemory)
 
     def held_by(self, stage: int) -> list[str]:
         return [name for name, owners in self.stages.items() if stage in owners]
@@ -36,17 +39,22 @@ def assign_owners(
     spans: Sequence[range],
     num_workers: int | None = None,
     readers: Mapping[str, Iterable[int]] | None = None,
+    memory: SameMemory | None = None,
 ) -> Ownership:
     """Ownership of ``module``'s tensors when stage ``j`` runs the blocks ``chain[b] for b in spans[j]``.
 
     With more spans than ``num_workers``, worker ``j`` runs the spans ``j``, ``j + num_workers`` and so on, and owns
     what they hold together. ``readers`` are further stages that own a tensor, since they compute with it outside of its
     block.
+
+    block. ``memory`` is as :func:`~lightning_sdpipe.partition.same_memory.same_memory` finds it, before anything has
+    moved; found here if it is None.
     """
     num_workers = num_workers or len(spans)
     stage_of_block = {chain[block]: number % num_workers for number, span in enumerate(spans) for block in span}
     everywhere = set(range(num_workers))
     named = _named_tensors(module)
+    memory = memory or same_memory(module)
     owners: dict[int, set[int]] = {}
     for name, tensor in named:
         parts = name.split(".")
@@ -54,7 +62,10 @@ def assign_owners(
         stage = next((stage_of_block[path] for path in blocks if path in stage_of_block), None)
         owners.setdefault(id(tensor), set()).update(everywhere if stage is None else {stage})
         owners[id(tensor)].update(number % num_workers for number in (readers or {}).get(name, ()))
-    return Ownership({name: tuple(sorted(owners[id(tensor)])) for name, tensor in named})
+    for names in memory.parameters:
+        together = [id(module.get_parameter(name)) for name in names]
+        owners |= dict.fromkeys(together, set().union(*(owners[one] for one in together)))
+    return Ownership({name: tuple(sorted(owners[id(tensor)])) for name, tensor in named}, memory)
 
 
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
@@ -77,6 +88,9 @@ def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch
                         else WeightElsewhere(tensor, device, f"{path}.{name}" if path else name)
                     )
                 slots[name] = moved[id(tensor)]
+    for first, *others in ownership.memory.parameters:
+        for other in others if stage not in ownership.stages[first] else ():  # so that the next run finds them tied
+            cast(Any, module.get_parameter(other)).meta = cast(Any, module.get_parameter(first)).meta
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:

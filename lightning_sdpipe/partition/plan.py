@@ -18,6 +18,7 @@ from lightning_sdpipe.partition.cut import cut
 from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.profile import BlockProfile
 from lightning_sdpipe.partition.rehearsed import Rehearsed
+from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.partition.saved import parameter_bytes
 from lightning_sdpipe.partition.sending import Travel
 
@@ -221,6 +222,7 @@ def check(
 ) -> None:
     """Raises ConfigurationError if it can be seen without a batch that ``module`` cannot be cut so."""
     check_partition(num_stages, partition)
+    same_memory(module)
     refused: ConfigurationError | None = None
     for chain in find_chains(module, names):
         num_blocks = len(join_ends(module, chain)) if names is None else len(chain)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket, flatten
@@ -27,6 +27,7 @@ class Freezing:
         module: all of it. What other stages hold is on ``meta``, and says ``requires_grad`` all the same.
         parameters: this stage's, about in the order in which a backward completes their gradients.
         groups: this worker's place.
+        together: tensors over the same memory.
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class Freezing:
         module: nn.Module,
         parameters: Sequence[nn.Parameter],
         groups: ProcessGroups,
+        together: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         self._named = list(module.named_parameters())
         self._parameters = parameters
         self._groups = groups
+        self._together = together
         self.generation = 0
         """Counts the changes; equal on all stages."""
         self.trained: list[nn.Parameter] = []
@@ -99,4 +102,4 @@ class Freezing:
         self._agreed = self._flags()
         self.trained[:] = [p for p in self._parameters if p.requires_grad]
         self.buckets.clear()  # before the new ones are made, so that old memory is let go of meanwhile
-        self.buckets += flatten(self._parameters)
+        self.buckets += flatten(self._parameters, self._together)

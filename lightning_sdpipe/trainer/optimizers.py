@@ -119,7 +119,7 @@ class OptimizerProgress:
             scaler.load_state_dict(scale)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return [p for bucket in self._buckets for p in bucket.parameters]
+        return [p for bucket in self._buckets for p in bucket.all_parameters]
 
     def _scaler(self) -> torch.amp.GradScaler | None:
         precision = self._precision

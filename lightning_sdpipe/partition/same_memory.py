@@ -1,0 +1,151 @@
+"""Which tensors of a module lie in the same memory. Flat buckets and devices move parameters, and what was one memory
+before has to be one afterwards.
+
+Two parameters that are different objects over the same memory (``a.weight.data = b.weight.data``) have gradients and
+optimizer states of their own, and each update shows in both. A tensor in an attribute over the memory of a parameter
+(``self.table = weight.data``) shows its updates, too. Any other overlap is refused: views of a part, transposed views,
+buffers over parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.kept import tensors_in_attributes
+from lightning_sdpipe.partition.placeholder import Placeholder
+
+_Layout: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class SameMemory:
+    """``parameters``: names of different objects over the same memory. ``attributes``: tensors over the memory of the
+    parameter of that name."""
+
+    parameters: Sequence[tuple[str, ...]] = ()
+    attributes: Sequence[tuple[Tensor, str]] = ()
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """Where a tensor lies, in bytes of a space of addresses."""
+
+    what: str
+    tensor: Tensor
+    is_parameter: bool
+    space: str
+    start: int
+    stop: int
+
+    @property
+    def layout(self) -> _Layout:
+        return self.space, self.start, self.tensor.dtype, tuple(self.tensor.shape), self.tensor.stride()
+
+
+def same_memory(module: nn.Module) -> SameMemory:
+    """What :class:`SameMemory` has of ``module``; parameters may lie on ``meta``, or be those of other stages.
+
+    Raises:
+        ConfigurationError: a parameter overlaps with another tensor in another way.
+    """
+    alike: dict[_Layout, list[_Extent]] = {}
+    for extent in _extents(module):
+        alike.setdefault(extent.layout, []).append(extent)
+    parameters, attributes = [], []
+    for extents in alike.values():
+        named = [extent for extent in extents if extent.is_parameter]
+        for other in extents if named else ():
+            if other.is_parameter:
+                continue
+            if other.what.startswith("buffer") or other.tensor.grad_fn is not None:
+                raise _refusal(named[0], other)
+            attributes.append((other.tensor, named[0].what))
+        if len(named) > 1:
+            parameters.append(tuple(extent.what for extent in named))
+    _refuse_overlaps([extents[0] for extents in alike.values()])
+    return SameMemory(parameters, attributes)
+
+
+def held_together(module: nn.Module, memory: SameMemory) -> list[list[Tensor]]:
+    """The tensors of ``memory`` that this worker holds, those of one memory together; parameters come first."""
+    together: dict[str, list[Tensor]] = {
+        names[0]: [module.get_parameter(name) for name in names] for names in memory.parameters
+    }
+    first_of = {name: names[0] for names in memory.parameters for name in names}
+    for tensor, name in memory.attributes:
+        first = first_of.get(name, name)
+        together.setdefault(first, [module.get_parameter(first)]).append(tensor)
+    return [tensors for tensors in together.values() if not tensors[0].is_meta]
+
+
+def _extents(module: nn.Module) -> Iterator[_Extent]:
+    """Of each tensor that is an object of its own; parameters first, by their names."""
+    seen: set[int] = set()
+    named = [
+        *((name, parameter, True) for name, parameter in module.named_parameters()),
+        *((f"buffer {name!r}", buffer, False) for name, buffer in module.named_buffers()),
+        *(
+            (f"a tensor in an attribute of {path or type(module).__name__!r}", tensor, False)
+            for path, part in module.named_modules()
+            for tensor in tensors_in_attributes([part])
+        ),
+    ]
+    for what, tensor, is_parameter in named:
+        if id(tensor) in seen or not tensor.numel():
+            continue
+        seen.add(id(tensor))
+        lies = tensor
+        while isinstance(lies, Placeholder):
+            lies = lies.meta
+        try:
+            storage = lies.untyped_storage()
+        except (AttributeError, NotImplementedError, RuntimeError):  # sparse, or of a library's own
+            continue
+        size = lies.element_size()
+        on_meta = lies.device.type == "meta"  # where all addresses are 0
+        space = f"meta {storage._cdata}" if on_meta else str(lies.device)
+        start = (0 if on_meta else storage.data_ptr()) + int(lies.storage_offset()) * size
+        last = sum((length - 1) * stride for length, stride in zip(lies.shape, lies.stride(), strict=True))
+        yield _Extent(what, tensor, is_parameter, space, start, start + (last + 1) * size)
+
+
+def _refuse_overlaps(extents: Sequence[_Extent]) -> None:
+    by_place = sorted(extents, key=lambda extent: (extent.space, extent.start))
+    for number, extent in enumerate(by_place):
+        for other in by_place[number + 1 :]:
+            if other.space != extent.space or other.start >= extent.stop:
+                break
+            if (extent.is_parameter or other.is_parameter) and _touch(extent, other):
+                raise _refusal(*sorted((extent, other), key=lambda e: not e.is_parameter))
+
+
+def _touch(one: _Extent, other: _Extent) -> bool:
+    """Have two tensors whose extents overlap an element in common? Columns of a matrix have not."""
+    if one.tensor.dtype != other.tensor.dtype:
+        return True
+    size = one.tensor.element_size()
+    first = min(one.start, other.start)
+    if (one.start - other.start) % size:
+        return True
+    marks = torch.zeros((max(one.stop, other.stop) - first) // size, dtype=torch.bool)
+    for extent in (one, other):
+        view = marks.as_strided(extent.tensor.shape, extent.tensor.stride(), (extent.start - first) // size)
+        if view.any():
+            return True
+        view.fill_(True)
+    return False
+
+
+def _refusal(parameter: _Extent, other: _Extent) -> ConfigurationError:
+    what = f"parameter {other.what!r}" if other.is_parameter else other.what
+    return ConfigurationError(
+        f"Parameter {parameter.what!r} and {what} overlap in memory, and this strategy moves parameters, so that one "
+        "would not see the other's changes. Give one of them memory of its own (.clone()); tie whole weights by "
+        "assigning the parameter (a.weight = b.weight); and take views and slices in forward()."
+    )
