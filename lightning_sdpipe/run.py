@@ -147,6 +147,7 @@ class Run:
             self._options.exchange,
             loss_scale,
             progress,
+            parts.freezing.name_of,
         )
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:

@@ -21,6 +21,7 @@ from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.late import turn_into_changes
 from lightning_sdpipe.exchange.moving import finish, pieces_of
 from lightning_sdpipe.exchange.outer_model import OuterModel
+from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD
@@ -141,6 +142,11 @@ class OuterAveraging(Synchronizer):
         if self._schedule.begin(self._update):
             self.replica.client.ready(iteration)
             self.announced = True
+
+    @property
+    def equal_at_start(self) -> Replicas | None:
+        """See the base class."""
+        return self.replica.groups.replicas()
 
     @property
     def shares_next(self) -> bool:

@@ -23,6 +23,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.late import turn_into_changes
 from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.exchanges import Begin
@@ -58,6 +59,11 @@ class FreeAveraging(Synchronizer):
     def models_averaged(self) -> int:
         """See the base class."""
         return len(self.replica.ranks)
+
+    @property
+    def equal_at_start(self) -> Replicas | None:
+        """See the base class."""
+        return None if self._begin is None else self.replica.groups.replicas()
 
     @property
     def shares_next(self) -> bool:

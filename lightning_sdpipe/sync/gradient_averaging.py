@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
+from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.sync.exchanges import hosts_of
 from lightning_sdpipe.sync.furthest import take_over_furthest
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -27,6 +28,11 @@ class GradientAveraging(Synchronizer):
         self._rounds = 0
         self._update = 0
         self.gradients = self
+
+    @property
+    def equal_at_start(self) -> Replicas | None:
+        """See the base class."""
+        return self.replica.groups.replicas()
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
         """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two."""

@@ -14,6 +14,7 @@ from lightning_sdpipe.exchange.collectives import FullMean
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
+from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
@@ -70,6 +71,11 @@ class HybridGroups(Synchronizer):
     def models_averaged(self) -> float:
         """See the base class: gradients are averaged before the optimizer sees them, so a group counts as one."""
         return len(self._groups)
+
+    @property
+    def equal_at_start(self) -> Replicas | None:
+        """See the base class."""
+        return self._mates
 
     # ------------------------------------------------------------- gradients
 

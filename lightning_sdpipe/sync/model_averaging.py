@@ -7,6 +7,7 @@ import time
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.exchanges import Begin, mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -52,6 +53,11 @@ class ModelAveraging(Synchronizer):
         if iteration % self._every == 0:
             self.replica.client.ready(iteration)
             self.announced = True
+
+    @property
+    def equal_at_start(self) -> Replicas | None:
+        """See the base class."""
+        return None if self._begin is None else self.replica.groups.replicas()
 
     @property
     def shares_next(self) -> bool:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.sync.equal_start import begin_equal
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 
 
@@ -127,6 +128,9 @@ class Rendezvous:
         _meet(position, False, self._replica.groups.stage, self._replica.device)
 
     def _set_out(self) -> None:
+        among = self._sync.equal_at_start
+        if among is not None:
+            begin_equal(self._replica, among)
         self._replica.client.join()
         self._sync.enter()
         with waiting_for(self._replica.groups.stage, "setting out"):  # nobody's first group may miss one

@@ -12,6 +12,7 @@ import time
 from torch import Tensor
 
 from lightning_sdpipe.exchange.server import ParameterServer, RemoteServer
+from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.admission import AdmissionRule, admission
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
@@ -35,6 +36,11 @@ class StaleSynchronous(Synchronizer):
         self._server: ParameterServer | RemoteServer | None = None
         self._pulled: list[Tensor] = []
         self._updates = 0
+
+    @property
+    def equal_at_start(self) -> Replicas | None:
+        """See the base class."""
+        return self.replica.groups.replicas()
 
     @property
     def shares_next(self) -> bool:

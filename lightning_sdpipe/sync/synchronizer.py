@@ -15,7 +15,7 @@ from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.value import Exchange
-from lightning_sdpipe.groups import ProcessGroups, Traffic
+from lightning_sdpipe.groups import ProcessGroups, Replicas, Traffic
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -82,6 +82,7 @@ class Replica:
     exchange: Exchange = field(default_factory=Exchange)  # how tensors move
     loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by at the moment
     progress: Progress | None = None  # None where there is nothing but parameters
+    name_of: Callable[[nn.Parameter], str] = lambda parameter: f"of shape {tuple(parameter.shape)}"  # for messages
 
     @property
     def stage(self) -> int:
@@ -151,6 +152,12 @@ class Synchronizer:
 
     def announce(self, iteration: int) -> None:
         """Nothing but this worker's own computing can hold up update ``iteration`` any more. Does not wait."""
+
+    @property
+    def equal_at_start(self) -> Replicas | None:
+        """Those replicas that must have the same parameters when they :meth:`enter` together; None if it is no
+        matter."""
+        return None
 
     @property
     def shares_next(self) -> bool:

@@ -53,6 +53,10 @@ class Freezing:
         """Has the user frozen or unfrozen anything since :meth:`take_over`?"""
         return self._flags() != self._agreed
 
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """In the module."""
+        return next((name for name, named in self._named if named is parameter), "")
+
     def take_over(self) -> None:
         """Goes by what the user has changed from now on. All workers of the run must call it, and nothing may be under
         way.

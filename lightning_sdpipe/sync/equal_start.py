@@ -1,0 +1,96 @@
+"""Methods that go on from a model that all replicas have find out, when training begins or goes on, whether they have.
+
+Hooks of the user's have run since the replicas were made equal. What differs by rounding only, as on unlike devices, is
+taken over from the first pipeline; what differs by more is refused, with the names of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
+from lightning_sdpipe.exchange.collectives import TakeOver
+from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.sync.synchronizer import Replica
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SHOWN = 5  # names in a message
+
+
+def begin_equal(replica: Replica, among: Replicas) -> None:
+    """All of ``among``, which are together, must have the same parameters. Costs a pass over them, and a
+    message with eight bytes for each.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding.
+        WorkerFailedError: a replica is gone, or the group's timeout passed.
+    """
+    buckets, pipelines = replica.parameters, among.pipelines
+    tensors = tensors_of(buckets)
+    if len(pipelines) == 1 or not tensors:
+        return
+    digests = _gathered(_digests(buckets), among)
+    if bool((digests == digests[0]).all()):
+        return
+    before = [tensor.clone() for tensor in tensors]
+    members = tuple(Worker(replica.stage, pipeline) for pipeline in pipelines)
+    finish(TakeOver(among).start(tensors, Group(members, (1.0, *[0.0] * (len(members) - 1)), 0, "beginning equal")))
+    apart = torch.tensor(
+        [
+            not _close(old, new)
+            for old_flat, bucket in zip(before, buckets, strict=True)
+            for old, new in zip(_split(old_flat, bucket), _split(bucket.buffer, bucket), strict=True)
+        ],
+        device=replica.device,
+    )
+    by_pipeline = _gathered(apart.long(), among)
+    if not by_pipeline.any():
+        return
+    names = [replica.name_of(p) for bucket in buckets for p in bucket.parameters]
+    found = [name for name, differs in zip(names, by_pipeline.any(0).tolist(), strict=True) if differs]
+    shown = ", ".join(map(repr, found[:_SHOWN])) + (f" and {len(found) - _SHOWN} more" if found[_SHOWN:] else "")
+    others = [pipelines[place] for place in by_pipeline.any(1).nonzero().flatten().tolist()]
+    raise ConfigurationError(
+        f"Parameters {shown} of stage {replica.stage} differ between pipeline {pipelines[0]} and pipelines {others} "
+        "where training begins, and this method goes on from a model that all pipelines have. Something has changed them by the rank, "
+        "its data or its own random numbers: change them in configure_model or __init__, or alike on every rank (as "
+        "with a torch.Generator of a fixed seed)."
+    )
+
+
+def _digests(buckets: Sequence[FlatBucket]) -> Tensor:
+    """Of each parameter the sum of its bits, as integers of its width."""
+    digests = []
+    for bucket in buckets:
+        width = min(bucket.buffer.element_size(), 8)
+        sizes = [parameter.numel() * parameter.element_size() // width for parameter in bucket.parameters]
+        digests += [part.sum(dtype=torch.int64) for part in bucket.buffer.view(_BITS[width]).split_with_sizes(sizes)]
+    return torch.stack(digests)
+
+
+def _gathered(mine: Tensor, among: Replicas) -> Tensor:
+    """By pipeline, in order."""
+    by_rank = [torch.empty_like(mine) for _ in among.pipelines]
+    with waiting_for(among.group, "comparing parameters before training goes on"):
+        dist.all_gather(by_rank, mine, group=among.group)
+    return torch.stack([by_rank[among.ranks[pipeline]] for pipeline in among.pipelines])
+
+
+def _split(flat: Tensor, bucket: FlatBucket) -> Sequence[Tensor]:
+    return torch.split_with_sizes(flat, [parameter.numel() for parameter in bucket.parameters])
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    difference, size = (one - other).abs().float(), other.abs().float()
+    return not one.numel() or bool(difference.max() <= 64 * torch.finfo(one.dtype).eps * size.max())
