@@ -52,6 +52,8 @@ class CheckpointHooks(Collectives):
         saved = checkpoint.get("random_states", {})
         self._data_seed = saved.get("data_seed", self._data_seed)
         self._loaded_split = saved.get("split")
+        if self._training is not None:
+            self._training.first_update = saved.get("updates", 0)
         self._checkpoints.load_module(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -88,4 +90,6 @@ class CheckpointHooks(Collectives):
         super().remove_checkpoint(filepath)
 
     def _random_states(self) -> dict[str, Any]:
-        return {"data_seed": self._data_seed, "split": self._split, **self._run.random_states()}
+        """And what else a resumed run goes on from: rounds are due by the number of the update."""
+        counted = {"data_seed": self._data_seed, "split": self._split, "updates": self.training.updates}
+        return {**counted, **self._run.random_states()}

@@ -89,7 +89,7 @@ class Training:
     mini_batches: int = 0
     """That this worker has begun since training started."""
     first_update: int = 0
-    """Its number, for one that goes on where another was."""
+    """Its number, for one that goes on where another was, or from a checkpoint."""
     updates: int = 0
     """Its next one, counted alike in all pipelines: absences count. Whenever training begins it is so in all stages."""
     updating: bool = False

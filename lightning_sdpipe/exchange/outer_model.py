@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
@@ -70,8 +69,7 @@ class OuterModel(CommonReference):
         """Of the outer optimizer, by piece; none without one."""
         return [state["momentum"] for outer in self.outer if "momentum" in (state := outer.state_dict())]
 
-    def load_momentum(self, flat: Tensor) -> None:
-        """Copies the momenta of all pieces, one after the other; after :meth:`begin`."""
-        pieces = torch.split_with_sizes(flat, [len(outer.base) for outer in self.outer])
-        for outer, piece in zip(self.outer, pieces, strict=True):
+    def load_momentum(self, momenta: Sequence[Tensor]) -> None:
+        """Copies the momenta of the tensors that :meth:`begin` was given."""
+        for outer, piece in zip(self.outer, pieces_of(momenta), strict=True):
             outer.load_state_dict({"base": outer.base, "momentum": piece})

@@ -264,7 +264,8 @@ class PHDPSGDPolicy(GroupPolicy):
         elif any(group in wanted for wanted in self._wanted.values()):
             self._wanted[group] = set()
         else:
-            partner = None if versions.steps(group) % self._config.every else self._partner(group)
+            step = 1 + max(self.participants.waiting[self._last][pipeline] for pipeline in members)
+            partner = None if step % self._config.every else self._partner(group)
             if partner is None:
                 return [self._meeting([group], [], [], Reason.LOCAL_STEP)]
             if self._config.asynchronous and partner not in self._wanted:

@@ -6,7 +6,7 @@ A pause, such as a validation, is an early round of all fragments, so that repli
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -134,7 +134,8 @@ class OuterAveraging(Synchronizer):
         self._background = Background("averaging what models have moved by", 2 * replica.timeout.total_seconds())
         self._update = 0
         self._rounds = 0
-        self._loaded: dict[nn.Parameter, Tensor] = {}
+        self._laid_out: list[Sequence[nn.Parameter]] = []  # of each bucket whose momentum the fragments have
+        self._kept: dict[nn.Parameter, Tensor] = {}  # momenta that they have not: of frozen layers, or loaded
 
     def announce(self, iteration: int) -> None:
         """Tells the scheduler that this worker is ready if a round begins after this update."""
@@ -175,14 +176,18 @@ class OuterAveraging(Synchronizer):
     def enter(self) -> None:
         """All replicas are equal."""
         self._rounds = 0
+        laid_out = [bucket.parameters for bucket in self._trained]
+        if _ids(laid_out) != _ids(self._laid_out):  # layers were frozen or unfrozen: what lies where is another's
+            self._kept = self._momenta()
         trained = tensors_of(self._trained)
         parts = [torch.tensor_split(tensor, len(self._fragments)) for tensor in trained]
         for number, fragment in enumerate(self._fragments):
             fragment.tensors = [part[number] for part in parts]
             fragment.common.begin(fragment.tensors)
             fragment.since = 0
-        if self._loaded:
-            self._take_loaded()
+        self._laid_out = laid_out
+        if self._kept:
+            self._lay_out_momenta()
 
     def arrive(self) -> None:
         for fragment in self._fragments:
@@ -217,35 +222,36 @@ class OuterAveraging(Synchronizer):
 
     def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """The outer momentum."""
-        states: dict[nn.Parameter, dict[str, Tensor]] = {}
-        for bucket, flat in zip(self._trained, self._momenta(), strict=True):
-            sizes = [parameter.numel() for parameter in bucket.parameters]
-            for parameter, part in zip(bucket.parameters, torch.split_with_sizes(flat, sizes), strict=True):
-                if part.any():
-                    states[parameter] = {MOMENTUM: part.view(parameter.shape)}
-        return states
+        return {parameter: {MOMENTUM: momentum} for parameter, momentum in self._momenta().items()}
 
     def load_parameter_states(self, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-        self._loaded = {parameter: state[MOMENTUM] for parameter, state in states.items() if MOMENTUM in state}
+        self._laid_out = []
+        self._kept = {parameter: state[MOMENTUM] for parameter, state in states.items() if MOMENTUM in state}
 
-    def _momenta(self) -> list[Tensor]:
-        """Flat, of each bucket that trains; zeros before training."""
-        flats = [torch.zeros_like(bucket.buffer) for bucket in self._trained]
+    def _momenta(self) -> dict[nn.Parameter, Tensor]:
+        """Of each parameter that has any, frozen ones too."""
+        flats = [torch.cat([torch.zeros_like(p).view(-1) for p in parameters]) for parameters in self._laid_out]
         for number, fragment in enumerate(self._fragments):
             parts = [torch.tensor_split(flat, len(self._fragments))[number] for flat in flats]
             for piece, momentum in zip(pieces_of(parts), fragment.common.momentum, strict=False):
                 piece.copy_(momentum)
-        return flats
+        found = dict(self._kept)
+        for parameters, flat in zip(self._laid_out, flats, strict=True):
+            for p, part in zip(parameters, flat.split_with_sizes([p.numel() for p in parameters]), strict=True):
+                if part.any():
+                    found[p] = part.view(p.shape)
+        return found
 
-    def _take_loaded(self) -> None:
+    def _lay_out_momenta(self) -> None:
+        """Gives fragments the momenta of their parameters; those of frozen ones stay kept."""
+        kept = self._kept
         flats = [
-            torch.cat([self._loaded.get(p, torch.zeros_like(p)).reshape(-1) for p in bucket.parameters])
-            for bucket in self._trained
+            torch.cat([kept.pop(p, torch.zeros_like(p)).to(p).reshape(-1) for p in parameters])
+            for parameters in self._laid_out
         ]
         for number, fragment in enumerate(self._fragments):
             parts = [torch.tensor_split(flat, len(self._fragments))[number] for flat in flats]
-            fragment.common.load_momentum(torch.cat(parts))
-        self._loaded = {}
+            fragment.common.load_momentum(parts)
 
     @property
     def _trained(self) -> list[FlatBucket]:
@@ -262,3 +268,7 @@ class OuterAveraging(Synchronizer):
             copy.copy_(tensor)
         fragment.job = self._background.do(lambda: fragment.exchange(group))
         return 0.0
+
+
+def _ids(laid_out: Sequence[Sequence[nn.Parameter]]) -> list[list[int]]:
+    return [[id(parameter) for parameter in parameters] for parameters in laid_out]

@@ -53,6 +53,7 @@ class FreeAveraging(Synchronizer):
         self._thread: threading.Thread | None = None
         self._arrived = threading.Event()
         self._failure: BaseException | None = None
+        self._number = 0  # of the next round, equal on all workers
         self._members = 1  # of the last average, which has not been counted yet
 
     @property
@@ -126,19 +127,18 @@ class FreeAveraging(Synchronizer):
 
     def _go_through_rounds(self) -> None:
         copies = [torch.empty_like(tensor) for tensor in self._published]
-        number = 0
         while not self._all_have_arrived():
             with self._lock:
                 for copy, published in zip(copies, self._published, strict=True):
                     copy.copy_(published)
-            group = self._meet(self.replica.everybody(sequence=number))
+            group = self._meet(self.replica.everybody(sequence=self._number))
             if len(group.members) > 1:
                 turn_into_changes(self._mover, copies, group)
                 with self._lock:
                     self._members = len(group.members)
                     for change, published in zip(copies, self._published, strict=True):
                         published.add_(change)
-            number += 1
+            self._number += 1
             self._arrived.wait(self.replica.exchange.interval)
 
     def _all_have_arrived(self) -> bool:

@@ -69,6 +69,12 @@ def test_unlike_groups_count_alike() -> None:
     assert (meeting.members, meeting.weights) == ((W(0, 0), W(0, 1), W(0, 2)), (0.25, 0.5, 0.25))
 
 
+def test_a_resumed_run_meets_where_the_other_would_have() -> None:
+    policy = make(1, 2, every=3)
+    assert brief(ready(policy, 0, iteration=4)) == [(0, (0,), LOCAL)]
+    assert ready(policy, 0, iteration=5) == [], "it waits for its partner after the sixth step"
+
+
 def test_between_two_meetings_a_group_goes_on_alone() -> None:
     policy = make(1, 2, every=3)
     for k in range(2):

@@ -130,15 +130,18 @@ def test_eight_bits_on_a_model_in_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("fragments", "stages"), [(2, 2), (1, 1)])
-def test_a_resumed_run_goes_on_with_the_outer_momentum(tmp_path: Path, fragments: int, stages: int) -> None:
-    """Also on another number of stages. (Fragments are parts of a stage.)"""
-    sync, options = DiLoCo(every=3, fragments=fragments), {"max_epochs": 2, "limit_val_batches": 0}
+@pytest.mark.parametrize(
+    ("sync", "stages"), [(DiLoCo(every=4, fragments=2), 2), (DiLoCo(every=4), 1), (LocalSGD(every=4), 2)], ids=str
+)
+def test_a_resumed_run_goes_on_with_its_rounds_and_the_outer_momentum(tmp_path: Path, sync: Any, stages: int) -> None:
+    """Six updates are done: the next round is due after the eighth. Also on another number of stages. (Fragments are
+    parts of a stage.)"""
+    options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
     _, straight = _two_pipelines(tmp_path / "straight", sync, 2, **options)
     _two_pipelines(tmp_path / "first", sync, 2, **{**options, "max_epochs": 1})
     (file,) = (tmp_path / "first").rglob("*.ckpt")
     saved = torch.load(file, weights_only=False)["optimizer_states"][0]["state"]
-    assert any("sdpipe_outer_momentum" in state for state in saved.values())
+    assert any("sdpipe_outer_momentum" in state for state in saved.values()) == isinstance(sync, DiLoCo)
     _, resumed = _two_pipelines(tmp_path / "second", sync, stages, ckpt_path=file, **options)
     for name, value in straight.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], value, rtol=1e-5, atol=1e-6)
