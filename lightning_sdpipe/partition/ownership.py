@@ -94,6 +94,8 @@ def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
+        tensor.data = tensor.data.contiguous()  # transposed or expanded: it is averaged as it lies
     if tensor.device == device:
         return tensor
     if not isinstance(tensor, nn.Parameter):

@@ -33,6 +33,15 @@ def test_shared_parameters_are_named_once() -> None:
     assert shared == [((0, 1, 2), "scale"), ((0, 2), "embedding.weight")]
 
 
+def test_buffers_that_are_transposed_or_expanded_can_be_averaged() -> None:
+    module = Tied()
+    for name, buffer in {"turned": torch.arange(6.0).view(2, 3).t(), "wide": torch.ones(1).expand(4)}.items():
+        module.register_buffer(name, buffer)
+        keep_only(module, assign_owners(module, CHAIN, SPANS), 2, torch.device("cpu"))
+        assert torch.equal(module.get_buffer(name), buffer)
+        assert module.get_buffer(name).is_contiguous()
+
+
 def test_a_rank_keeps_its_own_and_ties_survive() -> None:
     module = Tied()
     weight = module.embedding.weight
