@@ -138,7 +138,8 @@ class SDPipeStrategy(CheckpointHooks):
                 self.blocks,
                 self.num_micro_batches,
                 self.root_device,
-                self._whereabouts.rehearsal,
+                self._whereabouts,
+                self._run_timeout.total_seconds(),
                 self._in_flight,
             )
             self._plan = self.module, plan_on_rank_zero(planning)
