@@ -154,6 +154,8 @@ class SDPipeStrategy(CheckpointHooks):
         )
         ownership = self._assembled.ownership
         self._checkpoints = Checkpoints(self.module, ownership, self.groups, self.save_distributed_checkpoint)
+        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
+            self._checkpoints.check()
 
     def _prepare_training(self, trainer: Trainer) -> None:
         """Makes what the hooks below call, and Lightning's loop and callbacks fit for it."""

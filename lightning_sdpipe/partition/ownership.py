@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,14 @@ class Ownership:
     """
 
     stages: Mapping[str, tuple[int, ...]]
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """The stage of each block, by its path."""
+
+    def stage_of(self, name: str) -> int:
+        """The stage whose block holds what is called ``name``; the last one, where the step ends, if none does."""
+        parts = name.split(".")
+        paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        return next((self.blocks[path] for path in paths if path in self.blocks), max(self.blocks.values(), default=0))
 
     def held_by(self, stage: int) -> list[str]:
         return [name for name, owners in self.stages.items() if stage in owners]
@@ -54,7 +62,7 @@ def assign_owners(
         stage = next((stage_of_block[path] for path in blocks if path in stage_of_block), None)
         owners.setdefault(id(tensor), set()).update(everywhere if stage is None else {stage})
         owners[id(tensor)].update(number % num_workers for number in (readers or {}).get(name, ()))
-    return Ownership({name: tuple(sorted(owners[id(tensor)])) for name, tensor in named})
+    return Ownership({name: tuple(sorted(owners[id(tensor)])) for name, tensor in named}, stage_of_block)
 
 
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
