@@ -109,12 +109,25 @@ def _plan(planning: Planning) -> plan.Plan:
         except apart.NoAnswerError as error:
             planning.notes.append(f"The steps are rehearsed in this process, since in a child of it {error}.")
     if data is None:
-        data = _try(planning)
+        data = _try_here(planning)
     answer = msgspec.json.decode(data, type=_Answer)
     for note in answer.notes:
         rank_zero_info(note)
     planning.whereabouts.communicates = answer.communicates
     return plan.decode(answer.plan)
+
+
+def _try_here(planning: Planning) -> bytes:
+    trainer: Any = planning.trainer
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    sources = [loop._data_source.instance for loop in (*loops, trainer.predict_loop)]
+    with rehearsal.without_a_trace(trainer.lightning_module, *sources) as lost:
+        if lost:
+            planning.notes.append(
+                f"The steps are tried before training, and {lost} cannot be put back then. Where a step uses them, "
+                "other stages see other values than rank 0's: draw from generators, or keep what can be copied."
+            )
+        return _try(planning)
 
 
 def _try(planning: Planning) -> bytes:
