@@ -139,7 +139,8 @@ class SDPipeStrategy(CheckpointHooks):
                 self.blocks,
                 self.num_micro_batches,
                 self.root_device,
-                self._whereabouts.rehearsal,
+                self._whereabouts,
+                self._run_timeout.total_seconds(),
                 self._in_flight,
             )
             self._plan = self.module, plan_on_rank_zero(planning)
@@ -155,6 +156,8 @@ class SDPipeStrategy(CheckpointHooks):
         )
         ownership = self._assembled.ownership
         self._checkpoints = Checkpoints(self.module, ownership, self.groups, self.save_distributed_checkpoint)
+        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
+            self._checkpoints.check()
 
     def _prepare_training(self, trainer: Trainer) -> None:
         """Makes what the hooks below call, and Lightning's loop and callbacks fit for it."""

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -128,7 +130,7 @@ def _remove(path: Path) -> None:
 def read_part(
     path: Path, ownership: Ownership, places: Mapping[int, Any], groups: ProcessGroups, files: CheckpointIO
 ) -> dict[str, Any]:
-    """The checkpoint in ``path`` as far as this rank needs it; of the rest it has the names.
+    """The checkpoint in ``path`` as far as this rank needs it; of the rest it has the names and shapes.
 
     Args:
         path: a directory for which :func:`is_distributed` holds.
@@ -139,7 +141,8 @@ def read_part(
     """
     stage, pipeline = groups.mesh.locate(groups.rank)
     checkpoint: dict[str, Any] = files.load_checkpoint(path / _REST, weights_only=False)
-    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(path).read_metadata()
+    saved = metadata.state_dict_metadata
     pipelines = {key.split(".")[1] for key in saved if key.startswith(f"{_OPTIMIZER}.")}
     source = f"{_OPTIMIZER}.{pipeline % max(1, len(pipelines))}."
     wanted: dict[str, Any] = {}
@@ -147,16 +150,13 @@ def read_part(
     for key, entry in saved.items():
         kind, _, name = key.partition(".")
         if kind == "state_dict" and stage not in ownership.stages.get(name, (stage,)):
-            absent[name] = None
+            absent[name] = _empty(entry, "meta")
         elif kind == "state_dict" or (key.startswith(source) and int(key.split(".")[2]) in places):
-            wanted[key] = (
-                torch.empty(entry.size, dtype=entry.properties.dtype)
-                if isinstance(entry, TensorStorageMetadata)
-                else None
-            )
+            wanted[key] = _empty(entry, "cpu")
     load(wanted, checkpoint_id=path, no_dist=True)
-    held = {key.partition(".")[2]: value for key, value in wanted.items() if key.startswith("state_dict.")}
-    checkpoint["state_dict"] = absent | held
+    held = {key: value for key, value in wanted.items() if key.startswith("state_dict.")}
+    nested = unflatten_state_dict(held, {key: metadata.planner_data[key] for key in held})  # extra state may be a dict
+    checkpoint["state_dict"] = absent | nested.get("state_dict", {})
     for optimizer in checkpoint.get("optimizer_states", ()):
         optimizer["state"] = {}
         for key, value in wanted.items():
@@ -164,3 +164,9 @@ def read_part(
                 _, _, place, name = key.split(".", 3)
                 optimizer["state"].setdefault(int(place), {})[name] = value
     return checkpoint
+
+
+def _empty(entry: TensorStorageMetadata | BytesStorageMetadata, device: str) -> Tensor | None:
+    if isinstance(entry, BytesStorageMetadata):
+        return None
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)

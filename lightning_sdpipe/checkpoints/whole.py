@@ -6,8 +6,11 @@ hold; on loading, every rank takes its own part of the file.
 
 from __future__ import annotations
 
+import io
 import json
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +21,9 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.partition.placeholder import Placeholder
 
+_EXTRA = "_extra_state"  # what torch calls it
 _TAG = 2**31 - 1  # apart from the tags of the stages' messages
 
 
@@ -26,26 +31,37 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
     """The whole module's ``state_dict`` on rank 0; what this rank happens to have on the others.
 
     Every rank of rank 0's pipeline must call it.
+
+    Raises:
+        ConfigurationError: the module's own state on another stage than rank 0's is of a kind that is not sent.
     """
     state = module.state_dict()
     stage_of_zero, pipeline_of_zero = groups.mesh.locate(0)
-    _, pipeline = groups.mesh.locate(groups.rank)
+    stage, pipeline = groups.mesh.locate(groups.rank)
     if pipeline != pipeline_of_zero:
         return state
     transfers = []
-    for name, value in state.items():
-        owners = ownership.stages.get(name)
-        if owners is None or stage_of_zero in owners:  # extra state, or already there
+    more: dict[int, dict[str, Any]] = {}  # by stage, what is no parameter or buffer
+    for name, entry in _entries(module, ownership, state).items():
+        if stage_of_zero in entry.owners:
             continue
-        source = groups.mesh.rank(owners[0], pipeline)
-        if groups.rank == source:
-            transfers.append(p2p.send([value], 0, groups.pipeline, _TAG, "rank 0"))
+        source = groups.mesh.rank(entry.owners[0], pipeline)
+        if not entry.is_weight:
+            more.setdefault(entry.owners[0], {})[name] = state[name]
+        elif groups.rank == source:
+            transfers.append(p2p.send([state[name]], 0, groups.pipeline, _TAG, "rank 0"))
         elif groups.rank == 0:
-            whole = torch.empty(value.shape, dtype=value.dtype)
+            whole = torch.empty(state[name].shape, dtype=state[name].dtype)
             transfers.append(p2p.receive([whole], source, groups.pipeline, _TAG, f"rank {source}"))
             state[name] = whole
     for transfer in transfers:
         transfer.wait()
+    if groups.rank == 0:
+        for source in (groups.mesh.rank(other, pipeline) for other in sorted(more)):
+            data = p2p.receive_bytes(source, groups.pipeline, _TAG, f"rank {source}")
+            state |= torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    elif stage in more:
+        p2p.send_bytes(_packed(more[stage]), 0, groups.pipeline, _TAG, "rank 0").wait()
     return state
 
 
@@ -53,32 +69,109 @@ def part_of_module_state(module: nn.Module, ownership: Ownership, stage: int) ->
     """What this stage is the last to hold of the module's ``state_dict``: buffers outside of blocks are up to date
     where the step runs to its end."""
     state = module.state_dict()
-    return {name: value for name, value in state.items() if ownership.stages.get(name, (0,))[-1] == stage}
+    entries = _entries(module, ownership, state)
+    return {name: value for name, value in state.items() if entries[name].owners[-1] == stage}
 
 
 def held_module_state(module: nn.Module, ownership: Ownership, stage: int) -> dict[str, Any]:
     """All that this stage holds of the module's ``state_dict``; of what it does not, the names (None)."""
     state = module.state_dict()
-    return {name: value if stage in ownership.stages.get(name, (stage,)) else None for name, value in state.items()}
+    entries = _entries(module, ownership, state)
+    return {name: value if stage in entries[name].owners else None for name, value in state.items()}
 
 
-def load_module_state(
-    module: nn.Module, ownership: Ownership, stage: int, state: Mapping[str, Any], strict: bool
-) -> None:
-    """Loads this stage's part of a whole ``state_dict``.
+def check_module_state(module: nn.Module, ownership: Ownership, stage: int, sends: bool) -> None:
+    """Raises ConfigurationError if the ``state_dict`` that the module and its hooks make has something that no stage
+    alone can give, or that it cannot send, if it ``sends`` its part."""
+    state = module.state_dict()
+    more = {}
+    for name, entry in _entries(module, ownership, state).items():
+        if stage not in entry.owners:
+            continue
+        if isinstance(state[name], Placeholder):
+            raise ConfigurationError(
+                f"The state_dict of {type(module).__name__} has {name!r}, which its hooks compute from weights of "
+                "another stage. Let them keep the weights as they are, or the names that the modules give them."
+            )
+        if not entry.is_weight:
+            more[name] = state[name]
+    if sends:
+        _packed(more)
+
+
+def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Loads a whole ``state_dict``, of which this stage takes its part: the module's hooks see all of it.
 
     Raises:
-        ConfigurationError: ``strict``, and the names are not the module's.
+        ConfigurationError: it does not fit the module.
     """
-    expected = module.state_dict().keys()
-    missing, unexpected = expected - state.keys(), state.keys() - expected
-    if strict and (missing or unexpected):
-        raise ConfigurationError(
-            f"The checkpoint does not fit {type(module).__name__}: it lacks {sorted(missing)} and has "
-            f"{sorted(unexpected)} that the module has not. Load it with the module that wrote it, or strict=False."
-        )
-    held = {name for name in expected if stage in ownership.stages.get(name, (stage,))}
-    module.load_state_dict({name: value for name, value in state.items() if name in held}, strict=False)
+    here = module.state_dict()
+    known = {  # what no checkpoint of this stage has, has a name only
+        name: here[name] if value is None and isinstance(here.get(name), Tensor) else value
+        for name, value in state.items()
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # that is of another stage
+        try:
+            module.load_state_dict(known, strict=strict)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"The checkpoint does not fit {type(module).__name__}: {error}. Load it with the module that wrote it, "
+                "or, if only names are missing or unexpected, with strict=False."
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Which stages have an entry of a ``state_dict``, and whether it is a parameter or buffer."""
+
+    owners: tuple[int, ...]
+    is_weight: bool
+
+
+def _entries(module: nn.Module, ownership: Ownership, state: Mapping[str, Any]) -> dict[str, _Entry]:
+    """Of each entry of ``state``, which hooks may have given another name than the module did. What is neither a
+    parameter nor a buffer (extra state) is where its module runs: the last stage, if that is in no block."""
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    names = {id(tensor): name for name, tensor in tensors}
+    weights = {
+        name: ownership.stages[names[id(value)]]
+        for name, value in module.state_dict(keep_vars=True).items()
+        if id(value) in names
+    }
+    extras = [f"{path}.{_EXTRA}" for path, m in module.named_modules() if path and _keeps_extra_state(m)]
+    entries = {}
+    for name in state:
+        owners = ownership.stages.get(name) or weights.get(name)
+        of_module = max((e for e in extras if f".{name}".endswith(f".{e}")), key=len, default=name)
+        entries[name] = _Entry(owners or (ownership.stage_of(of_module),), owners is not None)
+    return entries
+
+
+def _keeps_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _packed(state: dict[str, Any]) -> bytes:
+    """As bytes that are unpacked without running code."""
+    for name, value in state.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception as error:  # objects say in their own ways that they cannot be packed
+            raise ConfigurationError(
+                f"{name!r} in the state_dict is a {type(value).__name__}, which cannot be sent from its stage to rank "
+                f"0 ({str(error).splitlines()[0]}). Let get_extra_state return tensors, numbers, strings, and lists "
+                "and dicts of them; or write checkpoints with SDPipeStrategy(save_distributed_checkpoint=True)."
+            ) from error
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
 
 
 class OptimizerParts:

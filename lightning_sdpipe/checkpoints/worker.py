@@ -69,9 +69,15 @@ class Checkpoints:
         finally:
             self.only_held = False
 
+    def check(self) -> None:
+        """Raises ConfigurationError if the module's state is one that cannot be saved."""
+        stage_of_zero, _ = self._groups.mesh.locate(0)
+        sends = not self.distributed and self._stage != stage_of_zero
+        whole.check_module_state(self._module, self._ownership, self._stage, sends)
+
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Loads this stage's part of a whole ``state_dict``; raises ConfigurationError if the names do not fit."""
-        whole.load_module_state(self._module, self._ownership, self._stage, state, strict)
+        """Loads this stage's part of a whole ``state_dict``; raises ConfigurationError if it does not fit."""
+        whole.load_module_state(self._module, state, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As :meth:`module_state`, of the optimizer."""

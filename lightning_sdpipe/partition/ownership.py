@@ -24,6 +24,14 @@ class Ownership:
 
     stages: Mapping[str, tuple[int, ...]]
     memory: SameMemory = field(default_factory=SameMemory)
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """The stage of each block, by its path."""
+
+    def stage_of(self, name: str) -> int:
+        """The stage whose block holds what is called ``name``; the last one, where the step ends, if none does."""
+        parts = name.split(".")
+        paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        return next((self.blocks[path] for path in paths if path in self.blocks), max(self.blocks.values(), default=0))
 
     def held_by(self, stage: int) -> list[str]:
         return [name for name, owners in self.stages.items() if stage in owners]
@@ -45,8 +53,6 @@ def assign_owners(
 
     With more spans than ``num_workers``, worker ``j`` runs the spans ``j``, ``j + num_workers`` and so on, and owns
     what they hold together. ``readers`` are further stages that own a tensor, since they compute with it outside of its
-    block.
-
     block. ``memory`` is as :func:`~lightning_sdpipe.partition.same_memory.same_memory` finds it, before anything has
     moved; found here if it is None.
     """
@@ -65,7 +71,7 @@ def assign_owners(
     for names in memory.parameters:
         together = [id(module.get_parameter(name)) for name in names]
         owners |= dict.fromkeys(together, set().union(*(owners[one] for one in together)))
-    return Ownership({name: tuple(sorted(owners[id(tensor)])) for name, tensor in named}, memory)
+    return Ownership({name: tuple(sorted(owners[id(tensor)])) for name, tensor in named}, memory, stage_of_block)
 
 
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_sdpipe.partition.labels import Labels
+from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.rehearsed import Rehearsed
 from lightning_sdpipe.random_streams import RandomStreams
-
-_CONTAINERS = (list, dict, set, deque)
-
 
 _AT_MOST = 8  # runs of a step, while blocks are skipped in some of them or in all
 
@@ -68,42 +65,31 @@ def rehearse(module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls]
 
 
 @contextmanager
-def without_a_trace(module: nn.Module) -> Iterator[None]:
-    """What a step changes within this context is undone: gradients, buffers (BatchNorm's statistics), the attributes of
-    all modules with the lists and dicts in them (counters, hooks, the states of torchmetrics), and the states of the
-    random generators of torch, NumPy and Python. ``self.log`` and the loggers do nothing meanwhile."""
+def without_a_trace(module: nn.Module, *others: Any) -> Iterator[list[str]]:
+    """What a step changes within this context is undone: gradients, buffers (BatchNorm's statistics), the random states
+    of torch, NumPy and Python, and what :class:`~lightning_sdpipe.partition.mementos.Mementos` finds from ``module``
+    and ``others``: attributes, containers, generators, globals. ``self.log`` and the loggers do nothing meanwhile.
+
+    Yields:
+        The names of what cannot be put back.
+    """
     gradients = [(p, p.grad) for p in module.parameters()]
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
-    attributes = [(vars(m), dict(vars(m))) for m in module.modules()]
-    containers = {id(c): (c, c.copy()) for _, values in attributes for c in _containers(list(values.values()))}
+    mementos = Mementos(module, *others)
     for parameter, _ in gradients:
         parameter.grad = None
     if hasattr(module, "log"):
         vars(module)["log"] = lambda *_, **__: None
     try:
         with isolate_rng(), _without_loggers(getattr(module, "_trainer", None)):
-            yield
+            yield mementos.lost
     finally:
-        for container, before in containers.values():
-            container.clear()
-            container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
-        for values, before in attributes:
-            values.clear()
-            values.update(before)
+        mementos.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-
-
-def _containers(value: Any) -> Iterator[Any]:
-    """The lists, dicts, sets and deques in ``value``, those within others after them."""
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, _CONTAINERS):
-            yield item
-        if isinstance(item, (*_CONTAINERS, tuple)):
-            yield from _containers(item)
 
 
 @contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -22,13 +23,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.partition import cache, plan, rehearsal
+from lightning_sdpipe.partition import apart, cache, plan, rehearsal
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsed import Rehearsed
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.pipeline.micro_batches import split
+from lightning_sdpipe.trainer.whereabouts import Whereabouts
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,10 @@ class Planning:
         names: of the blocks, if the user has named them.
         num_micro_batches: parts of a mini-batch.
         device: where rank 0 computes.
-        rehearsal: what a step is rehearsed in, by its name.
+        whereabouts: of this worker, which is told when a step is rehearsed.
+        timeout: seconds that the other ranks wait for the plan.
         in_flight: what the schedule keeps, if memory counts.
+        notes: what the user is told, filled meanwhile.
     """
 
     trainer: Trainer
@@ -52,8 +56,10 @@ class Planning:
     names: Sequence[str] | None
     num_micro_batches: int
     device: torch.device
-    rehearsal: Callable[[str], AbstractContextManager[None]]
+    whereabouts: Whereabouts
+    timeout: float
     in_flight: plan.InFlight | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def plan_on_rank_zero(planning: Planning) -> plan.Plan:
@@ -84,15 +90,67 @@ def plan_on_rank_zero(planning: Planning) -> plan.Plan:
     return plan.decode(answer[1:])
 
 
+class _Answer(msgspec.Struct):
+    """What has come of trying the user's code."""
+
+    plan: msgspec.Raw
+    notes: list[str]
+    communicates: bool
+
+
 def _plan(planning: Planning) -> plan.Plan:
-    module = planning.trainer.lightning_module
+    """Made in a child process where that is possible: what the user's code changes would else stay on rank 0 alone."""
+    if planning.num_stages == 1 and not plan.is_measured(planning.partition):
+        return plan.plan(planning.trainer.lightning_module, 1, planning.partition, planning.names)
+    data = None
+    if apart.is_possible(planning.device):
+        try:
+            data = apart.apart(partial(_try, planning), planning.timeout / 2)
+        except apart.NoAnswerError as error:
+            planning.notes.append(f"The steps are rehearsed in this process, since in a child of it {error}.")
+    if data is None:
+        data = _try_here(planning)
+    answer = msgspec.json.decode(data, type=_Answer)
+    for note in answer.notes:
+        rank_zero_info(note)
+    planning.whereabouts.communicates = answer.communicates
+    return plan.decode(answer.plan)
+
+
+def _try_here(planning: Planning) -> bytes:
+    trainer: Any = planning.trainer
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    sources = [loop._data_source.instance for loop in (*loops, trainer.predict_loop)]
+    with rehearsal.without_a_trace(trainer.lightning_module, *sources) as lost:
+        if lost:
+            planning.notes.append(
+                f"The steps are tried before training, and {lost} cannot be put back then. Where a step uses them, "
+                "other stages see other values than rank 0's: draw from generators, or keep what can be copied."
+            )
+        return _try(planning)
+
+
+def _try(planning: Planning) -> bytes:
     steps = _steps(planning) if planning.num_stages > 1 else []
+    try:
+        made = apart.with_all_threads(partial(_made, planning, steps))
+    except ConfigurationError as error:
+        error.__notes__ = planning.notes
+        raise
+    answer = _Answer(msgspec.Raw(plan.encode(made)), planning.notes, planning.whereabouts.communicates)
+    return msgspec.json.encode(answer)
+
+
+def _made(planning: Planning, steps: Sequence[StepCalls]) -> plan.Plan:
+    module = planning.trainer.lightning_module
     partition = planning.partition
     if planning.trainer.state.fn != TrainerFn.FITTING and plan.is_measured(partition):
         partition = "parameters"  # there is no training data to measure with
 
     def measure(blocks: Sequence[Block]) -> plan.Profile:
-        return _measure(planning, blocks)
+        calls = next((step.calls for step in steps if step.trains), None)
+        calls = calls or _calls(planning, "training_step", planning.trainer.fit_loop)
+        return _measure(planning, blocks, *calls[0])
 
     def rehearse(chain: Sequence[str]) -> Rehearsed | None:
         if not steps:
@@ -101,7 +159,7 @@ def _plan(planning: Planning) -> plan.Plan:
         try:
             return rehearsal.rehearse(module, chain, steps, planning.device)
         except Exception as error:  # what is not allowed in a step is refused when the real one runs
-            _not_rehearsed("a step could not be run before training", error)
+            _not_rehearsed(planning, "a step could not be run before training", error)
             return None
 
     return plan.plan(module, planning.num_stages, partition, planning.names, measure, rehearse, planning.in_flight)
@@ -131,14 +189,14 @@ def _steps(planning: Planning) -> list[StepCalls]:
     except ConfigurationError:
         raise
     except Exception as error:
-        _not_rehearsed("a batch to rehearse with could not be had", error)
+        _not_rehearsed(planning, "a batch to rehearse with could not be had", error)
         return []
     return found
 
 
 @contextmanager
 def _within(planning: Planning, name: str, precision: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    with planning.rehearsal(name), _stand_in_optimizer(planning.trainer.strategy), precision():
+    with planning.whereabouts.rehearsal(name), _stand_in_optimizer(planning.trainer.strategy), precision():
         yield
 
 
@@ -160,14 +218,13 @@ def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[in
     source = loop._data_source
     if not is_overridden(name, module) or source.instance is None or not source.is_defined():
         return []
-    with rehearsal.without_a_trace(module):  # else what the user's hooks draw and count would differ on rank 0
-        loaders = source.dataloader()
-        several = not trains and isinstance(loaders, Sequence)
-        batches = [
-            _parts(planning, _as_the_step_gets_it(planning, sample_batch(each)), trains)
-            for each in (loaders if several else [loaders])
-            if each is not None
-        ]
+    loaders = source.dataloader()
+    several = not trains and isinstance(loaders, Sequence)
+    batches = [
+        _parts(planning, _as_the_step_gets_it(planning, sample_batch(each)), trains)
+        for each in (loaders if several else [loaders])
+        if each is not None
+    ]
     index = (0,) if is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2) else ()
     return [
         (part, (*index, number) if len(batches) > 1 else index)
@@ -192,32 +249,26 @@ def _parts(planning: Planning, batch: Any, trains: bool) -> Sequence[Any]:
     return parts[0].batch, parts[-1].batch
 
 
-def _not_rehearsed(what: str, error: Exception) -> None:
-    rank_zero_info(
+def _not_rehearsed(planning: Planning, what: str, error: Exception) -> None:
+    planning.notes.append(
         f"The stages are planned without a rehearsal, since {what} ({type(error).__name__}: {error}). So only the "
         "output of the last block before a cut crosses it, and values that would have to besides are refused when they "
         "are met."
     )
 
 
-def _measure(planning: Planning, blocks: Sequence[Block]) -> plan.Profile:
+def _measure(planning: Planning, blocks: Sequence[Block], batch: Any, arguments: Sequence[int]) -> plan.Profile:
     trainer: Any = planning.trainer
     module = trainer.lightning_module
-    with rehearsal.without_a_trace(module):
-        batch = sample_batch(trainer.fit_loop._data_source.dataloader())
-    batch = split(batch, planning.num_micro_batches, module)[0].batch
     key = cache.fingerprint(module, blocks, batch, planning.device)
     measured = cache.load(key)
     if measured is None:
-        batch = trainer.strategy.batch_to_device(batch, planning.device)
         if all(not p.is_meta for p in module.parameters()):  # else the profile says what is wrong
             module.to(planning.device)
 
-        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-
         def step() -> Any:
             with trainer.precision_plugin.train_step_context():
-                return module.training_step(batch, 0) if takes_index else module.training_step(batch)
+                return module.training_step(batch, *arguments)
 
         measured = profile(module, blocks, step, planning.device)
         cache.store(key, measured)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from lightning_sdpipe.partition.apart import apart, with_all_threads
+from lightning_sdpipe.partition.plan import encode
 from lightning_sdpipe.pipeline.micro_batches import split
 from recipes.suites.bare_torch import MaskedLM, random_batch
 from recipes.suites.processes import run_processes
@@ -61,8 +63,12 @@ def _compare(
     module = MaskedLM(hidden_size, sequence, seed)
     batch = random_batch(samples * num_micro_batches, sequence, seed)
     parts = [part.batch for part in split(batch, num_micro_batches)]
+
+    def plan() -> bytes:
+        return encode(make_plan(module, num_stages, None, batch, num_micro_batches))
+
     runs: dict[str, Callable[[], object]] = {
-        "plan": partial(make_plan, module, num_stages, None, batch, num_micro_batches),
+        "plan": partial(apart, partial(with_all_threads, plan), TIMEOUT_SECONDS),  # as the strategy does it
         "training step": partial(_train, module, parts),
     }
     for run in runs.values():

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
+import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_sdpipe import AllReduce, Balanced, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+from lightning_sdpipe.partition import apart as apart_module
+from lightning_sdpipe.partition.apart import apart
 
 
 class Model(L.LightningModule):
@@ -46,8 +53,10 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def fit(directory: Path, strategy: Any, devices: int, **options: Any) -> list[Any]:
-    """What each rank holds when training starts."""
+def fit(
+    directory: Path, strategy: Any, devices: int, model: Any = Model, data: Any = None, **options: Any
+) -> list[Any]:
+    """What each rank has saved of its module: when training starts, for ``Model``."""
     directory.mkdir()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -60,8 +69,8 @@ def fit(directory: Path, strategy: Any, devices: int, **options: Any) -> list[An
         enable_model_summary=False,
     )
     generator = torch.Generator().manual_seed(2)
-    data = TensorDataset(torch.randn(16, 4, generator=generator), torch.randn(16, 1, generator=generator))
-    trainer.fit(Model(directory, **options), DataLoader(data, 8))
+    data = data or TensorDataset(torch.randn(16, 4, generator=generator), torch.randn(16, 1, generator=generator))
+    trainer.fit(model(directory, **options), DataLoader(data, 8))
     return [torch.load(directory / f"{rank}.pt") for rank in range(devices)]
 
 
@@ -92,3 +101,97 @@ def test_the_blocks_are_measured_and_cut_by_their_times(tmp_path: Path, monkeypa
         assert sorted(list(here) for here, _ in ranks)[0] == first
         assert all(torch.equal(state, random_state) for _, state in ranks)
     assert len(list((tmp_path / "cache").rglob("*.json"))) == 1
+
+
+TICKS = itertools.count()
+
+
+@cache
+def cached() -> int:
+    return next(TICKS)
+
+
+class Count:
+    number = 0
+
+
+class NoisyData(Dataset[Tensor]):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(4, generator=self.generator)
+
+
+class Denoising(L.LightningModule):
+    """Keeps what no module attribute shows: the noise is needed before and after the cut."""
+
+    calls = 0
+
+    def __init__(self, directory: Path, simple: bool) -> None:
+        super().__init__()
+        global TICKS
+        TICKS, Denoising.calls = itertools.count(), 0
+        cached.cache_clear()
+        torch.manual_seed(0)
+        self.directory = directory
+        self.net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        self.draws = torch.Generator().manual_seed(1), np.random.default_rng(1), random.Random(1)
+        self.cycle, self.count, self.array = itertools.cycle([0.1, 0.2, 0.3]), Count(), np.zeros(2)
+        self.queues: list[Any] = [queue.Queue(), queue.SimpleQueue() if simple else queue.Queue()]
+        for each in self.queues:
+            each.put(0.5)
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        generator, numpy, python = self.draws
+        noise = torch.randn(x.shape, generator=generator) + 0.1 * self.level()
+        noise = noise + float(numpy.random()) + python.random()
+        return nn.functional.mse_loss(self.net(x + noise), noise)
+
+    def level(self) -> float:
+        Denoising.calls += 1
+        self.count.number += 1
+        self.array += 1
+        values = [each.get() for each in self.queues]
+        for each, value in zip(self.queues, values, strict=True):
+            each.put(value + 0.1)
+        return sum(values) + next(self.cycle) + self.count.number + Denoising.calls + self.array[0] + cached()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def on_train_start(self) -> None:
+        """What the first draws would be, drawn in a child, so that they are drawn again."""
+
+        def first() -> bytes:
+            generator, numpy, python = self.draws
+            drawn = [float(torch.rand((), generator=generator)), numpy.random(), python.random(), self.level()]
+            return repr(drawn).encode()
+
+        (self.directory / f"first_{self.global_rank}").write_bytes(apart(first, 20))
+
+    def on_train_end(self) -> None:
+        here = {name: p for name, p in self.state_dict().items() if not p.is_meta}
+        torch.save((here, torch.get_rng_state()), self.directory / f"{self.global_rank}.pt")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("partition", "forks"), [("uniform", True), ("balanced", True), ("balanced", False)])
+def test_trying_the_steps_changes_nothing(
+    partition: Any, forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not forks:  # as where an accelerator is open
+        monkeypatch.setattr(apart_module, "is_possible", lambda _: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ((expected, _),) = fit(tmp_path / "one", "auto", 1, Denoising, NoisyData(), simple=forks)
+    ranks = fit(
+        tmp_path / "two", strategy(num_micro_batches=1, partition=partition), 2, Denoising, NoisyData(), simple=forks
+    )
+    firsts = {path.read_text() for path in tmp_path.rglob("first_*")}
+    assert len(firsts) == 1
+    torch.testing.assert_close(ranks[0][0] | ranks[1][0], expected)
