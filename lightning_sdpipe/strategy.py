@@ -19,13 +19,14 @@ from lightning_sdpipe.assembly import Assembled, assemble
 from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.data.loader import PipelineLoader
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.launching.environment import naming_the_port
 from lightning_sdpipe.launching.launcher import end_after_failure, launcher_for
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
-from lightning_sdpipe.pipeline.data import PipelineLoader, shared_seed
+from lightning_sdpipe.pipeline.data import shared_seed
 from lightning_sdpipe.sync.methods import deals
 from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.trainer import loop
@@ -253,7 +254,7 @@ class SDPipeStrategy(CheckpointHooks):
     def process_dataloader(self, dataloader: Any) -> PipelineLoader:
         if self.module.trainer.predicting:
             deal_batches(dataloader, self.groups)
-        loader = PipelineLoader(dataloader, self._worker.pipeline, self._seed_of_epoch)
+        loader = PipelineLoader(dataloader, self._worker.pipeline, self.mesh.num_pipelines, self._seed_of_epoch)
         if self._trainer.training:
             loader.compare(self.groups, self.root_device)
             self._split = split_of(loader, self.mesh.num_pipelines)
@@ -265,7 +266,7 @@ class SDPipeStrategy(CheckpointHooks):
         return None if self._turns is None else self._turns.position
 
     def _seed_of_epoch(self) -> tuple[int, ...]:
-        return self._data_seed, self._worker.pipeline, self.module.trainer.current_epoch
+        return self._data_seed, self.module.trainer.current_epoch
 
     # ------------------------------------------------------------------- steps
 

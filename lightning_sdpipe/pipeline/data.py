@@ -1,104 +1,19 @@
-"""The same batches on every stage of a pipeline, random augmentation and masking included.
-
-The sampler gives the stages of a pipeline the same samples. What a dataset or a collate function draws at random must
-be equal too: the first stage needs the masked words and the last one the labels that belong to them. So every batch is
-fetched with random numbers from a stream of its own, which all stages of a pipeline share.
-"""
+"""What the stages of a pipeline have in common: seeds, numbers, and batches, which are compared."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from itertools import count
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.samples import tensors_in
-from lightning_sdpipe.random_streams import RandomStreams
-
-_STREAMS = RandomStreams(torch.device("cpu"))
-_FETCHING = -1  # in the place of a block's number
-
-
-class PipelineLoader:
-    """A data loader whose random draws come from a seed of the pipeline.
-
-    Args:
-        loader: any iterable of batches; its other attributes stay reachable.
-        pipeline: seeds the loader's workers, instead of the rank by which Lightning would seed them.
-        seed: non-negative integers that are equal on all stages of the pipeline, and differ between pipelines and
-            epochs.
-    """
-
-    def __init__(self, loader: Iterable[Any], pipeline: int, seed: Callable[[], tuple[int, ...]]) -> None:
-        self._loader = loader
-        self._seed = seed
-        self._last: tuple[int, ...] = ()
-        self._repetition = 0
-        self._longest: int | None = None
-        self.even: bool | None = None
-        """Do all pipelines get equally many batches for certain? Known after :meth:`compare`."""
-        init = getattr(loader, "worker_init_fn", None)
-        if isinstance(init, partial) and init.func is pl_worker_init_function:
-            loader.worker_init_fn = partial(pl_worker_init_function, rank=pipeline)  # type: ignore[attr-defined]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
-
-    def compare(self, groups: ProcessGroups, device: torch.device) -> None:
-        """Makes the length that of the longest loader of all pipelines. Every rank must call it."""
-        mine = sized_len(self._loader)
-        trusted = isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset)
-        unknown = 2**62
-        lengths = torch.tensor([unknown, -unknown, 1] if mine is None else [mine, -mine, int(not trusted)])
-        lengths = lengths.to(device)
-        dist.all_reduce(lengths, dist.ReduceOp.MAX, group=groups.stage)
-        longest, shortest, doubtful = (int(number) for number in lengths)
-        self.even = longest == -shortest and not doubtful
-        self._longest = None if longest == unknown else longest
-
-    def __len__(self) -> int:
-        if self.even is None:
-            return len(self._loader)  # type: ignore[arg-type]  # a TypeError is what callers expect of one without
-        if self._longest is None:
-            raise TypeError("the length of a loader is not known in all pipelines")
-        return self._longest
-
-    def __iter__(self) -> Iterator[Any]:
-        seed = self._seed()
-        self._repetition = self._repetition + 1 if seed == self._last else 0
-        self._last = seed
-        with _drawing(*seed, self._repetition, 0):
-            batches = iter(self._loader)
-        for number in count(1):
-            with _drawing(*seed, self._repetition, number):
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            yield batch
-
-
-@contextmanager
-def _drawing(*key: int) -> Iterator[None]:
-    """Within, draws come from the stream of ``key``. What they were does not matter to what follows."""
-    before = _STREAMS.current
-    _STREAMS.begin(*key)
-    try:
-        yield
-    finally:
-        _STREAMS.leave(_FETCHING, before)
 
 
 def shared_seed() -> int:

@@ -15,7 +15,7 @@ from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.mesh import Mesh
-from lightning_sdpipe.pipeline.data import PipelineLoader, check_equal, stand_in
+from lightning_sdpipe.pipeline.data import check_equal, stand_in
 from tests.test_strategy import Regression, data, fit
 from tests.workers import run_workers
 
@@ -23,46 +23,6 @@ from tests.workers import run_workers
 def noisy(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     x, y = (torch.stack(column) for column in zip(*samples, strict=True))
     return x + torch.randn(x.shape) * random.random() * np.random.rand(), y
-
-
-def batches(loader: PipelineLoader, disturb: bool) -> list[Tensor]:
-    fetched = []
-    for x, _ in loader:
-        fetched.append(x)
-        if disturb:  # a model that draws random numbers between batches
-            torch.rand(7)
-            random.random()
-            np.random.rand()
-    return fetched
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_stages_that_draw_differently_get_equal_batches(num_workers: int) -> None:
-    def loader(pipeline: int = 0, seed: int = 3) -> PipelineLoader:
-        plain = DataLoader(data(16), 4, shuffle=True, collate_fn=noisy, num_workers=num_workers)
-        return PipelineLoader(plain, pipeline, lambda: (seed, pipeline))
-
-    torch.manual_seed(1)
-    first = loader()
-    ours = batches(first, disturb=False)
-    torch.manual_seed(2)
-    theirs = batches(loader(), disturb=True)
-    assert len(first) == len(ours) == 4
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert not torch.equal(ours[0], batches(loader(seed=4), disturb=False)[0])
-    assert not torch.equal(ours[0], batches(first, disturb=False)[0]), "the next epoch draws anew"
-
-
-def test_what_is_drawn_while_fetching_does_not_matter_afterwards() -> None:
-    def drawn_after(collate: Any) -> Tensor:
-        torch.manual_seed(1)
-        loader = PipelineLoader(DataLoader(data(8), 4, shuffle=True, collate_fn=collate), 0, lambda: (0,))
-        assert loader.batch_size == 4
-        draws = [torch.cat([torch.rand(2), torch.tensor([random.random(), np.random.rand()])]) for _ in loader]
-        assert not torch.equal(draws[0], draws[1])
-        return torch.stack(draws)
-
-    assert torch.equal(drawn_after(noisy), drawn_after(None))
 
 
 class PerProcess(Regression):
