@@ -68,6 +68,16 @@ class RandomStreams:
         """The seed of the stream that is drawn from."""
         return torch.default_generator.initial_seed()
 
+    def drawn_from(self) -> bool:
+        """Has anything been drawn since the stream began? Another one must begin then."""
+        found = self._fingerprint()
+        self._seed(self.current)
+        return found != self._fingerprint()
+
+    def _fingerprint(self) -> tuple[Any, ...]:
+        states = [generator.get_state().numpy().tobytes() for generator in self._torch]
+        return *states, random.getstate(), np.random.randint(2**31)
+
     def _seed(self, seed: int) -> None:
         for generator in self._torch:
             generator.manual_seed(seed)
@@ -114,7 +124,8 @@ def set_states(found: tuple[Any, ...]) -> None:
 def seed_generators(seed: int) -> None:
     """Those of this process that a data set may draw from: torch's, Python's and NumPy's."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # a data set on the device; processes that load batches open none
+    opened = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if opened:  # never in a process that loads batches
         torch.cuda.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

@@ -161,7 +161,9 @@ class SDPipeStrategy(CheckpointHooks):
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         watch = self.on_nonfinite == "stop"
         where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
-        draws = Draws(trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, self._position)
+        draws = Draws(
+            trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, parts.ownership, self._position
+        )
         buckets = parts.freezing.buckets
         progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
         self._training = Training(
@@ -197,9 +199,9 @@ class SDPipeStrategy(CheckpointHooks):
             self._undo = [*self._undo, self._turns.close]
         loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
         pause, share, underway = self._training.pause, self._run.share, lambda: self.training.underway
-        EpochCallback(self.groups, pause, share, self._random_states, checks, self._first_failure, underway).put_first(
-            trainer
-        )
+        EpochCallback(
+            self.groups, pause, share, self._random_states, checks, self._first_failure, underway, draws
+        ).put_first(trainer)
 
     def _scale_of_gradients(self) -> float:
         """When they are exchanged: without a flush they are divided by the loss scale before."""

@@ -38,7 +38,7 @@ from lightning_sdpipe.sync.rendezvous import Meeting, Place, Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.closures import STEPPED_ALONE, once
-from lightning_sdpipe.trainer.draws import Draws
+from lightning_sdpipe.trainer.draws import Draws, Point
 from lightning_sdpipe.trainer.loss_scale import loss_scale
 from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.readiness import Readiness, last_wait
@@ -147,6 +147,7 @@ class Training:
     def step(self, batch: Any, arguments: tuple[Any, ...]) -> Tensor:
         """The user's training step on a mini-batch: a loss whose ``backward`` puts the gradients in place."""
         if self._absent:  # what hooks see is the loss of the batch before
+            self.draws.between_steps(Point.STEP_ENDED)
             loss = self._last_loss.to(self._device, copy=True).requires_grad_()
             return self.parts.pipeline.rest(loss) if self.updating else loss
         precision, freezing = self.trainer.precision_plugin, self.parts.freezing
@@ -159,6 +160,7 @@ class Training:
             loss = self.parts.pipeline.train(
                 batch, step, self.mini_batches, exchange, accumulated, self._before_last_backward
             )
+        self.draws.between_steps(Point.STEP_ENDED)
         self._last_loss = loss.detach()
         if self.watch is not None and self.parts.runners[-1].is_last:
             self.watch.loss(self._last_loss, self.mini_batches)
@@ -188,7 +190,9 @@ class Training:
         """Another of the user's steps: what the last of this worker's stages returned."""
         with self._running(name):
             step = Step(name, arguments, context, self.draws.stream)
-            return [runner.evaluate(batch, step) for runner in self.parts.runners][-1]
+            output = [runner.evaluate(batch, step) for runner in self.parts.runners][-1]
+        self.draws.between_steps(Point.STEP_ENDED)
+        return output
 
     def announce(self) -> None:
         """Nothing but this worker's own computing can hold up its update any more."""
@@ -306,6 +310,7 @@ class Training:
             output = self.trainer.precision_plugin.optimizer_step(
                 optimizer, model=model or self.trainer.lightning_module, closure=once(closure, optimizer), **kwargs
             )
+            self.draws.end_update(optimizer)
             self.readiness.reached("step")
         finally:
             self.updating = False

@@ -37,7 +37,7 @@ from lightning_sdpipe.pipeline.loss import SharedLoss
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split, take_apart
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
-from lightning_sdpipe.pipeline.stage_runner import AFTER_THE_STEP, StageRunner, Step
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
 from lightning_sdpipe.pipeline.step_log import StepLog
 from lightning_sdpipe.policies.announcing import share_before
 
@@ -121,7 +121,6 @@ class FlushPipeline:
             stage.begin(keys, forward, before_backward, word.computing, last_backward)
         indices = torch.arange(len(micro_batches))  # the schedules want a target to call the loss function
         self._schedule_of(len(micro_batches)).step(target=indices, return_outputs=False)
-        self._runners[0].cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
         self._shared.sum_gradients()
         if waits_for_owners:
             announce()

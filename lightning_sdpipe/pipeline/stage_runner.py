@@ -40,10 +40,6 @@ class Step:
         return self.name, torch.is_grad_enabled(), self.generation, micro_batch.signature
 
 
-AFTER_THE_STEP = -1
-"""In the place of a micro-batch's number: what is drawn between two steps."""
-
-
 @dataclass(frozen=True)
 class StageRunner:
     """Runs the user's steps as the stage that owns the blocks of ``span``."""
@@ -89,7 +85,6 @@ class StageRunner:
         received = None if self.is_first else self.link.receive_activations(key)
         with logging_through(self.module, _synchronised(self.module.log)):
             outcome = self._run(micro_batch, 0, step, received)
-        self.cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
         if isinstance(outcome, Message):
             self.link.send_activations(outcome, key)
             return None
