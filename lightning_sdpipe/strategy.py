@@ -172,7 +172,6 @@ class SDPipeStrategy(CheckpointHooks):
             self._method.build(self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)),
             self.membership.client,
             self.groups,
-            self.num_micro_batches,
             draws,
             self._whereabouts,
             Watch(where, buckets, self.root_device, losses=not scaled) if watch else None,

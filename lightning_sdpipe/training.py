@@ -30,8 +30,7 @@ from torch.optim import Optimizer
 from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.pipeline.data import check_equal, check_equal_split
-from lightning_sdpipe.pipeline.micro_batches import Portion, split
+from lightning_sdpipe.pipeline.micro_batches import Portion
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.sync.rendezvous import Meeting, Place, Rendezvous
@@ -65,7 +64,6 @@ class Training:
         sync: its half of the synchronisation method.
         client: its line to the scheduler.
         groups: its place.
-        num_micro_batches: parts of a mini-batch.
         draws: name the random streams of batches.
         whereabouts: is told when a step runs.
         watch: looks for numbers that are not finite; None if nobody does.
@@ -79,7 +77,6 @@ class Training:
     sync: Synchronizer
     client: SchedulerClient
     groups: ProcessGroups
-    num_micro_batches: int
     draws: Draws
     whereabouts: Whereabouts
     watch: Watch | None
@@ -140,8 +137,6 @@ class Training:
         if self._absent:
             return
         with self.first_failure():
-            if self.mini_batches == 0:
-                self._compare(batch)
             self.rendezvous.join()
 
     def step(self, batch: Any, arguments: tuple[Any, ...]) -> Tensor:
@@ -359,13 +354,6 @@ class Training:
         """Before others may get this worker's model."""
         if self.watch is not None:
             self.watch.check()
-
-    def _compare(self, batch: Any) -> None:
-        module = self.trainer.lightning_module
-        check_equal(batch, self.groups)
-        if hasattr(module, "split_batch"):
-            parts = split(batch, self.num_micro_batches, module)
-            check_equal_split([part.signature for part in parts], self.groups)
 
     @property
     def _device(self) -> torch.device:

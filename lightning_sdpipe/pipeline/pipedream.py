@@ -45,7 +45,7 @@ from lightning_sdpipe.pipeline.late_sums import LateSum
 from lightning_sdpipe.pipeline.micro_batches import whole
 from lightning_sdpipe.pipeline.notes import StageNotes
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batch
 from lightning_sdpipe.pipeline.step_log import StepLog
 from lightning_sdpipe.pipeline.windows import Lane, Window
 from lightning_sdpipe.policies.announcing import share_before
@@ -257,6 +257,7 @@ class PipeDreamPipeline:
         runner, log = self._runner, StepLog()
         micro_batch = whole(batch)
         key = step.key(micro_batch)
+        begin_batch([runner], batch)
         received = None
         if not runner.is_first:
             received = runner.link.receive_activations(key)
