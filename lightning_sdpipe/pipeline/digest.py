@@ -9,6 +9,7 @@ A digest has the same length for any batch, whatever its shapes, and is read bef
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
@@ -20,7 +21,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.samples import tensors_in
 
 LIMIT = 2**20
-"""Bytes of a tensor; of a larger one a part is looked at, spread over all of its samples."""
+"""Bytes of a tensor; of a larger one a part is looked at, an eighth of that at most, spread over all samples."""
 
 SLOTS = 12
 """Tensors that are told apart; further ones share these."""
@@ -120,7 +121,8 @@ def _strided(tensor: Tensor) -> list[Tensor]:
 
 def _sample(tensor: Tensor) -> Tensor:
     """What is looked at of ``tensor``, on the CPU. From CUDA it is on its way there."""
-    while tensor.nbytes > LIMIT and max(tensor.shape) > 1:
+    limit = LIMIT if tensor.nbytes <= LIMIT else LIMIT // 8
+    while tensor.nbytes > limit and max(tensor.shape) > 1:
         inner = tensor.shape[1:]
         largest = 1 + inner.index(max(inner)) if max(inner, default=1) > 1 else 0
         tensor = tensor[(slice(None),) * largest + (slice(None, None, 3),)]
@@ -128,7 +130,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _is_stand_in(sample: Tensor) -> bool:
-    if not sample.is_floating_point() or not sample.numel() or not bool(sample.view(-1)[0].isnan()):
+    if not sample.is_floating_point() or not sample.numel() or not math.isnan(sample.view(-1)[0].item()):
         return False
     return bool(sample.isnan().all())
 
