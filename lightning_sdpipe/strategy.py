@@ -46,6 +46,7 @@ from lightning_sdpipe.trainer.optimizers import (
     refuse_unfit_momentum,
 )
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
+from lightning_sdpipe.trainer.plateau import refuse_own_values
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import (
     refuse_new_parameters,
@@ -192,6 +193,7 @@ class SDPipeStrategy(CheckpointHooks):
                 lambda: self._checkpoints.whole_groups(self.optimizers[0]),
             ),
         ]
+        self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]
         checks = ClockChecks(loop.clocks(trainer), self.broadcast)
         self._turns = self._turns_by_speed(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
         if self._turns is not None:
@@ -201,6 +203,13 @@ class SDPipeStrategy(CheckpointHooks):
         EpochCallback(
             self.groups, pause, share, self._random_states, checks, self._first_failure, underway, draws
         ).put_first(trainer)
+
+    @property
+    def _why_alike(self) -> str | None:
+        """Why no worker may have a learning rate of its own; None if pipelines may."""
+        if self.training.sync.gradients is not None and self.mesh.num_pipelines > 1:
+            return f"replicas stay equal under sync={self.sync!r}"
+        return "stages other than the last have none" if self.num_stages > 1 else None
 
     def _scale_of_gradients(self) -> float:
         """When they are exchanged: without a flush they are divided by the loss scale before."""
