@@ -336,8 +336,8 @@ def announcement(required: bool, module: LightningModule, callbacks: Iterable[Ca
     ]
     seen = f"; {', '.join(hooks)} see the batch_idx of their own pipeline's batches" if hooks else ""
     return (
-        f"Batches go to the pipelines by their speed, {why}{seen}. What must happen at a point of the whole run goes by "
-        "trainer.global_step (docs/data.md). data='sharded' gives each pipeline its own shard instead."
+        f"Batches go to the pipelines by their speed, {why}{seen}. What must happen at a point of the whole run goes "
+        "by trainer.global_step (docs/data.md). data='sharded' gives each pipeline its own shard instead."
     )
 
 
