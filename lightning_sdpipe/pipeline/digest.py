@@ -92,7 +92,7 @@ class BatchDigest:
                     raise _different(f"{_listed(self.names[slot::SLOTS])} came {kind}", stage)
         if mine[1] != theirs[1]:
             raise ConfigurationError(
-                f"split_batch returned batches of other shapes on stage {stage} of a pipeline than here. Let it depend "
+                f"split_batch returned batches of other shapes on some stages (stage {stage}) than here. Let it depend "
                 "on nothing but the batch and n: every stage splits the same batch for itself."
             )
         for place, there in enumerate(theirs):
