@@ -7,11 +7,17 @@ does not matter to what follows, and a stage that does not run it is in step all
 numbers, since activation checkpointing restores that seed.
 
 The generators are torch's on the CPU and on the worker's device, Python's and NumPy's.
+
+What loads batches has streams of its own: a :class:`Stream` goes on where it ended, and what a data set draws is seeded
+by :func:`seed_generators` for each batch.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,8 +68,64 @@ class RandomStreams:
         """The seed of the stream that is drawn from."""
         return torch.default_generator.initial_seed()
 
+    def drawn_from(self) -> bool:
+        """Has anything been drawn since the stream began? Another one must begin then."""
+        found = self._fingerprint()
+        self._seed(self.current)
+        return found != self._fingerprint()
+
+    def _fingerprint(self) -> tuple[Any, ...]:
+        states = [generator.get_state().numpy().tobytes() for generator in self._torch]
+        return *states, random.getstate(), np.random.randint(2**31)
+
     def _seed(self, seed: int) -> None:
         for generator in self._torch:
             generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
+
+
+class Stream:
+    """Random numbers of the CPU that go on where they ended.
+
+    Args:
+        seed: where they begin.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._states: tuple[Any, ...] | None = None
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Draws come from here within. The generators stay where it ends: whoever draws next seeds them."""
+        if self._states is None:
+            seed_generators(self._seed)
+        else:
+            set_states(self._states)
+        try:
+            yield
+        finally:
+            self._states = states()
+
+
+def states() -> tuple[Any, ...]:
+    """Of the CPU's generators; NumPy's takes 0.1 ms."""
+    return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+
+
+def set_states(found: tuple[Any, ...]) -> None:
+    """Makes the generators go on from there."""
+    torch.default_generator.set_state(found[0])
+    random.setstate(found[1])
+    np.random.set_state(found[2])
+
+
+def seed_generators(seed: int) -> None:
+    """Those of this process that a data set may draw from: torch's, Python's and NumPy's."""
+    torch.default_generator.manual_seed(seed)
+    opened = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if opened:  # never in a process that loads batches
+        torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)

@@ -19,6 +19,7 @@ from lightning_sdpipe.assembly import Assembled, assemble
 from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, tie_again, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.data.loader import PipelineLoader
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.launching.environment import naming_the_port
 from lightning_sdpipe.launching.launcher import end_after_failure, launcher_for
@@ -26,7 +27,7 @@ from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.same_memory import same_memory
-from lightning_sdpipe.pipeline.data import PipelineLoader, shared_seed
+from lightning_sdpipe.pipeline.data import shared_seed
 from lightning_sdpipe.sync.methods import deals
 from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.trainer import loop
@@ -46,6 +47,7 @@ from lightning_sdpipe.trainer.optimizers import (
     refuse_unfit_momentum,
 )
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
+from lightning_sdpipe.trainer.plateau import refuse_own_values
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
 from lightning_sdpipe.trainer.refusals import (
     refuse_new_parameters,
@@ -165,7 +167,9 @@ class SDPipeStrategy(CheckpointHooks):
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         watch = self.on_nonfinite == "stop"
         where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
-        draws = Draws(trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, self._position)
+        draws = Draws(
+            trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, parts.ownership, self._position
+        )
         buckets = parts.freezing.buckets
         progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
         self._training = Training(
@@ -174,7 +178,6 @@ class SDPipeStrategy(CheckpointHooks):
             self._method.build(self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)),
             self.membership.client,
             self.groups,
-            self.num_micro_batches,
             draws,
             self._whereabouts,
             Watch(where, buckets, self.root_device, losses=not scaled) if watch else None,
@@ -195,15 +198,23 @@ class SDPipeStrategy(CheckpointHooks):
                 lambda: self._checkpoints.whole_groups(self.optimizers[0]),
             ),
         ]
+        self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]
         checks = ClockChecks(loop.clocks(trainer), self.broadcast)
         self._turns = self._turns_by_speed(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
         if self._turns is not None:
             self._undo = [*self._undo, self._turns.close]
         loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
         pause, share, underway = self._training.pause, self._run.share, lambda: self.training.underway
-        EpochCallback(self.groups, pause, share, self._random_states, checks, self._first_failure, underway).put_first(
-            trainer
-        )
+        EpochCallback(
+            self.groups, pause, share, self._random_states, checks, self._first_failure, underway, draws
+        ).put_first(trainer)
+
+    @property
+    def _why_alike(self) -> str | None:
+        """Why no worker may have a learning rate of its own; None if pipelines may."""
+        if self.training.sync.gradients is not None and self.mesh.num_pipelines > 1:
+            return f"replicas stay equal under sync={self.sync!r}"
+        return "stages other than the last have none" if self.num_stages > 1 else None
 
     def _scale_of_gradients(self) -> float:
         """When they are exchanged: without a flush they are divided by the loss scale before."""
@@ -258,7 +269,7 @@ class SDPipeStrategy(CheckpointHooks):
     def process_dataloader(self, dataloader: Any) -> PipelineLoader:
         if self.module.trainer.predicting:
             deal_batches(dataloader, self.groups)
-        loader = PipelineLoader(dataloader, self._worker.pipeline, self._seed_of_epoch)
+        loader = PipelineLoader(dataloader, self._worker.pipeline, self.mesh.num_pipelines, self._seed_of_epoch)
         if self._trainer.training:
             loader.compare(self.groups, self.root_device)
             self._split = split_of(loader, self.mesh.num_pipelines)
@@ -270,7 +281,7 @@ class SDPipeStrategy(CheckpointHooks):
         return None if self._turns is None else self._turns.position
 
     def _seed_of_epoch(self) -> tuple[int, ...]:
-        return self._data_seed, self._worker.pipeline, self.module.trainer.current_epoch
+        return self._data_seed, self.module.trainer.current_epoch
 
     # ------------------------------------------------------------------- steps
 

@@ -30,15 +30,14 @@ from torch.optim import Optimizer
 from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.pipeline.data import check_equal, check_equal_split
-from lightning_sdpipe.pipeline.micro_batches import Portion, split
+from lightning_sdpipe.pipeline.micro_batches import Portion
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.sync.rendezvous import Meeting, Place, Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.closures import STEPPED_ALONE, once
-from lightning_sdpipe.trainer.draws import Draws
+from lightning_sdpipe.trainer.draws import Draws, Point
 from lightning_sdpipe.trainer.loss_scale import loss_scale
 from lightning_sdpipe.trainer.nonfinite import Watch
 from lightning_sdpipe.trainer.readiness import Readiness, last_wait
@@ -65,7 +64,6 @@ class Training:
         sync: its half of the synchronisation method.
         client: its line to the scheduler.
         groups: its place.
-        num_micro_batches: parts of a mini-batch.
         draws: name the random streams of batches.
         whereabouts: is told when a step runs.
         watch: looks for numbers that are not finite; None if nobody does.
@@ -79,7 +77,6 @@ class Training:
     sync: Synchronizer
     client: SchedulerClient
     groups: ProcessGroups
-    num_micro_batches: int
     draws: Draws
     whereabouts: Whereabouts
     watch: Watch | None
@@ -140,13 +137,12 @@ class Training:
         if self._absent:
             return
         with self.first_failure():
-            if self.mini_batches == 0:
-                self._compare(batch)
             self.rendezvous.join()
 
     def step(self, batch: Any, arguments: tuple[Any, ...]) -> Tensor:
         """The user's training step on a mini-batch: a loss whose ``backward`` puts the gradients in place."""
         if self._absent:  # what hooks see is the loss of the batch before
+            self.draws.between_steps(Point.STEP_ENDED)
             loss = self._last_loss.to(self._device, copy=True).requires_grad_()
             return self.parts.pipeline.rest(loss) if self.updating else loss
         precision, freezing = self.trainer.precision_plugin, self.parts.freezing
@@ -159,6 +155,7 @@ class Training:
             loss = self.parts.pipeline.train(
                 batch, step, self.mini_batches, exchange, accumulated, self._before_last_backward
             )
+        self.draws.between_steps(Point.STEP_ENDED)
         self._last_loss = loss.detach()
         if self.watch is not None and self.parts.runners[-1].is_last:
             self.watch.loss(self._last_loss, self.mini_batches)
@@ -188,7 +185,9 @@ class Training:
         """Another of the user's steps: what the last of this worker's stages returned."""
         with self._running(name):
             step = Step(name, arguments, context, self.draws.stream)
-            return [runner.evaluate(batch, step) for runner in self.parts.runners][-1]
+            output = [runner.evaluate(batch, step) for runner in self.parts.runners][-1]
+        self.draws.between_steps(Point.STEP_ENDED)
+        return output
 
     def announce(self) -> None:
         """Nothing but this worker's own computing can hold up its update any more."""
@@ -306,6 +305,7 @@ class Training:
             output = self.trainer.precision_plugin.optimizer_step(
                 optimizer, model=model or self.trainer.lightning_module, closure=once(closure, optimizer), **kwargs
             )
+            self.draws.end_update(optimizer)
             self.readiness.reached("step")
         finally:
             self.updating = False
@@ -354,13 +354,6 @@ class Training:
         """Before others may get this worker's model."""
         if self.watch is not None:
             self.watch.check()
-
-    def _compare(self, batch: Any) -> None:
-        module = self.trainer.lightning_module
-        check_equal(batch, self.groups)
-        if hasattr(module, "split_batch"):
-            parts = split(batch, self.num_micro_batches, module)
-            check_equal_split([part.signature for part in parts], self.groups)
 
     @property
     def _device(self) -> torch.device:

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_sdpipe.random_streams import RandomStreams, mix
+from lightning_sdpipe.random_streams import RandomStreams, Stream, mix
 
 
 def drawn() -> tuple[float, float, float]:
@@ -47,3 +47,26 @@ def test_restoring_the_state_of_torch_brings_back_the_stream() -> None:
     torch.set_rng_state(state)
     streams.enter(2)
     assert drawn() == first
+
+
+def test_whether_anything_was_drawn_from_a_stream() -> None:
+    streams = RandomStreams(torch.device("cpu"))
+    for draw in (lambda: torch.rand(2), random.random, np.random.rand):
+        streams.begin(4)
+        assert not streams.drawn_from()
+        streams.begin(4)
+        draw()
+        assert streams.drawn_from()
+
+
+def test_a_stream_goes_on_where_it_ended() -> None:
+    def numbers(breaks: int) -> list[tuple[float, float, float]]:
+        stream, found = Stream(5), []
+        for _ in range(breaks):
+            with stream.drawn():
+                found += [drawn() for _ in range(12 // breaks)]
+            np.random.seed(1), random.seed(1), torch.manual_seed(1)
+        return found
+
+    assert numbers(1) == numbers(3) == numbers(12)
+    assert len(set(numbers(4))) == 12

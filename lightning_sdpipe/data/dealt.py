@@ -7,7 +7,6 @@ iterator: what is prefetched is trained, then the next ask may take as long as o
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe.data.drawing import DrawingDataset, Drawn, WorkerStart
+from lightning_sdpipe.data.drawing import Drawn, drawing_copy
 from lightning_sdpipe.data.shards import Shards
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.leases import Lease, Segment
@@ -58,16 +57,7 @@ class DealtBatches:
         self._sampler = _LeaseSampler(self.shards, num_pipelines, ask, self._given)
         self._epoch: tuple[int, int] | None = None
         self._iterator: Iterator[Any] | None = None
-        inner = self._loader = copy.copy(loader)
-        batches = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        changes = {
-            batches: self._sampler,
-            "dataset": DrawingDataset(loader.dataset),
-            "worker_init_fn": WorkerStart(loader.worker_init_fn) if loader.num_workers else None,
-            "generator": None,  # a sampler may share it, and how often a loader begins anew depends on time
-            "_iterator": None,
-        }
-        vars(inner).update(changes)  # a DataLoader's own assignments refuse some of them
+        self._loader = drawing_copy(loader, self._sampler)
 
     def begin(self, segment: Segment, seed: int) -> None:
         """``segment`` is dealt from now on; ``seed`` is that of the run, equal on all workers.

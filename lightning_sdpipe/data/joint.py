@@ -7,7 +7,6 @@ others leave of theirs. Equal speeds give everybody its own shard.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe.data.drawing import DrawingDataset, Drawn, WorkerStart
+from lightning_sdpipe.data.drawing import Drawn, drawing_copy
 from lightning_sdpipe.data.shards import Shards
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
@@ -52,15 +51,7 @@ class JointBatches:
         self._given: deque[Portion] = deque()
         self._sampler = _PortionSampler(Shards(loader), num_pipelines, pipeline, parts, self._given)
         self._iterator: Iterator[Any] | None = None
-        inner = self._loader = copy.copy(loader)
-        changes = {
-            "batch_sampler": self._sampler,
-            "dataset": DrawingDataset(loader.dataset),
-            "worker_init_fn": WorkerStart(loader.worker_init_fn) if loader.num_workers else None,
-            "generator": None,
-            "_iterator": None,
-        }
-        vars(inner).update(changes)  # a DataLoader's own assignments refuse some of them
+        self._loader = drawing_copy(loader, self._sampler)
         self.ahead = loader.num_workers * (loader.prefetch_factor or 0)
         """So many rounds before a batch is taken, it is settled what it holds."""
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.random_streams import mix
+from lightning_sdpipe.random_streams import mix, seed_generators
 
 
 def why_sharded(loader: Any, pipeline: int, num_pipelines: int) -> str | None:
@@ -140,10 +137,3 @@ def _drawing(seed: int) -> Iterator[None]:
     with isolate_rng(include_cuda=False):
         seed_generators(seed)
         yield
-
-
-def seed_generators(seed: int) -> None:
-    """Those of the CPU that a data set may draw from: torch's, Python's and NumPy's."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)

@@ -37,7 +37,7 @@ from lightning_sdpipe.pipeline.loss import SharedLoss
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split, take_apart
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
-from lightning_sdpipe.pipeline.stage_runner import AFTER_THE_STEP, StageRunner, Step
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batch
 from lightning_sdpipe.pipeline.step_log import StepLog
 from lightning_sdpipe.policies.announcing import share_before
 
@@ -103,6 +103,7 @@ class FlushPipeline:
             micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
         else:
             micro_batches = take_apart(batch, step.portion)
+        begin_batch(self._runners, batch, micro_batches)
         log = StepLog()
 
         before = set_aside(self._parameters)
@@ -121,7 +122,6 @@ class FlushPipeline:
             stage.begin(keys, forward, before_backward, word.computing, last_backward)
         indices = torch.arange(len(micro_batches))  # the schedules want a target to call the loss function
         self._schedule_of(len(micro_batches)).step(target=indices, return_outputs=False)
-        self._runners[0].cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
         self._shared.sum_gradients()
         if waits_for_owners:
             announce()

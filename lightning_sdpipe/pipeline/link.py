@@ -5,6 +5,9 @@ passed. The first message for new shapes is preceded by a header that describes 
 With the tensors goes a note: which of the known layouts the message has (a block may be skipped now and then), and the
 Python numbers that the blocks have made. A message that has not the expected shapes travels after one that has. Sends
 start at once and are waited for later; the next receive is posted before the current micro-batch is computed.
+
+The first message of a mini-batch begins with the digest of that (:mod:`~lightning_sdpipe.pipeline.digest`), in its
+header or in its note: at the same place, since stages that were given other batches may expect the one or the other.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.partition.message import Layout, Message
+from lightning_sdpipe.pipeline.digest import LENGTH, BatchDigest
 
 
 @dataclass
@@ -50,6 +54,12 @@ class StageLink:
     _expected: deque[tuple[Hashable, p2p.Transfer]] = field(default_factory=deque)
     _sent_down: deque[p2p.Transfer] = field(default_factory=deque)
     _sent_up: deque[p2p.Transfer] = field(default_factory=deque)
+    _untold: BatchDigest | None = None  # of a mini-batch whose first message is still to come, as the next
+    _unheard: BatchDigest | None = None
+
+    def begin(self, digest: BatchDigest) -> None:
+        """The messages of another mini-batch follow."""
+        self._untold = self._unheard = digest
 
     def send_activations(self, message: Message, key: Hashable) -> None:
         """Starts sending a micro-batch's message to the next stage; ``key`` identifies its shapes on both ends."""
@@ -57,18 +67,18 @@ class StageLink:
         layouts = self._outgoing.get(key)
         if layouts is None or self.dynamic_shapes:
             layouts = self._outgoing[key] = [layout]
-            self._send_down(p2p.send_bytes, layout.encode())
+            self._send_layout(layout)
         number = layouts.index(layout) if layout in layouts else len(layouts)
         if _as_expected(layout, layouts[0]):
-            self._send_down(p2p.send, [_note(number, message.numbers), *message.tensors])
+            self._send_down(p2p.send, [*self._note(number, message.numbers), *message.tensors])
         else:  # what the next stage has made room for is filled up, and the message follows
             nothing = [meta.empty(self.device) for meta in layouts[0].values]
-            self._send_down(p2p.send, [_note(number, [0.0] * layouts[0].first_numbers[-1]), *nothing])
+            self._send_down(p2p.send, [*self._note(number, [0.0] * layouts[0].first_numbers[-1]), *nothing])
         if number == len(layouts):
             layouts.append(layout)
-            self._send_down(p2p.send_bytes, layout.encode())
+            self._send_layout(layout)
         if not _as_expected(layout, layouts[0]):
-            self._send_down(p2p.send, [_note(number, message.numbers), *message.tensors])
+            self._send_down(p2p.send, [*self._note(number, message.numbers), *message.tensors])
         if self.sends_in_flight is not None:
             self._settle(self._sent_down, 2 * self.sends_in_flight)
 
@@ -83,21 +93,20 @@ class StageLink:
         if self._expected:
             expected_key, transfer = self._expected.popleft()
             assert expected_key == key
+            number, numbers, tensors = _parted(self._wait(transfer))
         else:
             if key not in self._incoming or self.dynamic_shapes:
                 self._incoming[key] = [self._receive_layout()]
-            transfer = self._post(self._incoming[key][0])
-        note, *tensors = self._wait(transfer)
+            number, numbers, tensors = self._receive(self._incoming[key][0])
         layouts = self._incoming[key]
-        number = int(note[0])
         if number == len(layouts):
             layouts.append(self._receive_layout())
         layout = layouts[number]
         if not _as_expected(layout, layouts[0]):
-            note, *tensors = self._wait(self._post(layout))
+            _, numbers, tensors = self._receive(layout)
         for tensor, meta in zip(tensors, layout.values, strict=True):
             tensor.requires_grad_(meta.requires_grad)
-        return Message(tensors, note[1:].tolist(), layout)
+        return Message(tensors, numbers, layout)
 
     def send_gradients(self, received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Starts sending the gradients of a received micro-batch to the previous stage.
@@ -144,15 +153,54 @@ class StageLink:
         self.seconds_waiting += time.perf_counter() - start
         return tensors
 
-    def _post(self, layout: Layout) -> p2p.Transfer:
-        note = torch.empty(1 + layout.first_numbers[-1], dtype=torch.float64)
+    def _post(self, layout: Layout, begun: int = 1) -> p2p.Transfer:
+        """The receive of a message, of whose note ``begun`` numbers lead those of the blocks."""
+        note = torch.empty(begun + layout.first_numbers[-1], dtype=torch.float64)
         buffers = [note, *(meta.empty(self.device) for meta in layout.values)]
         source = self.stage - 1
         return p2p.receive(buffers, self.ranks[source], self.group, 2 * self.stage, self.name(source))
 
+    def _receive(self, layout: Layout) -> tuple[int, list[float], list[Tensor]]:
+        """A message's number and numbers, and its tensors."""
+        if self._unheard is None:
+            return _parted(self._wait(self._post(layout)))
+        number = self._receive_first()
+        note, *tensors = self._wait(self._post(layout, 0))
+        return number, note.tolist(), tensors
+
     def _receive_layout(self) -> Layout:
         source, tag = self.stage - 1, 2 * self.stage
-        return Layout.decode(p2p.receive_bytes(self.ranks[source], self.group, tag, self.name(source)))
+        payload = torch.empty(self._receive_first(), dtype=torch.uint8)
+        transfer = p2p.receive([payload], self.ranks[source], self.group, tag, self.name(source))
+        return Layout.decode(transfer.wait()[0].numpy().tobytes())
+
+    def _receive_first(self) -> int:
+        """The number that a header or a note begins with, and after it the digest, if that is still to come.
+
+        Raises:
+            ConfigurationError: the previous stage was given another batch.
+        """
+        digest, self._unheard = self._unheard, None
+        first = torch.empty(1 if digest is None else 1 + LENGTH, dtype=torch.float64)
+        source = self.stage - 1
+        (first,) = self._wait(p2p.receive([first], self.ranks[source], self.group, 2 * self.stage, self.name(source)))
+        number, *theirs = map(int, first.tolist())
+        if digest is not None:
+            digest.compare(theirs, source)
+        return number
+
+    def _first(self, number: int) -> Tensor:
+        digest, self._untold = self._untold, None
+        return torch.tensor([number] if digest is None else [number, *digest.numbers], dtype=torch.float64)
+
+    def _note(self, number: int, numbers: Sequence[float]) -> list[Tensor]:
+        if self._untold is None:
+            return [torch.tensor([number, *numbers], dtype=torch.float64)]
+        return [self._first(number), torch.tensor(numbers, dtype=torch.float64)]
+
+    def _send_layout(self, layout: Layout) -> None:
+        payload = layout.encode()
+        self._send_down(p2p.send, [self._first(len(payload)), torch.frombuffer(bytearray(payload), dtype=torch.uint8)])
 
     def _send_down(self, send: Callable[..., p2p.Transfer], what: Any) -> None:
         to, tag = self.stage + 1, 2 * (self.stage + 1)
@@ -162,8 +210,10 @@ class StageLink:
         return f"stage {stage} (rank {self.ranks[stage]})"
 
 
-def _note(number: int, numbers: Sequence[float]) -> Tensor:
-    return torch.tensor([number, *numbers], dtype=torch.float64)
+def _parted(tensors: list[Tensor]) -> tuple[int, list[float], list[Tensor]]:
+    note, *values = tensors
+    number, *numbers = note.tolist()
+    return int(number), numbers, values
 
 
 def _as_expected(layout: Layout, first: Layout) -> bool:

@@ -45,7 +45,7 @@ from lightning_sdpipe.pipeline.late_sums import LateSum
 from lightning_sdpipe.pipeline.micro_batches import whole
 from lightning_sdpipe.pipeline.notes import StageNotes
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
-from lightning_sdpipe.pipeline.stage_runner import AFTER_THE_STEP, StageRunner, Step
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batch
 from lightning_sdpipe.pipeline.step_log import StepLog
 from lightning_sdpipe.pipeline.windows import Lane, Window
 from lightning_sdpipe.policies.announcing import share_before
@@ -257,6 +257,7 @@ class PipeDreamPipeline:
         runner, log = self._runner, StepLog()
         micro_batch = whole(batch)
         key = step.key(micro_batch)
+        begin_batch([runner], batch)
         received = None
         if not runner.is_first:
             received = runner.link.receive_activations(key)
@@ -268,7 +269,6 @@ class PipeDreamPipeline:
         with self._delays.computing():
             run = partial(runner.train, micro_batch, 0, step, received, log)
             outcome = functional_call(self._steps, replaced, (run,))
-        runner.cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
         scale = 1.0
         if isinstance(outcome, Message):
             runner.link.send_activations(outcome, key)

@@ -80,17 +80,17 @@ def shapes(batch: Any) -> tuple[Any, ...]:
     return tuple(map(shapes, children)) if children else (type(batch).__qualname__,)
 
 
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """All tensors and arrays in ``batch``, except in objects of unknown kinds."""
+def tensors_in(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """All tensors and arrays in ``batch``, except in objects of unknown kinds, each with its name."""
     if isinstance(batch, Tensor):
-        yield batch
+        yield name, batch
     elif isinstance(batch, np.ndarray) and batch.dtype.kind in "biufc":
-        yield torch.from_numpy(batch)
+        yield name, torch.from_numpy(batch)
     elif isinstance(batch, PackedSequence):
-        yield from (batch.data, batch.batch_sizes)
+        yield from ((f"{name}.data", batch.data), (f"{name}.batch_sizes", batch.batch_sizes))
     else:
-        for _, child in _children(batch, opens_lists=True):
-            yield from tensors_in(child)
+        for key, child in _children(batch, opens_lists=True):
+            yield from tensors_in(child, f"{name}{key}")
 
 
 def _agreed(parts: Sequence[Any]) -> int | None:

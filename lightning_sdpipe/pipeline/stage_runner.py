@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.sending import Travel
+from lightning_sdpipe.pipeline.digest import BatchDigest
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, Portion, whole
 from lightning_sdpipe.pipeline.step_log import Log, StepLog, logging_through
@@ -38,10 +39,6 @@ class Step:
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """What identifies the shapes of the messages that this step sends for a micro-batch, on both ends."""
         return self.name, torch.is_grad_enabled(), self.generation, micro_batch.signature
-
-
-AFTER_THE_STEP = -1
-"""In the place of a micro-batch's number: what is drawn between two steps."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +83,10 @@ class StageRunner:
         """
         micro_batch = whole(batch)
         key = step.key(micro_batch)
+        begin_batch([self], batch)
         received = None if self.is_first else self.link.receive_activations(key)
         with logging_through(self.module, _synchronised(self.module.log)):
             outcome = self._run(micro_batch, 0, step, received)
-        self.cut_model.streams.begin(*step.stream, AFTER_THE_STEP)
         if isinstance(outcome, Message):
             self.link.send_activations(outcome, key)
             return None
@@ -102,6 +99,22 @@ class StageRunner:
         self.cut_model.streams.begin(*stream)
         with step.context():
             return self.cut_model.run(self.span, lambda: method(micro_batch.batch, *step.arguments), received, travel)
+
+
+def begin_batch(runners: Sequence[StageRunner], batch: Any, parts: Sequence[MicroBatch] = ()) -> None:
+    """The stages of ``runners`` begin with a mini-batch, which those beside them must have been given, too.
+
+    Args:
+        runners: of one worker.
+        batch: the mini-batch.
+        parts: its micro-batches.
+    """
+    if len(runners[0].link.ranks) > 1:
+        splits = hasattr(runners[0].module, "split_batch")
+        signatures = [part.signature for part in parts] if splits else []
+        digest = BatchDigest(batch, signatures)
+        for runner in runners:
+            runner.link.begin(digest)
 
 
 def _loss(outcome: Any) -> Tensor:

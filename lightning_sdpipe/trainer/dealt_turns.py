@@ -9,12 +9,12 @@ the numbers of an equal split. A pipeline that was dealt nothing is absent for o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch.utils._pytree import tree_unflatten
@@ -29,6 +29,8 @@ from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.equal_split import EqualSplit
 from lightning_sdpipe.trainer.pauses import next_pause, save_at_pauses
 from lightning_sdpipe.trainer.split import Split, goes_on_in_another, move_place, refuse_other_split
+
+_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_sdpipe")
 
 
 class DealtTraining(Protocol):
@@ -157,7 +159,8 @@ class DealtTurns:
             if self._dealing.required:
                 raise refuse_other_split(before, self._split)
             return fetcher  # for the rest of this epoch, of which Lightning warns
-        rank_zero_info("Batches go to the pipelines by their speed. data='sharded' gives each its own shard instead.")
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        rank_zero_info(announcement(self._dealing.required, self._trainer.lightning_module, callbacks))
         return DealtFetcher(fetcher, self)
 
     @property
@@ -310,6 +313,32 @@ class DealtTurns:
         """What each of equal pipelines has trained before the next batch of this one."""
         assert self._next is not None
         return math.floor(self._next.progress / self._num_pipelines + 1e-9)
+
+
+def announcement(required: bool, module: LightningModule, callbacks: Iterable[Callback]) -> str:
+    """One line on what was chosen, why, and which hooks of the user's are told the number of a training batch.
+
+    Args:
+        required: did the user ask for it?
+        module: the user's.
+        callbacks: of the Trainer.
+    """
+    why = "as data='dealt' says" if required else "since this method lets each run at its own and the loader allows it"
+    users = [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
+    told: list[tuple[Any, str]] = [
+        (module, name) for name in ("on_train_batch_start", "on_train_batch_end", "optimizer_step")
+    ]
+    told += [(each, name) for each in users for name in ("on_train_batch_start", "on_train_batch_end")]
+    hooks = [
+        f"{type(owner).__name__}.{name}"
+        for owner, name in told
+        if getattr(type(owner), name) is not getattr(LightningModule if owner is module else Callback, name)
+    ]
+    seen = f"; {', '.join(hooks)} see the batch_idx of their own pipeline's batches" if hooks else ""
+    return (
+        f"Batches go to the pipelines by their speed, {why}{seen}. What must happen at a point of the whole run goes "
+        "by trainer.global_step (docs/data.md). data='sharded' gives each pipeline its own shard instead."
+    )
 
 
 class DealtFetcher(_DataFetcher):

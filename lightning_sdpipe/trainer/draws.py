@@ -1,17 +1,37 @@
-"""Which random numbers belong to which batch; see :mod:`lightning_sdpipe.random_streams`."""
+"""Which random numbers belong to which batch; see :mod:`lightning_sdpipe.random_streams`.
+
+What steps draw belongs to the batch, and differs between pipelines. What is drawn between steps, by hooks and by
+anything that they call, comes from streams that are equal on all workers, so that what is equal in all pipelines stays
+so. An optimizer draws from one for each stage, which updates other parameters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
+from zlib import crc32
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.random_streams import RandomStreams
 
-_BEFORE_THE_STEP = -2  # in the place of a micro-batch's number; AFTER_THE_STEP is another
+_BEFORE_THE_STEP = -2  # in the place of a micro-batch's number
+_BETWEEN_STEPS = -1
+
+
+class Point(IntEnum):
+    """Where a stream begins that is equal on all workers."""
+
+    BATCH_START = 0
+    STEP_ENDED = 1
+    UPDATE = 2
+    UPDATED = 3
+    BATCH_END = 4
 
 
 class Draws:
@@ -22,6 +42,7 @@ class Draws:
         streams: of this worker.
         seed: of the run; equal on all workers, and kept in checkpoints.
         groups: this worker's place. Batch k of pipeline i, of N, is number k N + i of the epoch.
+        ownership: which stage holds what.
         dealt: the number of a training batch, if it was dealt.
     """
 
@@ -31,23 +52,62 @@ class Draws:
         streams: RandomStreams,
         seed: Callable[[], int],
         groups: ProcessGroups,
+        ownership: Ownership,
         dealt: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._trainer: Any = trainer
         self._streams = streams
         self._seed = seed
         self._dealt = dealt
-        _, self._pipeline = groups.mesh.locate(groups.rank)
+        self._stage, self._pipeline = groups.mesh.locate(groups.rank)
         self._num_pipelines = groups.mesh.num_pipelines
         self.stream: tuple[int, ...] = ()
         """Names the streams of the batch that is with its step now."""
+        self._common: tuple[int, ...] = ()  # those between steps, around that batch
+        self._updates = 0  # since that batch came
         self._module = trainer.lightning_module
+        self._shared = [name for owners, name in ownership.shared_parameters(self._module) if self._stage in owners]
         self._original = self._module._on_before_batch_transfer
         vars(self._module)["_on_before_batch_transfer"] = self._begin
+        self._precision = trainer.precision_plugin
+        self._after_closure = self._precision._after_closure
+        vars(self._precision)["_after_closure"] = self._end_closure
 
     def undo(self) -> None:
-        """Leaves the module as it was."""
+        """Leaves the module and the precision plugin as they were."""
         vars(self._module).pop("_on_before_batch_transfer", None)
+        vars(self._precision).pop("_after_closure", None)
+
+    def between_steps(self, point: Point) -> None:
+        """What is drawn from now on is the same on all workers that are at this batch."""
+        updates = self._updates if point is Point.UPDATED else 0  # stages may have made other ones
+        self._streams.begin(*self._common, _BETWEEN_STEPS, point, updates)
+
+    def between_batches(self, hook: str) -> None:
+        """The ``hook`` that begins runs on all workers, which are at the same number of batches."""
+        batches = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        self._streams.begin(self._seed(), self._trainer.current_epoch, batches, crc32(hook.encode()))
+
+    def end_update(self, optimizer: object) -> None:
+        """The optimizer has stepped.
+
+        Raises:
+            ConfigurationError: it has drawn random numbers for parameters that several stages hold.
+        """
+        if self._shared and self._streams.drawn_from():
+            trained = [name for name in self._shared if self._module.get_parameter(name).requires_grad]
+            if trained:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} draws random numbers in its step, and {trained[0]!r} is held by "
+                    "several stages, whose copies would come apart. Use an optimizer that draws none, or num_stages=1."
+                )
+        self._updates += 1
+        self.between_steps(Point.UPDATED)
+
+    def _end_closure(self, model: Any, optimizer: Any) -> None:
+        """Gradients are there, and hooks and clipping have had them: the optimizer steps."""
+        self._after_closure(model, optimizer)
+        self._streams.begin(*self._common, _BETWEEN_STEPS, Point.UPDATE, self._updates, self._stage)
 
     def _begin(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """The first that Lightning does with a batch. What user code draws until the step, for example in
@@ -63,5 +123,7 @@ class Draws:
         position = before * self._num_pipelines + self._pipeline if dealt is None else dealt
         kind = list(RunningStage).index(stage)
         self.stream = (self._seed(), trainer.current_epoch, kind, dataloader_idx, position)
+        self._common = (*self.stream[:-1], before if dealt is None else dealt)
+        self._updates = 0
         self._streams.begin(*self.stream, _BEFORE_THE_STEP)
         return self._original(batch, dataloader_idx)

@@ -14,6 +14,7 @@ from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.clock import ClockChecks
+from lightning_sdpipe.trainer.draws import Draws, Point
 
 
 class EpochCallback(Callback):
@@ -28,6 +29,7 @@ class EpochCallback(Callback):
         checks: says when all look at the clock.
         first_failure: around what waits for others, who may have failed.
         underway: are batches being dealt, so that pipelines are at different numbers?
+        draws: begin the streams that hooks draw from.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class EpochCallback(Callback):
         checks: ClockChecks,
         first_failure: Callable[[], AbstractContextManager[None]],
         underway: Callable[[], bool],
+        draws: Draws,
     ) -> None:
         self._groups = groups
         self._pause = pause
@@ -47,13 +50,27 @@ class EpochCallback(Callback):
         self._checks = checks
         self._first_failure = first_failure
         self._underway = underway
+        self._draws = draws
         self._to_load: Mapping[str, Any] | None = None
 
     def put_first(self, trainer: Any) -> None:
         """Before the callbacks of ``trainer``, in the place of one that an earlier run has left there."""
         trainer.callbacks = [self, *(c for c in trainer.callbacks if not isinstance(c, EpochCallback))]
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draws.between_batches("on_fit_start")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draws.between_batches("on_test_start")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draws.between_batches("on_predict_start")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draws.between_batches("on_train_end")
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draws.between_batches("on_train_start")  # what sets up a run may draw, too
         self._checks.start(loop.batches(trainer))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -66,13 +83,19 @@ class EpochCallback(Callback):
         if self._to_load is not None:  # only now: what sets up a run may draw as well
             random_states.restore(self._to_load, self._groups)
             self._to_load = None
+        self._draws.between_batches("on_train_epoch_start")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._draws.between_steps(Point.BATCH_START)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause()
+        self._draws.between_batches("on_validation_start")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._draws.between_steps(Point.BATCH_END)
         if self._underway():
             return
         due = self._checks.due(loop.batches(trainer))
@@ -84,9 +107,11 @@ class EpochCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause()
         self._share_metrics(trainer)
+        self._draws.between_batches("on_train_epoch_end")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._share_metrics(trainer)
+        self._draws.between_batches("on_validation_end")
 
     def _share_metrics(self, trainer: Trainer) -> None:
         with self._first_failure():

@@ -291,6 +291,40 @@ def test_schedules(tmp_path: Path, module: type[Regression]) -> None:
     _compare(tmp_path, module, max_epochs=2 if module is Scheduled else 4)
 
 
+class ByStep(Plateau):
+    """After each validation in mid-epoch, as Lightning's documentation shows it."""
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        found["lr_scheduler"] |= {"interval": "step", "frequency": 2}
+        return found
+
+
+def test_a_plateau_by_step_follows_validation(tmp_path: Path) -> None:
+    _compare(tmp_path, ByStep, max_epochs=3, val_check_interval=2)
+
+
+class ByLoss(Plateau):
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        found["lr_scheduler"] |= {"interval": "step", "monitor": "loss"}
+        return found
+
+
+_BY_LOSS = "steps with interval='step' and monitors 'loss', which is not the same on all workers"
+
+
+def _refuse_by_loss(directory: Path, stages: int) -> None:
+    _refuse(directory, SDPipeStrategy(num_stages=stages, sync=AllReduce()), ByLoss(), _BY_LOSS)
+
+
+@refused("Optimizers", "`ReduceLROnPlateau` by step on what the training step logs", _BY_LOSS,
+         "replicas would get learning rates of their own; `interval=\"epoch\"`, or a metric of validation")  # fmt: skip
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_plateau_by_step_on_the_loss_of_a_pipeline(tmp_path: Path, stages: int) -> None:
+    on_four_ranks(_refuse_by_loss, tmp_path, stages, count=2)
+
+
 class Manual(Regression):
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,175 @@
+"""A loader's batches as every worker is given them, random shuffling, augmentation and masking included.
+
+What is drawn while a batch is loaded comes from streams that depend on neither worker nor process. A sampler draws from
+that of the epoch, which is the same in all pipelines: the shards of what it gives do not overlap. What the data set and
+the collate function draw belongs to the batch, (seed, epoch, position), as where batches are dealt; so it is equal on
+all stages of a pipeline, since the first one needs the masked words and the last one the labels that belong to them.
+
+An iterable data set is a sampler and a data set in one. All that it draws comes from the stream of the epoch, or every
+pipeline would take its part of another permutation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_sdpipe.data.drawing import DrawingCollate, Drawn, drawing_copy, with_collate
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.random_streams import RandomStreams, Stream, mix
+
+_STREAMS = RandomStreams(torch.device("cpu"))
+_FETCHING = -1  # in the place of a block's number
+
+
+class PipelineLoader:
+    """A data loader whose random draws come from seeds of the run.
+
+    Args:
+        loader: any iterable of batches; its other attributes stay reachable.
+        pipeline: this one.
+        num_pipelines: N.
+        seed: non-negative integers that are equal on all workers, and differ between epochs.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], pipeline: int, num_pipelines: int, seed: Callable[[], tuple[int, ...]]
+    ) -> None:
+        self._loader = loader
+        self._seed = seed
+        self._last: tuple[int, ...] = ()
+        self._repetition = 0
+        self._longest: int | None = None
+        self.even: bool | None = None
+        """Do all pipelines get equally many batches for certain? Known after :meth:`compare`."""
+        init = getattr(loader, "worker_init_fn", None)
+        if isinstance(init, partial) and init.func is pl_worker_init_function:
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
+        self._draws: _Positions | DrawingCollate | None = None
+        self._source = loader
+        if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+            self._draws = DrawingCollate(loader.collate_fn, pipeline)
+            self._source = with_collate(loader, self._draws)
+        elif isinstance(loader, DataLoader):
+            batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            self._draws = _Positions(batches, pipeline, num_pipelines)
+            self._source = drawing_copy(loader, self._draws)
+        # Draws of a plain loader are its sampler's or its data set's. Of another one nobody knows what they are.
+        self._plain = isinstance(self._draws, _Positions) and type(loader).__iter__ is DataLoader.__iter__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+    @property
+    def _iterator(self) -> Any:
+        """By which Lightning ends workers that outlive an epoch."""
+        return getattr(self._source, "_iterator", None)
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._source._iterator = iterator  # type: ignore[attr-defined]
+
+    def compare(self, groups: ProcessGroups, device: torch.device) -> None:
+        """Makes the length that of the longest loader of all pipelines. Every rank must call it."""
+        mine = sized_len(self._loader)
+        trusted = isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset)
+        unknown = 2**62
+        lengths = torch.tensor([unknown, -unknown, 1] if mine is None else [mine, -mine, int(not trusted)])
+        lengths = lengths.to(device)
+        dist.all_reduce(lengths, dist.ReduceOp.MAX, group=groups.stage)
+        longest, shortest, doubtful = (int(number) for number in lengths)
+        self.even = longest == -shortest and not doubtful
+        self._longest = None if longest == unknown else longest
+
+    def __len__(self) -> int:
+        if self.even is None:
+            return len(self._loader)  # type: ignore[arg-type]  # a TypeError is what callers expect of one without
+        if self._longest is None:
+            raise TypeError("the length of a loader is not known in all pipelines")
+        return self._longest
+
+    def __iter__(self) -> Iterator[Any]:
+        key = self._seed()
+        self._repetition = self._repetition + 1 if key == self._last else 0
+        self._last = key
+        if self._repetition:
+            key = (*key, self._repetition)
+        if self._draws is not None:
+            self._draws.begin(*key)
+        stream = Stream(mix(*key))
+        with _seeding_what_follows(), stream.drawn():
+            batches = iter(self._source)
+        while True:
+            with _seeding_what_follows(), nullcontext() if self._plain else stream.drawn():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+
+class _Positions:
+    """Batches of indices, each with the seed of what its samples draw.
+
+    Args:
+        batches: the loader's own.
+        pipeline: batch b of pipeline i is number b N + i of the epoch.
+        num_pipelines: N.
+    """
+
+    def __init__(self, batches: Iterable[Any], pipeline: int, num_pipelines: int) -> None:
+        self._batches = batches
+        self._pipeline, self._num_pipelines = pipeline, num_pipelines
+
+    def begin(self, *key: int) -> None:
+        """An epoch, of which all workers have the same ``key``."""
+        self._key, self._stream, self._numbers = key, Stream(mix(mix(*key))), count()  # as dealt batches are drawn
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # a TypeError is what callers expect of one without
+
+    def __iter__(self) -> Iterator[Drawn]:
+        with self._stream.drawn():
+            batches = iter(self._batches)
+        begun = False
+        for number in self._numbers:
+            with nullcontext() if begun and _draws_at_once(self._batches) else self._stream.drawn():
+                try:
+                    indices = next(batches)
+                except StopIteration:
+                    return
+            begun = True
+            yield Drawn(mix(*self._key, number * self._num_pipelines + self._pipeline), indices)
+
+
+def _draws_at_once(batches: Any) -> bool:
+    """Is all that these draw drawn with the first batch? Others take 0.2 ms for each."""
+    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    return type(sampler) in (DistributedSampler, DistributedSamplerWrapper, RandomSampler, SequentialSampler)
+
+
+@contextmanager
+def _seeding_what_follows() -> Iterator[None]:
+    """What is drawn within does not matter to what follows."""
+    before = _STREAMS.current
+    try:
+        yield
+    finally:
+        _STREAMS.leave(_FETCHING, before)

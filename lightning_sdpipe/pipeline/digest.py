@@ -1,0 +1,140 @@
+"""Are the batches of a pipeline's stages equal?
+
+Every stage loads the same mini-batches for itself: the first one needs the inputs, the last one the labels that belong
+to them. A digest of each travels with the first message of a mini-batch, and every stage compares it with its own. So
+a data set that begins to draw by itself is found in the mini-batch in which it does.
+
+A digest has the same length for any batch, whatever its shapes, and is read before anything that depends on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.pipeline.samples import tensors_in
+
+LIMIT = 2**20
+"""Bytes of a tensor; of a larger one a part is looked at, an eighth of that at most, spread over all samples."""
+
+SLOTS = 12
+"""Tensors that are told apart; further ones share these."""
+
+LENGTH = 2 + 2 * SLOTS
+
+_STAND_IN = 0
+
+
+class BatchDigest:
+    """Of a mini-batch, made before any step can change it.
+
+    Args:
+        batch: as the user's step gets it.
+        parts: the shapes of the micro-batches, where the module splits it by itself.
+    """
+
+    def __init__(self, batch: Any, parts: Sequence[object] = ()) -> None:
+        found = [(name, _strided(tensor.detach())) for name, tensor in tensors_in(batch)]
+        self.names = [name for name, _ in found]
+        self._parts = parts
+        self._shapes = [[tuple(tensor.shape) for tensor in tensors] for _, tensors in found]
+        self._samples = [[_sample(tensor) for tensor in tensors] for _, tensors in found]
+        self._copied = None
+        if any(tensor.is_cuda for _, tensors in found for tensor in tensors):
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+            self._numbers: list[int] = []
+        else:
+            self._numbers = self._made()
+
+    @property
+    def numbers(self) -> list[int]:
+        """It. Waits for what has to come from a device, but not for what that computes since."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied, self._numbers = None, self._made()
+        return self._numbers
+
+    def _made(self) -> list[int]:
+        shapes, values = [1] * SLOTS, [1] * SLOTS
+        for number, (shape, samples) in enumerate(zip(self._shapes, self._samples, strict=True)):
+            slot = number % SLOTS
+            shapes[slot] = crc32(repr(shape).encode(), shapes[slot])
+            for sample in samples:
+                if values[slot] != _STAND_IN:
+                    values[slot] = _STAND_IN if _is_stand_in(sample) else crc32(_bytes(sample), values[slot]) or 1
+        self._samples = []
+        return [crc32(repr(self.names).encode()), crc32(repr(self._parts).encode()), *shapes, *values]
+
+    def compare(self, theirs: Sequence[int], stage: int) -> None:
+        """With that of an earlier ``stage``, which must be of the same batch. What is a stand-in here is known from
+        there afterwards.
+
+        Raises:
+            ConfigurationError: it is of another.
+        """
+        mine = self.numbers
+        if mine == theirs:
+            return
+        if mine[0] != theirs[0]:
+            raise _different(f"they have other parts than here: {_listed(self.names)}", stage)
+        for kind, start in (("of another shape", 2), ("with other values", 2 + SLOTS)):
+            for slot in range(SLOTS):
+                here, there = mine[start + slot], theirs[start + slot]
+                stands_in = start > 2 and _STAND_IN in (here, there)
+                if here != there and not stands_in:
+                    raise _different(f"{_listed(self.names[slot::SLOTS])} came {kind}", stage)
+        if mine[1] != theirs[1]:
+            raise ConfigurationError(
+                f"split_batch returned batches of other shapes on some stages (stage {stage}) than here. Let it depend "
+                "on nothing but the batch and n: every stage splits the same batch for itself."
+            )
+        for place, there in enumerate(theirs):
+            mine[place] = mine[place] or there
+
+
+def _different(what: str, stage: int) -> ConfigurationError:
+    return ConfigurationError(
+        "The stages of a pipeline were given different batches, so outputs would not belong to labels: on stage "
+        f"{stage} {what}. Draw random numbers in the dataset and in collate_fn from the generators of torch, numpy and "
+        "random (which are in step here), not from one that is seeded per process, and let a custom sampler depend on "
+        "trainer.strategy.distributed_sampler_kwargs instead of the rank."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(names[:4]) + (" or another" if len(names) > 4 else "") if names else "no tensor"
+
+
+def _strided(tensor: Tensor) -> list[Tensor]:
+    """What ``tensor`` keeps its values in."""
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor.values()] if tensor.layout != torch.strided or tensor.is_nested else [tensor]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """What is looked at of ``tensor``, on the CPU. From CUDA it is on its way there."""
+    limit = LIMIT if tensor.nbytes <= LIMIT else LIMIT // 8
+    while tensor.nbytes > limit and max(tensor.shape) > 1:
+        inner = tensor.shape[1:]
+        largest = 1 + inner.index(max(inner)) if max(inner, default=1) > 1 else 0
+        tensor = tensor[(slice(None),) * largest + (slice(None, None, 3),)]
+    return tensor.contiguous().to("cpu", non_blocking=tensor.is_cuda)
+
+
+def _is_stand_in(sample: Tensor) -> bool:
+    if not sample.is_floating_point() or not sample.numel() or not math.isnan(sample.view(-1)[0].item()):
+        return False
+    return bool(sample.isnan().all())
+
+
+def _bytes(sample: Tensor) -> Any:
+    plain = torch.view_as_real(sample.resolve_conj()) if sample.is_complex() else sample
+    return plain.reshape(-1).view(torch.uint8).numpy()

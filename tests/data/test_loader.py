@@ -1,0 +1,250 @@
+"""Which random numbers belong to which batch of a loader, and that shards of what is drawn do not overlap."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    default_collate,
+)
+
+from lightning_sdpipe.data.dealt import DealtBatches
+from lightning_sdpipe.data.loader import PipelineLoader
+from lightning_sdpipe.policies.leases import Lease, Segment
+
+N, SIZE, BATCH = 3, 48, 4
+SEED = (7, 2)  # of the run, and the epoch
+
+
+def drawn() -> list[float]:
+    return [float(torch.rand(())), random.random(), np.random.rand(), np.random.standard_normal()]
+
+
+class Noisy(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, *drawn()])
+
+
+class Own(Sampler[int]):
+    """A sampler of the user's, which Lightning deals out over the pipelines."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SIZE))
+        random.shuffle(order)
+        return iter(np.random.permutation(order)[torch.randperm(SIZE).numpy()].tolist())
+
+
+class Lazy(Sampler[int]):
+    """A distributed sampler of the user's own, which draws from all generators whenever it is asked."""
+
+    def __init__(self, pipeline: int) -> None:
+        self.pipeline = pipeline
+
+    def __iter__(self) -> Iterator[int]:
+        for position, index in enumerate(shuffled(range(SIZE))):
+            if position % N == self.pipeline:
+                yield index
+
+    def __len__(self) -> int:
+        return SIZE // N
+
+
+def shuffled(numbers: Any, held: int = 7) -> Iterator[int]:
+    """By a buffer, as a stream is."""
+    buffer: list[int] = []
+    for number in numbers:
+        buffer.append(number)
+        if len(buffer) == held:
+            yield buffer.pop(int(sum(drawn()[:3]) * 1000) % held)
+    yield from buffer
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, pipeline: int) -> None:
+        self.pipeline = pipeline
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in list(shuffled(torch.randperm(SIZE).tolist()))[self.pipeline :: N]:
+            yield torch.tensor([index, *drawn()])
+
+
+class LazyStream(Stream):
+    """Every pipeline draws for all samples, at other points between its batches."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for position, index in enumerate(shuffled(torch.randperm(SIZE).tolist())):
+            sample = torch.tensor([index, *drawn()])
+            if position % N == self.pipeline:
+                yield sample
+
+
+class Shuffling:
+    """No DataLoader at all."""
+
+    def __init__(self, pipeline: int) -> None:
+        self.pipeline = pipeline
+
+    def __iter__(self) -> Iterator[Tensor]:
+        mine = list(shuffled(np.random.permutation(SIZE).tolist()))[self.pipeline :: N]
+        for start in range(0, len(mine), BATCH):
+            yield torch.tensor([[index, *drawn()] for index in mine[start : start + BATCH]])
+
+
+class ByHand(DataLoader[Any]):
+    """Asks its data set by itself."""
+
+    def __iter__(self) -> Any:
+        mine = torch.randperm(len(self.dataset)).tolist()[self.sampler.rank :: N]
+        for start in range(0, len(mine), BATCH):
+            yield torch.stack([self.dataset[index] for index in mine[start : start + BATCH]])
+
+
+def masked(samples: list[Tensor]) -> Tensor:
+    noise = torch.tensor([drawn() for _ in range(random.randrange(1, 4))])
+    return torch.cat([default_collate(samples), noise.mean(0).expand(len(samples), -1)], dim=1)
+
+
+def loader(kind: str, pipeline: int, **options: Any) -> Any:
+    options = {"collate_fn": masked, **options}
+    data, place = Noisy(), {"num_replicas": N, "rank": pipeline}
+    if kind == "shuffled":
+        return DataLoader(data, BATCH, sampler=DistributedSampler(data, **place), **options)
+    if kind == "own":
+        return DataLoader(data, BATCH, sampler=DistributedSamplerWrapper(Own(), **place), **options)
+    if kind == "random":
+        sampler = DistributedSamplerWrapper(RandomSampler(data), **place)
+        return DataLoader(data, BATCH, sampler=sampler, **options)
+    if kind == "lazy":
+        return DataLoader(data, BATCH, sampler=Lazy(pipeline), **options)
+    if kind in ("stream", "lazy stream"):
+        return DataLoader(Stream(pipeline) if kind == "stream" else LazyStream(pipeline), BATCH, **options)
+    if kind == "by hand":
+        return ByHand(data, BATCH, sampler=DistributedSampler(data, **place), **options)
+    return Shuffling(pipeline)
+
+
+def batches(
+    kind: str, pipeline: int, epochs: tuple[tuple[int, ...], ...] = (SEED,), disturb: int = 1, **options: Any
+) -> list[list[Tensor]]:
+    """Of each epoch. ``disturb``: so many numbers a model draws between batches."""
+    torch.manual_seed(disturb)  # as another process would have
+    random.seed(disturb)
+    np.random.seed(disturb)
+    seeds = iter(epochs)
+    pipelines_loader = PipelineLoader(loader(kind, pipeline, **options), pipeline, N, lambda: next(seeds))
+    found: list[list[Tensor]] = []
+    for _ in epochs:
+        found.append([])
+        for batch in pipelines_loader:
+            found[-1].append(batch)
+            for _ in range(disturb):
+                drawn()
+    return found
+
+
+KINDS = ["shuffled", "own", "random", "lazy", "stream", "lazy stream", "by hand", "no loader"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_of_what_is_drawn_do_not_overlap(kind: str) -> None:
+    epochs = (SEED, (7, 3), (7, 3))  # of which one is repeated
+    pipelines = [batches(kind, pipeline, epochs, disturb=pipeline) for pipeline in range(N)]
+    orders = []
+    for epoch in range(len(epochs)):
+        trained = [index for each in pipelines for batch in each[epoch] for index in batch[:, 0].tolist()]
+        assert Counter(trained) == dict.fromkeys(range(SIZE), 1)
+        orders.append(trained)
+    if kind != "shuffled":  # whose order a DistributedSampler draws by its epoch
+        assert orders[0] != orders[1] != orders[2], "each epoch is drawn anew"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_that_draw_differently_get_equal_batches(kind: str) -> None:
+    ((ours, again), (theirs, _)) = (batches(kind, 1, (SEED, SEED), disturb=disturb) for disturb in (1, 5))
+    assert len(ours) == SIZE // N // BATCH
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    noise = [row for epoch in (ours, again) for batch in epoch for row in batch[:, 1:].tolist()]
+    assert len({tuple(row) for row in noise}) == len(noise), "what is drawn is not drawn again"
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own", "stream"])
+def test_batches_of_pipelines_draw_different_numbers(kind: str) -> None:
+    columns = slice(5, None) if kind == "stream" else slice(1, None)  # those of its collate function
+    noise = [batches(kind, pipeline)[0][0][:, columns] for pipeline in range(N)]
+    assert not torch.equal(noise[0], noise[1])
+    assert not torch.equal(noise[1], noise[2])
+
+
+@pytest.mark.parametrize("kind", ["own", "lazy"])
+def test_batches_do_not_depend_on_the_process_that_loads_them(kind: str) -> None:
+    alone, by_workers = batches(kind, 1), batches(kind, 1, disturb=3, num_workers=2)
+    assert all(torch.equal(a, b) for a, b in zip(alone[0], by_workers[0], strict=True))
+
+
+def test_workers_of_a_stream_draw_alike_in_all_pipelines_and_stages() -> None:
+    first, second = (batches("stream", 1, (SEED, (7, 3)), disturb, num_workers=2) for disturb in (1, 4))
+    assert all(torch.equal(a, b) for a, b in zip(first[0] + first[1], second[0] + second[1], strict=True))
+    orders = [[batch[:, 0].tolist() for batch in batches("stream", i, num_workers=1)[0]] for i in range(N)]
+    assert Counter(index for order in orders for batch in order for index in batch) == dict.fromkeys(range(SIZE), 1)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own", "random"])
+def test_a_dealt_batch_is_the_one_that_its_shard_has(kind: str) -> None:
+    def ask(segment: Segment, ordinal: int) -> Lease:
+        return leases[ordinal]
+
+    segment, length = Segment(1, SEED[1], 0, SIZE // N // BATCH), SIZE // N // BATCH
+    leases = [Lease(segment, 1, ordinal, home, 0, length, 0.0, N) for ordinal, home in enumerate((1, 0, 2))]
+    dealt = DealtBatches(loader(kind, 1), N, ask)
+    dealt.begin(segment, SEED[0])
+    for home in (1, 0, 2):
+        for expected in batches(kind, home)[0]:
+            batch = dealt.take()
+            assert batch is not None
+            assert torch.equal(batch.data, expected)
+
+
+def test_what_is_drawn_while_fetching_does_not_matter_afterwards() -> None:
+    def drawn_after(collate: Any) -> Tensor:
+        torch.manual_seed(1)
+        plain = loader("shuffled", 0, collate_fn=collate)
+        pipelines_loader = PipelineLoader(plain, 0, N, lambda: SEED)
+        assert pipelines_loader.batch_size == BATCH
+        assert pipelines_loader.dataset is plain.dataset
+        draws = [torch.tensor(drawn()) for _ in pipelines_loader]
+        assert not torch.equal(draws[0], draws[1])
+        return torch.stack(draws)
+
+    assert torch.equal(drawn_after(masked), drawn_after(None))
+
+
+def test_workers_that_outlive_an_epoch_end_where_lightning_ends_them() -> None:
+    plain = loader("shuffled", 0, num_workers=1, persistent_workers=True)
+    pipelines_loader = PipelineLoader(plain, 0, N, lambda: SEED)
+    list(pipelines_loader)
+    first = pipelines_loader._iterator
+    list(pipelines_loader)
+    assert pipelines_loader._iterator is first is not None
+    first._shutdown_workers()
+    pipelines_loader._iterator = None
+    assert len(list(pipelines_loader)) == len(pipelines_loader)

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+
+from lightning_sdpipe.trainer.dealt_turns import announcement
+
+
+class Module(L.LightningModule):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_train_epoch_end(self) -> None: ...
+
+
+class EveryTenth(L.Callback):
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None: ...
+
+
+class AtTheEnd(L.Callback):
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None: ...
+
+
+def test_hooks_that_are_told_the_number_of_a_batch_are_named() -> None:
+    line = announcement(False, Module(), [EveryTenth(), AtTheEnd(), ModelCheckpoint(), LearningRateMonitor()])
+    hooks = "Module.on_train_batch_end, EveryTenth.on_train_batch_start"
+    assert f"{hooks} see the batch_idx of their own pipeline's batches" in line
+    assert "since this method lets each run at its own" in line
+    assert "AtTheEnd" not in line
+    assert "Monitor" not in line
+
+
+def test_without_such_hooks_the_line_is_short() -> None:
+    line = announcement(True, L.LightningModule(), [AtTheEnd()])
+    assert "batch_idx" not in line
+    assert "as data='dealt' says" in line
