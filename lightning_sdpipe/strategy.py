@@ -46,6 +46,7 @@ from lightning_sdpipe.trainer.optimizers import (
 )
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
+from lightning_sdpipe.trainer.python_state import PythonState
 from lightning_sdpipe.trainer.refusals import (
     refuse_new_parameters,
     refuse_several_optimizers,
@@ -177,6 +178,8 @@ class SDPipeStrategy(CheckpointHooks):
             lambda: self._turns.portion if isinstance(self._turns, JointTurns) else None,
             self._run.rendezvous,
         )
+        first_failure = self._first_failure
+        self._state = PythonState(trainer, parts.ownership, self.groups, self.root_device, first_failure)
         self._undo = [
             draws.undo,
             *adapt(
@@ -188,6 +191,7 @@ class SDPipeStrategy(CheckpointHooks):
                 self._whereabouts,
                 self._training.readiness,
                 lambda: self._checkpoints.whole_groups(self.optimizers[0]),
+                self._state.hand_on,
             ),
         ]
         checks = ClockChecks(loop.clocks(trainer), self.broadcast)
@@ -302,6 +306,11 @@ class SDPipeStrategy(CheckpointHooks):
 
     def predict_step(self, batch: Any, *arguments: Any) -> Any:
         return self.training.evaluate("predict_step", batch, arguments, self.precision_plugin.predict_step_context)
+
+    def on_validation_start(self) -> None:
+        self._state.begin()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self) -> None:
         self._parts.pipeline.settle()

@@ -31,6 +31,7 @@ def adapt(
     whereabouts: Whereabouts,
     readiness: Readiness,
     whole_groups: Callable[[], list[dict[str, Any]]],
+    hand_on: Callable[[str], None],
 ) -> list[Callable[[], None]]:
     """Changes hooks, metrics, callbacks, clipping and the loss scale of ``trainer`` so.
 
@@ -43,6 +44,7 @@ def adapt(
         whereabouts: is told when hooks run that only last stages run.
         readiness: is told when an update has passed what waits for other stages.
         whole_groups: those of the optimizer, with the parameters of all stages.
+        hand_on: gives other stages what the last one's Python has changed in an evaluation that ends with this hook.
 
     Returns:
         What undoes it.
@@ -61,7 +63,7 @@ def adapt(
         clip_over_stages(precision, module, ownership, groups, known)
         agree_on_overflow(precision, groups, voted)
     return [
-        leave_results_to_the_last_stage(module, callbacks, stage == groups.mesh.num_stages - 1, result_hook),
+        leave_results_to_the_last_stage(module, callbacks, stage == groups.mesh.num_stages - 1, result_hook, hand_on),
         leave_out_example(module) if several else lambda: None,
         gather_metrics_over(module, groups.stage),
         finetuning.adapt(callbacks, whole_groups),

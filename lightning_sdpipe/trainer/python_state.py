@@ -1,0 +1,244 @@
+"""What user code keeps in Python, and in buffers outside of blocks, as it is where steps come to their end.
+
+Validation ends on last stages: there the module's hooks have results, and may lower a temperature, step a schedule or
+freeze layers. So what has changed on the last stage of a pipeline while it validated, tested or predicted is handed on
+to its other stages when the module's hook has run. What cannot travel may not be used there any more.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.trainer.python_values import NotPackedError, pack, unpack
+
+_TAG = 2**31 - 8  # that no link uses
+_OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
+_DEPTH = 4  # of objects in objects
+_VALUES = (Tensor, nn.Module, dict, list, tuple, set, deque, type)
+_OF_LIBRARIES = ("site-packages", "dist-packages")
+
+Address = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a value is: an item or an attribute of ``owner``, or whether a parameter trains."""
+
+    owner: Any
+    name: Any
+
+    @property
+    def value(self) -> Any:
+        if isinstance(self.owner, nn.Parameter):
+            return self.owner.requires_grad
+        return self.owner[self.name] if isinstance(self.owner, dict) else vars(self.owner).get(self.name)
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.owner, nn.Parameter):
+            self.owner.requires_grad_(value)
+        elif isinstance(self.owner, dict):
+            self.owner[self.name] = value
+        else:
+            vars(self.owner)[self.name] = value
+
+    def remove(self) -> None:
+        (self.owner if isinstance(self.owner, dict) else vars(self.owner)).pop(self.name, None)
+
+
+class PythonState:
+    """That of one stage.
+
+    Args:
+        trainer: whose module, optimizers and schedules it is.
+        ownership: which stage holds what.
+        groups: this worker's place.
+        device: where it computes.
+        first_failure: around what waits for other stages.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        ownership: Ownership,
+        groups: ProcessGroups,
+        device: torch.device,
+        first_failure: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._trainer: Any = trainer
+        self._device = device
+        self._groups = groups
+        self._first_failure = first_failure
+        stage, pipeline = groups.mesh.locate(groups.rank)
+        self._ranks: Sequence[int] = groups.mesh.pipeline_ranks(pipeline)
+        self._is_last = stage == groups.mesh.num_stages - 1
+        module = trainer.lightning_module
+        self._buffers = [name for name, _ in module.named_buffers() if len(ownership.stages[name]) > 1]
+        self._before: dict[Address, Any] | None = None
+
+    def begin(self) -> None:
+        """What changes from now on is handed on."""
+        if self._is_last and len(self._ranks) > 1:
+            self._before = {address: _print(place.value) for address, place in self._places().items()}
+
+    def hand_on(self, hook: str) -> None:
+        """Gives the other stages what has changed on the last one since :meth:`begin`; all stages must call it, when
+        ``hook`` has run."""
+        if len(self._ranks) == 1:
+            return
+        last = self._ranks[-1]
+        with self._first_failure():
+            if self._is_last:
+                data = json.dumps(self._changes()).encode()
+                others = self._ranks[:-1]
+                sent = [p2p.send_bytes(data, r, self._groups.pipeline, _TAG, f"rank {r}") for r in others]
+                for transfer in sent:
+                    transfer.wait()
+                return
+            name = f"the last stage (rank {last}), which runs {hook}"
+            self._apply(json.loads(p2p.receive_bytes(last, self._groups.pipeline, _TAG, name)), hook)
+
+    def _changes(self) -> list[tuple[Address, str, Any]]:
+        before, self._before = self._before or {}, None
+        places = self._places()
+        changes: list[tuple[Address, str, Any]] = [(address, "gone", None) for address in before.keys() - places.keys()]
+        for address, place in places.items():
+            if address in before and before[address] == _print(place.value):
+                continue
+            try:
+                changes.append((address, "is", pack(place.value)))
+            except NotPackedError as error:
+                changes.append((address, "elsewhere", str(error)))
+        return changes
+
+    def _apply(self, changes: Sequence[Any], hook: str) -> None:
+        places = self._places()
+        for address, what, value in changes:
+            place = places.get(tuple(address)) or self._new_place(address)
+            if place is None:
+                continue  # in an object that is not here, which is a change itself
+            if what == "gone":
+                place.remove()
+                continue
+            try:
+                if what == "elsewhere":
+                    raise NotPackedError(value)
+                place.put(unpack(value, place.value, self._device))
+            except NotPackedError as error:
+                place.put(NotHere(".".join(map(str, address[1:])), hook, str(error)))
+
+    def _new_place(self, address: Sequence[Any]) -> _Place | None:
+        """Of an attribute that has not been there, in an object that has."""
+        *inside, name = address
+        owner = self._roots().get(tuple(inside[:2]))
+        for key in inside[2:]:
+            owner = owner.get(key) if isinstance(owner, dict) else vars(owner).get(key) if _is_entered(owner) else None
+        return None if owner is None else _Place(owner, name)
+
+    def _roots(self) -> dict[Address, Any]:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        roots: dict[Address, Any] = {
+            ("module", path): m for path, m in module.named_modules() if not isinstance(m, Metric)
+        }
+        for number, optimizer in enumerate(trainer.optimizers):
+            roots |= {(f"optimizer {number}", place): group for place, group in enumerate(optimizer.param_groups)}
+        roots |= {("schedule", place): config.scheduler for place, config in enumerate(trainer.lr_scheduler_configs)}
+        return roots
+
+    def _places(self) -> dict[Address, _Place]:
+        module = self._trainer.lightning_module
+        found: dict[Address, _Place] = {}
+        seen: set[int] = set()
+        for address, root in self._roots().items():
+            found.update(_attributes(address, root, seen, _DEPTH))
+        for name, parameter in module.named_parameters():
+            found["requires_grad", name] = _Place(parameter, "requires_grad")
+        for name in self._buffers:
+            path, _, own = name.rpartition(".")
+            found["buffer", name] = _Place(module.get_submodule(path)._buffers, own)
+        return found
+
+
+def _attributes(address: Address, owner: Any, seen: set[int], depth: int) -> Iterator[tuple[Address, _Place]]:
+    """The values in ``owner`` and in the user's own objects there."""
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    left_out: set[str] = set()
+    if isinstance(owner, nn.Module):
+        left_out = _OF_EVERY_MODULE
+    elif isinstance(owner, LRScheduler):
+        left_out = {"optimizer"}
+    elif isinstance(owner, dict):
+        left_out = {"params"}
+    for name, value in list((owner if isinstance(owner, dict) else vars(owner)).items()):
+        if name in left_out or not isinstance(name, str) or isinstance(value, (nn.Module, nn.Parameter, Metric)):
+            continue
+        if _is_entered(value) and depth:
+            yield from _attributes((*address, name), value, seen, depth - 1)
+        elif not callable(value):
+            yield (*address, name), _Place(owner, name)
+
+
+def _is_entered(value: Any) -> bool:
+    """Is it an object of the user's own, rather than a value, or something of a library's?"""
+    if isinstance(value, (types.SimpleNamespace, LRScheduler)):
+        return True
+    if isinstance(value, (*_VALUES, NotHere)) or not hasattr(value, "__dict__"):
+        return False
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names or hasattr(kind, "__members__"):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return not any(part in file for part in _OF_LIBRARIES)
+
+
+def _print(value: Any) -> Any:
+    """By which it is seen that a value has changed."""
+    if isinstance(value, Tensor):
+        plain = value.layout is torch.strided and not value.is_meta
+        return id(value), value._version, str(value.detach().sum().item()) if plain else ""
+    if isinstance(value, (list, tuple, deque)):
+        return type(value).__name__, tuple(map(_print, value))
+    if isinstance(value, dict):
+        return type(value).__name__, tuple((str(key), _print(item)) for key, item in value.items())
+    try:
+        return json.dumps(pack(value))
+    except NotPackedError:
+        return id(value)
+
+
+class NotHere:
+    """In the place of what exists on the last stage only."""
+
+    def __init__(self, name: str, hook: str, reason: str) -> None:
+        vars(self).update(_name=name, _hook=hook, _reason=reason)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        name, hook, reason = vars(self).values()
+        raise ConfigurationError(
+            f"{name!r} was changed on the last stage between the beginning of this evaluation and {hook}, and what it "
+            f"is now does not travel to other stages ({reason}), where it is used. Numbers, strings, tensors and "
+            "random generators do, in lists, dicts and objects of your own; or use it on last stages only, where "
+            "trainer.strategy.has_results is true."
+        )
+
+    __getattr__ = __call__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
+    __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = _refuse
