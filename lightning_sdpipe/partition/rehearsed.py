@@ -137,6 +137,15 @@ class Rehearsed:
         return [self.chain[block] for block in blocks]
 
     def _explain(self, refusal: Refusal, step: str) -> str:
+        if refusal.python:
+            where = "after the end" if refusal.block == OUTSIDE else f"in block {self.chain[refusal.block]!r}, outside"
+            return (
+                f"{step} changes {refusal.made_by} {where} of a stage that reads it, in this micro-batch or the next: "
+                "stages run micro-batches at the same time, and what Python keeps does not travel between them. Change "
+                "and read it on one stage, with partition=[...] or blocks=[...]; change it in on_train_batch_end from "
+                "what all stages have (outputs['loss'], trainer.global_step); or draw from the generators of torch, "
+                "NumPy and random themselves, which have a stream for each micro-batch and block."
+            )
         if refusal.block == OUTSIDE:
             return (
                 f"{step} keeps a value from one batch to the next. It is set ({refusal.made_by}) after the end of a "

@@ -8,8 +8,6 @@ to its other stages when the module's hook has run. What cannot travel may not b
 from __future__ import annotations
 
 import json
-import sys
-import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -26,13 +24,11 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.trainer.python_values import NotPackedError, pack, unpack
+from lightning_sdpipe.partition.python_values import NotPackedError, is_of_the_user, pack, unpack
 
 _TAG = 2**31 - 8  # that no link uses
 _OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
 _DEPTH = 4  # of objects in objects
-_VALUES = (Tensor, nn.Module, dict, list, tuple, set, deque, type)
-_OF_LIBRARIES = ("site-packages", "dist-packages")
 
 Address = tuple[str | int, ...]
 
@@ -197,16 +193,7 @@ def _attributes(address: Address, owner: Any, seen: set[int], depth: int) -> Ite
 
 
 def _is_entered(value: Any) -> bool:
-    """Is it an object of the user's own, rather than a value, or something of a library's?"""
-    if isinstance(value, (types.SimpleNamespace, LRScheduler)):
-        return True
-    if isinstance(value, (*_VALUES, NotHere)) or not hasattr(value, "__dict__"):
-        return False
-    kind = type(value)
-    if kind.__module__.partition(".")[0] in sys.stdlib_module_names or hasattr(kind, "__members__"):
-        return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return not any(part in file for part in _OF_LIBRARIES)
+    return isinstance(value, LRScheduler) or (is_of_the_user(value) and not isinstance(value, NotHere))
 
 
 def _print(value: Any) -> Any:

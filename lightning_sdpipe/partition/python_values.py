@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import base64
 import random
+import sys
+import types
 from collections import deque
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Packed = Any  # what JSON can hold
 LARGEST = 2**20  # bytes of all tensors and arrays in one value
 
 _PLAIN = (type(None), bool, int, float, str)
-_SEQUENCES: dict[str, Callable[..., Any]] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
+_CONTAINERS = (dict, *_SEQUENCES.values())
+_LIBRARIES = ("site-packages", "dist-packages")
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class NotPackedError(Exception):
@@ -49,8 +52,8 @@ def _pack(value: Any, left: list[int]) -> Packed:
         return {kind: _text(np.ascontiguousarray(value).tobytes()), "dtype": str(value.dtype), "shape": value.shape}
     if isinstance(value, Enum):
         return {"member": value.name}
-    if isinstance(value, _GENERATORS):
-        return {"generator": _pack(_state_of(value), left)}
+    if isinstance(value, GENERATORS):
+        return {"generator": _pack(state_of(value), left)}
     if isinstance(value, dict):
         return {"dict": [[_pack(key, left), _pack(item, left)] for key, item in value.items()]}
     kind = next((name for name, sequence in _SEQUENCES.items() if type(value) is sequence), "")
@@ -80,7 +83,7 @@ def unpack(packed: Packed, now: Any, device: torch.device) -> Any:
             raise NotPackedError(f"a member of an enumeration, in the place of a {type(now).__name__}")
         return type(now)[data]
     if kind == "generator":
-        if not isinstance(now, _GENERATORS):
+        if not isinstance(now, GENERATORS):
             raise NotPackedError(f"a generator of random numbers, in the place of a {type(now).__name__}")
         _set_state(now, unpack(data, None, torch.device("cpu")))
         return now
@@ -95,12 +98,13 @@ def unpack(packed: Packed, now: Any, device: torch.device) -> Any:
     return _refilled(now, _SEQUENCES[kind], values)
 
 
-def _refilled(now: Any, kind: Callable[..., Any], content: Any) -> Any:
-    if kind is tuple or not isinstance(now, kind):  # type: ignore[arg-type]  # all kinds are classes
+def _refilled(now: Any, kind: type, content: Any) -> Any:
+    if kind is tuple or not isinstance(now, kind):
         return kind(content)
-    now.clear()
-    now.extend(content) if isinstance(now, (list, deque)) else now.update(content)
-    return now
+    held: Any = now
+    held.clear()
+    held.extend(content) if isinstance(held, (list, deque)) else held.update(content)
+    return held
 
 
 def _tensor(packed: dict[str, Any], now: Any, device: torch.device) -> Tensor:
@@ -126,7 +130,21 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _state_of(generator: Any) -> Any:
+def is_of_the_user(value: Any) -> bool:
+    """Is it an object of the user's own, with attributes, rather than a value, or something of a library's?"""
+    if isinstance(value, types.SimpleNamespace):
+        return True
+    kind = type(value)
+    if isinstance(value, (Tensor, nn.Module, type, *_CONTAINERS)) or not hasattr(value, "__dict__"):
+        return False
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names or isinstance(value, Enum):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return not any(part in file for part in _LIBRARIES)
+
+
+def state_of(generator: Any) -> Any:
+    """That of a generator of random numbers."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
