@@ -164,6 +164,7 @@ class SDPipeStrategy(CheckpointHooks):
         draws = Draws(trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, self._position)
         buckets = parts.freezing.buckets
         progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
+        self._state = PythonState(trainer, parts.ownership, self.groups, self.root_device, self._first_failure)
         self._training = Training(
             trainer,
             parts,
@@ -177,9 +178,8 @@ class SDPipeStrategy(CheckpointHooks):
             self._first_failure,
             lambda: self._turns.portion if isinstance(self._turns, JointTurns) else None,
             self._run.rendezvous,
+            self._state,
         )
-        first_failure = self._first_failure
-        self._state = PythonState(trainer, parts.ownership, self.groups, self.root_device, first_failure)
         self._undo = [
             draws.undo,
             *adapt(

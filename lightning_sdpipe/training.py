@@ -41,6 +41,7 @@ from lightning_sdpipe.trainer.closures import STEPPED_ALONE, once
 from lightning_sdpipe.trainer.draws import Draws
 from lightning_sdpipe.trainer.loss_scale import loss_scale
 from lightning_sdpipe.trainer.nonfinite import Watch
+from lightning_sdpipe.trainer.python_state import PythonState
 from lightning_sdpipe.trainer.readiness import Readiness, last_wait
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
 
@@ -72,6 +73,7 @@ class Training:
         first_failure: around what waits for others, who may have failed.
         portion: what the batch of this turn is of one that all pipelines train together.
         make_rendezvous: says where it is beside the others.
+        state: hands on what the end of a step changes in Python; None if nobody looks at it.
     """
 
     trainer: Trainer
@@ -86,6 +88,7 @@ class Training:
     first_failure: Callable[[], AbstractContextManager[None]]
     portion: Callable[[], Portion | None] = lambda: None
     make_rendezvous: Callable[[Synchronizer], Rendezvous] = Rendezvous
+    state: PythonState | None = None
     mini_batches: int = 0
     """That this worker has begun since training started."""
     first_update: int = 0
@@ -159,12 +162,22 @@ class Training:
             loss = self.parts.pipeline.train(
                 batch, step, self.mini_batches, exchange, accumulated, self._before_last_backward
             )
+            self._hand_on()
         self._last_loss = loss.detach()
         if self.watch is not None and self.parts.runners[-1].is_last:
             self.watch.loss(self._last_loss, self.mini_batches)
         self.mini_batches += 1
         self._accumulated = not self._closes
         return loss
+
+    def _hand_on(self) -> None:
+        """Hooks find what the end of the step has changed in Python on all stages. Without a flush, stages are at
+        different mini-batches."""
+        if self.state is None or not self.parts.pipeline.flushes:
+            return
+        travel = self.parts.runners[0].travel.get("training_step")
+        if travel is not None and travel.late:
+            self.state.hand_on_attributes(travel.late, "training_step")
 
     def update(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Lightning's optimizer step, whose ``closure`` runs :meth:`step`, where one follows in this phase.

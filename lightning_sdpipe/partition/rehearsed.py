@@ -11,6 +11,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.labels import OUTSIDE, Trace
 from lightning_sdpipe.partition.needs import Leaves, Needs, Refusal, needs
 from lightning_sdpipe.partition.sending import Travel
+from lightning_sdpipe.partition.touches import counted, late
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,10 @@ class Rehearsed:
             if stage
         }
         changed = frozenset(key for trace in self.traces[step] for key in trace.changed)
-        return Travel(crossing, changed)
+        touches = [trace.touches for trace in self.traces[step]]
+        all_late = {name for each in touches for name in late(each, spans[0].stop)}
+        all_counted = {name for each in touches for name in counted(each)}
+        return Travel(crossing, changed, tuple(sorted(all_late)), tuple(sorted(all_counted)))
 
     def readers(self, spans: Sequence[range]) -> dict[str, set[int]]:
         """The stages that read a parameter or buffer of another stage's block."""

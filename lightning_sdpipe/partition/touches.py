@@ -42,6 +42,7 @@ class Touch:
     Args:
         anew: sets it, whatever it was.
         replayed: stand-ins of the block do the same.
+        attribute: it is one of a module's, or something in it.
     """
 
     what: str
@@ -50,6 +51,7 @@ class Touch:
     position: int
     anew: bool = False
     replayed: bool = False
+    attribute: bool = False
 
 
 class Touches:
@@ -95,7 +97,12 @@ class Touches:
                     self._states[what] = value, plain, now
                     if isinstance(value, GENERATORS):
                         self._note(what, writes=False)
-                    self._note(what, writes=True, replayed=plain and self._in_its_block(what))
+                    self._note(
+                        what,
+                        writes=True,
+                        replayed=plain and self._in_its_block(what),
+                        attribute=self._is_attribute(what),
+                    )
         finally:
             self._looking = False
 
@@ -128,7 +135,7 @@ class Touches:
     def _set(self, module: nn.Module, name: str) -> None:
         path = self._paths.get(id(module))
         value = vars(module).get(name)
-        if path is None or name in _OF_EVERY_MODULE or isinstance(value, (Tensor, nn.Module)):
+        if path is None or name in _OF_EVERY_MODULE or name.startswith("__") or isinstance(value, (Tensor, nn.Module)):
             return
         what = f"{path}.{name}".lstrip(".")
         self._states.pop(what, None)
@@ -136,14 +143,18 @@ class Touches:
             self._states[what] = value, type(value) in (list, dict), _state(value)
         if isinstance(value, (list, tuple, dict)) and value and not _state(value):
             return  # tensors
-        self._note(what, writes=True, anew=True, replayed=self._in_its_block(what))
+        self._note(what, writes=True, anew=True, replayed=self._in_its_block(what), attribute=True)
+
+    def _is_attribute(self, what: str) -> bool:
+        path, _, name = what.rpartition(".")
+        return name in vars(self._modules.get(path, object))
 
     def _in_its_block(self, what: str) -> bool:
         block, _ = self._place()
         return block >= 0 and what.startswith(self._blocks[block])
 
-    def _note(self, what: str, writes: bool, anew: bool = False, replayed: bool = False) -> None:
-        self._found.append(Touch(what, writes, *self._place(), anew, replayed))
+    def _note(self, what: str, writes: bool, **more: bool) -> None:
+        self._found.append(Touch(what, writes, *self._place(), **more))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -253,3 +264,24 @@ def missed(traces: Sequence[Sequence[Touch]], runs: Callable[[Touch], bool], sta
             changed.pop(touch.what, None)
         elif not touch.writes and here and touch.what in changed:
             yield changed[touch.what]
+
+
+def late(touches: Sequence[Touch], end: int) -> set[str]:
+    """The attributes that are changed outside of blocks where a stage does not come that ends before block ``end``."""
+    changes = (t for t in touches if t.attribute and t.writes and t.block < 0 and t.position >= end)
+    return {touch.what for touch in changes}
+
+
+def counted(touches: Sequence[Touch]) -> set[str]:
+    """What a step changes outside of blocks by what it was before, as a counter."""
+    read, begun, found = set[str](), set[str](), set[str]()
+    for touch in touches:
+        if touch.block >= 0:
+            continue
+        if not touch.writes and touch.what not in begun:
+            read.add(touch.what)
+        elif touch.writes:
+            begun.add(touch.what)
+            if touch.what in read:
+                found.add(touch.what)
+    return found

@@ -94,7 +94,7 @@ def _ending(hook: Callable[..., Any], owner: Callback | LightningModule, name: s
             arguments = (trainer, module, _NoResult(place), *more)
         try:
             hook(*arguments, **kwargs)
-        except _NoResultError:
+        except NoResultError:
             return
         except (ConfigurationError, NonFiniteError, WorkerFailedError, SchedulerError):
             raise
@@ -108,7 +108,7 @@ def _ending(hook: Callable[..., Any], owner: Callback | LightningModule, name: s
     return ending
 
 
-class _NoResultError(ConfigurationError):
+class NoResultError(ConfigurationError):
     """A result was used where there is none."""
 
 
@@ -119,7 +119,7 @@ class _NoResult:
         self.__dict__["_place"] = place
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise _NoResultError(f"{self.__dict__['_place']} uses what a step returned, which exists on last stages only.")
+        raise NoResultError(f"{self.__dict__['_place']} uses what a step returned, which exists on last stages only.")
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __contains__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
@@ -127,7 +127,7 @@ class _NoResult:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        raise _NoResultError(f"{getattr(function, '__name__', function)} was given what a step returned elsewhere.")
+        raise NoResultError(f"{getattr(function, '__name__', function)} was given what a step returned elsewhere.")
 
 
 class _GatherOverStage:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +22,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_sdpipe import p2p
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.python_values import NotPackedError, is_of_the_user, pack, unpack
+from lightning_sdpipe.trainer.last_stage import NoResultError
 
 _TAG = 2**31 - 8  # that no link uses
 _OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
 _DEPTH = 4  # of objects in objects
 
 Address = tuple[str | int, ...]
+_Change = tuple[Address, str, Any]
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,20 @@ class PythonState:
     def hand_on(self, hook: str) -> None:
         """Gives the other stages what has changed on the last one since :meth:`begin`; all stages must call it, when
         ``hook`` has run."""
+        self._exchange(hook, self._changes)
+
+    def hand_on_attributes(self, names: Sequence[str], step: str) -> None:
+        """Gives the other stages these attributes of modules as the last one has them; all stages must call it, when
+        ``step`` has run."""
+        self._exchange(step, partial(self._values, names))
+
+    def _exchange(self, hook: str, changes: Callable[[], list[_Change]]) -> None:
         if len(self._ranks) == 1:
             return
         last = self._ranks[-1]
         with self._first_failure():
             if self._is_last:
-                data = json.dumps(self._changes()).encode()
+                data = json.dumps(changes()).encode()
                 others = self._ranks[:-1]
                 sent = [p2p.send_bytes(data, r, self._groups.pipeline, _TAG, f"rank {r}") for r in others]
                 for transfer in sent:
@@ -110,23 +120,24 @@ class PythonState:
             name = f"the last stage (rank {last}), which runs {hook}"
             self._apply(json.loads(p2p.receive_bytes(last, self._groups.pipeline, _TAG, name)), hook)
 
-    def _changes(self) -> list[tuple[Address, str, Any]]:
+    def _changes(self) -> list[_Change]:
         before, self._before = self._before or {}, None
         places = self._places()
-        changes: list[tuple[Address, str, Any]] = [(address, "gone", None) for address in before.keys() - places.keys()]
-        for address, place in places.items():
-            if address in before and before[address] == _print(place.value):
-                continue
-            try:
-                changes.append((address, "is", pack(place.value)))
-            except NotPackedError as error:
-                changes.append((address, "elsewhere", str(error)))
-        return changes
+        gone: list[_Change] = [(address, "gone", None) for address in before.keys() - places.keys()]
+        changed = (a for a, place in places.items() if a not in before or before[a] != _print(place.value))
+        return gone + [_packed(address, places[address]) for address in changed]
+
+    def _values(self, names: Sequence[str]) -> list[_Change]:
+        module, found = self._trainer.lightning_module, list[_Change]()
+        for path, _, name in (name.rpartition(".") for name in names):
+            owner, address = module.get_submodule(path), ("module", path)
+            places = _attributes(address, owner, set(), _DEPTH, only=name)
+            found += (_packed(*place) for place in places)
+        return found
 
     def _apply(self, changes: Sequence[Any], hook: str) -> None:
-        places = self._places()
         for address, what, value in changes:
-            place = places.get(tuple(address)) or self._new_place(address)
+            place = self._place(address)
             if place is None:
                 continue  # in an object that is not here, which is a change itself
             if what == "gone":
@@ -139,13 +150,25 @@ class PythonState:
             except NotPackedError as error:
                 place.put(NotHere(".".join(map(str, address[1:])), hook, str(error)))
 
-    def _new_place(self, address: Sequence[Any]) -> _Place | None:
-        """Of an attribute that has not been there, in an object that has."""
+    def _place(self, address: Sequence[Any]) -> _Place | None:
         *inside, name = address
-        owner = self._roots().get(tuple(inside[:2]))
+        module = self._trainer.lightning_module
+        if inside == ["requires_grad"]:
+            return _Place(module.get_parameter(name), "requires_grad")
+        if inside == ["buffer"]:
+            path, _, name = name.rpartition(".")
+            return _Place(module.get_submodule(path)._buffers, name)
+        owner: Any = self._root(*inside[:2])
         for key in inside[2:]:
-            owner = owner.get(key) if isinstance(owner, dict) else vars(owner).get(key) if _is_entered(owner) else None
+            owner = vars(owner).get(key) if isinstance(owner, nn.Module) or _is_entered(owner) else None
         return None if owner is None else _Place(owner, name)
+
+    def _root(self, kind: str, place: Any) -> Any:
+        if kind == "module":
+            return self._trainer.lightning_module.get_submodule(place)
+        if kind == "schedule":
+            return self._trainer.lr_scheduler_configs[place].scheduler
+        return self._trainer.optimizers[int(kind.removeprefix("optimizer "))].param_groups[place]
 
     def _roots(self) -> dict[Address, Any]:
         trainer, module = self._trainer, self._trainer.lightning_module
@@ -171,8 +194,17 @@ class PythonState:
         return found
 
 
-def _attributes(address: Address, owner: Any, seen: set[int], depth: int) -> Iterator[tuple[Address, _Place]]:
-    """The values in ``owner`` and in the user's own objects there."""
+def _packed(address: Address, place: _Place) -> _Change:
+    try:
+        return address, "is", pack(place.value)
+    except NotPackedError as error:
+        return address, "elsewhere", str(error)
+
+
+def _attributes(
+    address: Address, owner: Any, seen: set[int], depth: int, only: str | None = None
+) -> Iterator[tuple[Address, _Place]]:
+    """The values in ``owner`` and in the user's own objects there; ``only`` those of one name."""
     if id(owner) in seen:
         return
     seen.add(id(owner))
@@ -184,7 +216,9 @@ def _attributes(address: Address, owner: Any, seen: set[int], depth: int) -> Ite
     elif isinstance(owner, dict):
         left_out = {"params"}
     for name, value in list((owner if isinstance(owner, dict) else vars(owner)).items()):
-        if name in left_out or not isinstance(name, str) or isinstance(value, (nn.Module, nn.Parameter, Metric)):
+        if name in left_out or (only is not None and name != only):
+            continue
+        if not isinstance(name, str) or isinstance(value, (nn.Module, nn.Parameter, Metric)):
             continue
         if _is_entered(value) and depth:
             yield from _attributes((*address, name), value, seen, depth - 1)
@@ -219,8 +253,8 @@ class NotHere:
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         name, hook, reason = vars(self).values()
-        raise ConfigurationError(
-            f"{name!r} was changed on the last stage between the beginning of this evaluation and {hook}, and what it "
+        raise NoResultError(
+            f"{name!r} was changed on the last stage by {hook} or before it in an evaluation, and what it "
             f"is now does not travel to other stages ({reason}), where it is used. Numbers, strings, tensors and "
             "random generators do, in lists, dicts and objects of your own; or use it on last stages only, where "
             "trainer.strategy.has_results is true."

@@ -1,4 +1,4 @@
-"""What hooks at the end of validation, which run on last stages, change in Python: the same on all stages then."""
+"""What the end of a step, and of validation, changes in Python on last stages: the same on all stages afterwards."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_sdpipe import AllReduce, SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from tests.features.running import (
     Regression,
     assert_same,
     on_four_ranks,
+    on_pipelines,
     samples,
     trainer_of_this_process,
     weights,
@@ -46,8 +48,17 @@ class Annealing:
         self.inner["steps"].append(len(self.inner["steps"]))
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+
+
 class Changing(Regression):
-    """Each value that the end of validation changes is used by the first block's stage in the next epoch."""
+    """Each value that the end of validation changes is used by the first block's stage in the next epoch, and hooks of
+    all stages use what the end of a step changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +66,7 @@ class Changing(Regression):
         self.seen, self.last = deque([1.0], maxlen=2), torch.zeros(6)
         self.draws, self.arrays, self.numbers = torch.Generator(), np.random.default_rng(1), random.Random(2)
         self.register_buffer("shift", torch.zeros(6))
-        self.sum = 0.0
+        self.sum, self.mean, self.meter = 0.0, 1.0, Meter()
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
@@ -90,6 +101,15 @@ class Changing(Regression):
         self.late = 3.0
         self.noise += self.late / 100
 
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
+        self.meter.add(loss.item())
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.noise = 0.9 * self.noise + 0.1 * self.mean + 0.1 * self.meter.values[-1]
+
     def on_train_epoch_start(self) -> None:
         if self.current_epoch:
             self.noise += getattr(self, "late", 100.0)
@@ -109,6 +129,8 @@ class Cooling(L.Callback):
 def _fit(directory: Path) -> tuple[dict[str, Tensor], list[Any]]:
     model = Changing()
     options: Any = {"callbacks": [Cooling()], "num_sanity_val_steps": 1, "use_distributed_sampler": False}
+    if on_pipelines():
+        options["strategy"] = SDPipeStrategy(2, AllReduce(), num_micro_batches=1)
     trainer = trainer_of_this_process(directory, **options)
     trainer.fit(model, DataLoader(samples(), 8), DataLoader(samples(16), 8))
     state = [model.noise, model.annealing.inner, model.phase, list(model.seen), model.numbers.random()]

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe.assembly import refuse_counting
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.plan import plan
+from lightning_sdpipe.partition.plan import decode, encode, plan
 from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
 from tests.partition.cutting import Stepping, assert_equal_when_cut, planned
 from tests.partition.test_side_channels import batches
@@ -207,6 +208,21 @@ def only_late(model: Any, x: Tensor) -> Tensor:
     model.meter.add(loss.item())
     model.number = loss.item()
     return loss
+
+
+def test_what_workers_with_several_stages_would_count_twice_is_refused() -> None:
+    cut = planned(Stepping(Model(), early), batches(2), 4)
+    assert {"model.number", "model.draws"} <= set(cut.travel["training_step"].counted)
+    refuse_counting(cut, 1)
+    with pytest.raises(ConfigurationError, match="runs the step once for each"):
+        refuse_counting(cut, 2)
+    refuse_counting(planned(Stepping(Model(), lambda model, x: squared(model(x))), batches(2), 4), 2)
+
+
+def test_what_only_the_end_changes_is_known_to_be_handed_on() -> None:
+    cut = planned(Stepping(Model(), only_late), batches(2), 2)
+    assert set(cut.travel["training_step"].late) == {"model.number", "model.meter", "model.draws"}
+    assert decode(encode(cut)) == cut
 
 
 @pytest.mark.parametrize("loss_of", [early, begun_anew, only_late])
