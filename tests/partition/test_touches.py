@@ -222,7 +222,7 @@ def test_what_workers_with_several_stages_would_count_twice_is_refused() -> None
 def test_what_only_the_end_changes_is_known_to_be_handed_on() -> None:
     cut = planned(Stepping(Model(), only_late), batches(2), 2)
     assert set(cut.travel["training_step"].late) == {"model.number", "model.meter", "model.draws"}
-    assert decode(encode(cut)) == cut
+    assert decode(encode(cut)).travel["training_step"].late == cut.travel["training_step"].late
 
 
 @pytest.mark.parametrize("loss_of", [early, begun_anew, only_late])
