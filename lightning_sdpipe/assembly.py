@@ -54,6 +54,13 @@ class Assembled:
     buffers: Sequence[Tensor]
     delays: DelayInjector
 
+    @property
+    def changed_late(self) -> Sequence[str]:
+        """The attributes of modules that training steps change in Python where only the last stage comes. Without a
+        flush, stages are at different mini-batches, and none can be told what they are."""
+        travel = self.runners[0].travel.get("training_step")
+        return travel.late if travel is not None and self.pipeline.flushes else ()
+
 
 def assemble(
     module: LightningModule,

@@ -164,7 +164,9 @@ class SDPipeStrategy(CheckpointHooks):
         draws = Draws(trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, self._position)
         buckets = parts.freezing.buckets
         progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
-        self._state = PythonState(trainer, parts.ownership, self.groups, self.root_device, self._first_failure)
+        self._state = PythonState(
+            trainer, parts.ownership, self.groups, self.root_device, self._first_failure, parts.changed_late
+        )
         self._training = Training(
             trainer,
             parts,
@@ -191,6 +193,7 @@ class SDPipeStrategy(CheckpointHooks):
                 self._whereabouts,
                 self._training.readiness,
                 lambda: self._checkpoints.whole_groups(self.optimizers[0]),
+                lambda: self._checkpoints.whole_groups_shown(self.optimizers),
                 self._state.hand_on,
             ),
         ]

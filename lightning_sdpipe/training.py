@@ -31,7 +31,7 @@ from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.pipeline.data import check_equal, check_equal_split
-from lightning_sdpipe.pipeline.micro_batches import Portion, split
+from lightning_sdpipe.pipeline.micro_batches import Portion, refuse_time_first, split
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.sync.rendezvous import Meeting, Place, Rendezvous
@@ -162,22 +162,14 @@ class Training:
             loss = self.parts.pipeline.train(
                 batch, step, self.mini_batches, exchange, accumulated, self._before_last_backward
             )
-            self._hand_on()
+            if self.state is not None:
+                self.state.hand_on_late()
         self._last_loss = loss.detach()
         if self.watch is not None and self.parts.runners[-1].is_last:
             self.watch.loss(self._last_loss, self.mini_batches)
         self.mini_batches += 1
         self._accumulated = not self._closes
         return loss
-
-    def _hand_on(self) -> None:
-        """Hooks find what the end of the step has changed in Python on all stages. Without a flush, stages are at
-        different mini-batches."""
-        if self.state is None or not self.parts.pipeline.flushes:
-            return
-        travel = self.parts.runners[0].travel.get("training_step")
-        if travel is not None and travel.late:
-            self.state.hand_on_attributes(travel.late, "training_step")
 
     def update(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Lightning's optimizer step, whose ``closure`` runs :meth:`step`, where one follows in this phase.
@@ -371,6 +363,8 @@ class Training:
     def _compare(self, batch: Any) -> None:
         module = self.trainer.lightning_module
         check_equal(batch, self.groups)
+        if self.num_micro_batches > 1 and self.portion() is None:
+            refuse_time_first(batch, getattr(self.trainer.train_dataloader, "batch_size", None), module)
         if hasattr(module, "split_batch"):
             parts = split(batch, self.num_micro_batches, module)
             check_equal_split([part.signature for part in parts], self.groups)

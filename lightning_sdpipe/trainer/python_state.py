@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +68,7 @@ class PythonState:
         groups: this worker's place.
         device: where it computes.
         first_failure: around what waits for other stages.
+        late: the attributes of modules that training steps change where only the last stage comes.
     """
 
     def __init__(
@@ -78,11 +78,13 @@ class PythonState:
         groups: ProcessGroups,
         device: torch.device,
         first_failure: Callable[[], AbstractContextManager[None]],
+        late: Sequence[str],
     ) -> None:
         self._trainer: Any = trainer
         self._device = device
         self._groups = groups
         self._first_failure = first_failure
+        self._late = late
         stage, pipeline = groups.mesh.locate(groups.rank)
         self._ranks: Sequence[int] = groups.mesh.pipeline_ranks(pipeline)
         self._is_last = stage == groups.mesh.num_stages - 1
@@ -100,25 +102,27 @@ class PythonState:
         ``hook`` has run."""
         self._exchange(hook, self._changes)
 
-    def hand_on_attributes(self, names: Sequence[str], step: str) -> None:
-        """Gives the other stages these attributes of modules as the last one has them; all stages must call it, when
-        ``step`` has run."""
-        self._exchange(step, partial(self._values, names))
+    def hand_on_late(self) -> None:
+        """Gives the other stages the attributes that training steps change late as the last one has them; all stages
+        must call it, when it has run."""
+        if self._late:
+            self._exchange("training_step", self._values)
 
     def _exchange(self, hook: str, changes: Callable[[], list[_Change]]) -> None:
         if len(self._ranks) == 1:
             return
         last = self._ranks[-1]
+        group = self._groups.everybody  # a process that fails closes it at once, and ends with its other groups
         with self._first_failure():
             if self._is_last:
                 data = json.dumps(changes()).encode()
                 others = self._ranks[:-1]
-                sent = [p2p.send_bytes(data, r, self._groups.pipeline, _TAG, f"rank {r}") for r in others]
+                sent = [p2p.send_bytes(data, r, group, _TAG, f"rank {r}") for r in others]
                 for transfer in sent:
                     transfer.wait()
                 return
             name = f"the last stage (rank {last}), which runs {hook}"
-            self._apply(json.loads(p2p.receive_bytes(last, self._groups.pipeline, _TAG, name)), hook)
+            self._apply(json.loads(p2p.receive_bytes(last, group, _TAG, name)), hook)
 
     def _changes(self) -> list[_Change]:
         before, self._before = self._before or {}, None
@@ -127,9 +131,9 @@ class PythonState:
         changed = (a for a, place in places.items() if a not in before or before[a] != _print(place.value))
         return gone + [_packed(address, places[address]) for address in changed]
 
-    def _values(self, names: Sequence[str]) -> list[_Change]:
+    def _values(self) -> list[_Change]:
         module, found = self._trainer.lightning_module, list[_Change]()
-        for path, _, name in (name.rpartition(".") for name in names):
+        for path, _, name in (name.rpartition(".") for name in self._late):
             owner, address = module.get_submodule(path), ("module", path)
             places = _attributes(address, owner, set(), _DEPTH, only=name)
             found += (_packed(*place) for place in places)
