@@ -30,7 +30,7 @@ from lightning_sdpipe.partition.python_values import GENERATORS, is_of_the_user,
 _OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
 _CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-_LARGEST = 2**24  # bytes of an array that is looked at
+_MANY = 10_000  # values that are looked at in one
 _DEPTH = 4  # of containers and objects in each other
 
 
@@ -141,8 +141,8 @@ class Touches:
         self._states.pop(what, None)
         if _holds(value):
             self._states[what] = value, type(value) in (list, dict), _state(value)
-        if isinstance(value, (list, tuple, dict)) and value and not _state(value):
-            return  # tensors
+        if isinstance(value, (list, tuple, dict)) and value and all(map(_in_torch, _items(value))):
+            return
         self._note(what, writes=True, anew=True, replayed=self._in_its_block(what), attribute=True)
 
     def _is_attribute(self, what: str) -> bool:
@@ -216,30 +216,37 @@ def _holds(value: Any) -> bool:
 
 def _state(value: Any) -> Any:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        return _state_within(value, _DEPTH)
+        return _state_within(value, _DEPTH, iter(range(_MANY)))
 
 
-def _state_within(value: Any, depth: int) -> Any:
-    """Something that differs when what Python keeps in ``value`` does; tensors are seen elsewhere."""
+def _state_within(value: Any, depth: int, left: Iterator[int]) -> Any:
+    """Something that differs when what Python keeps in ``value`` does; tensors are seen elsewhere, and of what holds a
+    great many values the first ones and their number."""
     if isinstance(value, (type(None), bool, int, float, str)):
         return repr(value)
-    if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST and value.dtype != object:
-        return crc32(np.ascontiguousarray(value).tobytes())
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return crc32(value.flat[:: 1 + value.size // _MANY].tobytes())
     if isinstance(value, GENERATORS):
         state = state_of(value)
         return crc32(state.numpy().tobytes()) if isinstance(state, Tensor) else repr(state)
     if isinstance(value, (Tensor, nn.Module)) or not depth:
         return None
+    within = partial(_state_within, depth=depth - 1, left=left)
     if isinstance(value, dict):
-        items = value.items()
-        return tuple((str(k), _state_within(v, depth - 1)) for k, v in items if not _in_torch(v))
+        items = ((key, item) for key, item in value.items() if not _in_torch(item))
+        return tuple((str(key), within(item)) for (key, item), _ in zip(items, left, strict=False))
     if isinstance(value, (list, tuple, deque)):
-        return tuple(_state_within(item, depth - 1) for item in value if not _in_torch(item))
+        values = (item for item in value if not _in_torch(item))
+        return tuple(within(item) for item, _ in zip(values, left, strict=False)), len(value) > _MANY and len(value)
     if isinstance(value, set):
-        return tuple(sorted(map(repr, value)))
+        return len(value), tuple(sorted(repr(item) for item, _ in zip(value, left, strict=False)))
     if is_of_the_user(value):
-        return tuple((name, _state_within(item, depth - 1)) for name, item in vars(value).items())
+        return tuple((name, within(item)) for (name, item), _ in zip(vars(value).items(), left, strict=False))
     return id(value) if depth < _DEPTH else None
+
+
+def _items(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _in_torch(value: Any) -> bool:

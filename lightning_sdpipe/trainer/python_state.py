@@ -29,6 +29,7 @@ from lightning_sdpipe.trainer.last_stage import NoResultError
 _TAG = 2**31 - 8  # that no link uses
 _OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
 _DEPTH = 4  # of objects in objects
+_MANY = 10_000  # values in a container, of which the number is looked at
 
 Address = tuple[str | int, ...]
 _Change = tuple[Address, str, Any]
@@ -239,6 +240,8 @@ def _print(value: Any) -> Any:
     if isinstance(value, Tensor):
         plain = value.layout is torch.strided and not value.is_meta
         return id(value), value._version, str(value.detach().sum().item()) if plain else ""
+    if isinstance(value, (list, tuple, deque, dict, set)) and len(value) > _MANY:
+        return id(value), len(value)
     if isinstance(value, (list, tuple, deque)):
         return type(value).__name__, tuple(map(_print, value))
     if isinstance(value, dict):

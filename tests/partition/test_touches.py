@@ -273,3 +273,15 @@ def test_what_the_trainer_keeps(make: Any, what: str) -> None:
         steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
         with pytest.raises(ConfigurationError, match=f"changes {what} after") if late else nullcontext():
             plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
+
+
+def test_of_a_large_list_the_length_is_looked_at() -> None:
+    def append(model: Any, x: Tensor) -> Tensor:
+        loss = squared(model(x + len(model.history)))
+        model.history.append(1)
+        return loss
+
+    model = Model()
+    model.history = [0] * 20_000  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match="changes model.history after"):
+        planned(Stepping(model, append), batches(2), 2)
