@@ -283,5 +283,5 @@ def test_of_a_large_list_the_length_is_looked_at() -> None:
 
     model = Model()
     model.history = [0] * 20_000  # type: ignore[assignment]
-    with pytest.raises(ConfigurationError, match="changes model.history after"):
+    with pytest.raises(ConfigurationError, match=r"changes model\.history after"):
         planned(Stepping(model, append), batches(2), 2)
