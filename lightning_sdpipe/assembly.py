@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
@@ -54,6 +55,13 @@ class Assembled:
     buffers: Sequence[Tensor]
     delays: DelayInjector
 
+    @property
+    def changed_late(self) -> Sequence[str]:
+        """The attributes of modules that training steps change in Python where only the last stage comes. Without a
+        flush, stages are at different mini-batches, and none can be told what they are."""
+        travel = self.runners[0].travel.get("training_step")
+        return travel.late if travel is not None and self.pipeline.flushes else ()
+
 
 def assemble(
     module: LightningModule,
@@ -68,7 +76,11 @@ def assemble(
     is what was one memory before the plan was made, which may have moved the module; None if nothing has.
 
     Every rank must call it.
+
+    Raises:
+        ConfigurationError: the user's code would run more often than once for a micro-batch, and counts how often.
     """
+    refuse_counting(plan, options.stages_per_worker)
     worker, pipeline_number = groups.mesh.locate(groups.rank)
     chain, spans = plan.chain, plan.module_spans
     ownership = assign_owners(module, chain, spans, options.num_stages, plan.readers, memory)
@@ -109,3 +121,14 @@ def assemble(
             runners, options.num_stages, freezing.trained, shared, delays, options.schedule, options.num_micro_batches
         )
     return Assembled(ownership, cut_model, runners, pipeline, freezing, buffers, delays)
+
+
+def refuse_counting(plan: Plan, stages_per_worker: int) -> None:
+    """Raises ConfigurationError if workers run the step several times for a micro-batch, and it counts how often."""
+    for step, travel in plan.travel.items() if stages_per_worker > 1 else ():
+        if travel.counted:
+            raise ConfigurationError(
+                f"{step} changes {travel.counted[0]} by what it was before, and a worker with {stages_per_worker} "
+                "stages runs the step once for each. Change it in on_train_batch_end, or use a schedule with one stage "
+                "for each worker."
+            )

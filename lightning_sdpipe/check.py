@@ -19,7 +19,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.one_process import Computed, Made, compute
 from lightning_sdpipe.partition.plan import Plan, plan
-from lightning_sdpipe.pipeline.micro_batches import split
+from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split
 
 TOLERANCE = 1e-4
 """Largest difference of a gradient, over the largest value of the parameter's gradient, that rounding may explain."""
@@ -34,16 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         built, batch = factory.build(given.factory)
         if batch is None:
             raise ConfigurationError(f"{given.factory} returned no batch. Let it return (module, batch).")
-        parts = [part.batch for part in split(batch, 2, built)]
+        micro_batches = split(batch, 2, built)
+        parts = [part.batch for part in micro_batches]
         make = partial(_make, given.factory, parts)
         module, _ = make()
         rehearse = partial(factory.rehearse, module, batches=parts)
         cut = plan(module, given.stages, factory.partition(given), given.blocks, None, rehearse)
         differences, report = compare(make, cut)
+        splitting = compare_split(partial(_make, given.factory), batch, micro_batches)
     except ConfigurationError as error:
         print(f"sdpipe check: {error}", file=sys.stderr)
         return 2
     print(report)
+    print(splitting)
     return int(differences > TOLERANCE)
 
 
@@ -73,6 +76,28 @@ def compare(make: Callable[[], Made], cut: Plan) -> tuple[float, str]:
     verdict = "the same" if worst <= TOLERANCE else "NOT the same"
     return worst, (
         f"{len(cut.spans)} stages compute {verdict} as the whole model. Relative differences, largest first:\n{rows}"
+    )
+
+
+def compare_split(make: Callable[[Sequence[Any]], Made], batch: Any, parts: Sequence[MicroBatch]) -> str:
+    """Says whether the loss of ``batch`` is the mean of those of its ``parts``, as they are weighted, in evaluation
+    mode: nothing else shows that a batch is split by something that is no sample."""
+    losses = []
+    module, steps = make([batch, *(part.batch for part in parts)])
+    module.eval()
+    for step in steps:
+        torch.manual_seed(0)
+        losses.append(_loss(step()).detach().double())
+    whole, *each = losses
+    mean = sum((part.weight * loss for part, loss in zip(parts, each, strict=True)), torch.zeros_like(whole))
+    difference = _relative(whole, mean)
+    if difference <= TOLERANCE:
+        return "The loss of the batch is the mean of those of its micro-batches."
+    return (
+        f"The loss of the batch is NOT the mean of those of its micro-batches: the relative difference is "
+        f"{difference:.1e}. So a step depends on num_micro_batches: the loss compares samples, or is a mean over "
+        "something else (define weigh_batch), the step draws, or tensors have no samples in their first dimension "
+        "(define split_batch)."
     )
 
 

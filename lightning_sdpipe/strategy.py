@@ -49,6 +49,7 @@ from lightning_sdpipe.trainer.optimizers import (
 from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.trainer.plateau import refuse_own_values
 from lightning_sdpipe.trainer.predictions import collect, deal_batches
+from lightning_sdpipe.trainer.python_state import PythonState
 from lightning_sdpipe.trainer.refusals import (
     refuse_new_parameters,
     refuse_several_optimizers,
@@ -172,6 +173,9 @@ class SDPipeStrategy(CheckpointHooks):
         )
         buckets = parts.freezing.buckets
         progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
+        self._state = PythonState(
+            trainer, parts.ownership, self.groups, self.root_device, self._first_failure, parts.changed_late
+        )
         self._training = Training(
             trainer,
             parts,
@@ -184,6 +188,7 @@ class SDPipeStrategy(CheckpointHooks):
             self._first_failure,
             lambda: self._turns.portion if isinstance(self._turns, JointTurns) else None,
             self._run.rendezvous,
+            self._state,
         )
         self._undo = [
             draws.undo,
@@ -196,6 +201,8 @@ class SDPipeStrategy(CheckpointHooks):
                 self._whereabouts,
                 self._training.readiness,
                 lambda: self._checkpoints.whole_groups(self.optimizers[0]),
+                lambda: self._checkpoints.whole_groups_shown(self.optimizers),
+                self._state.hand_on,
             ),
         ]
         self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]
@@ -318,6 +325,11 @@ class SDPipeStrategy(CheckpointHooks):
 
     def predict_step(self, batch: Any, *arguments: Any) -> Any:
         return self.training.evaluate("predict_step", batch, arguments, self.precision_plugin.predict_step_context)
+
+    def on_validation_start(self) -> None:
+        self._state.begin()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self) -> None:
         self._parts.pipeline.settle()

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.pipeline.micro_batches import Portion
+from lightning_sdpipe.pipeline.micro_batches import Portion, refuse_time_first
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.sync.rendezvous import Meeting, Place, Rendezvous
@@ -40,6 +40,7 @@ from lightning_sdpipe.trainer.closures import STEPPED_ALONE, once
 from lightning_sdpipe.trainer.draws import Draws, Point
 from lightning_sdpipe.trainer.loss_scale import loss_scale
 from lightning_sdpipe.trainer.nonfinite import Watch
+from lightning_sdpipe.trainer.python_state import PythonState
 from lightning_sdpipe.trainer.readiness import Readiness, last_wait
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
 
@@ -70,6 +71,7 @@ class Training:
         first_failure: around what waits for others, who may have failed.
         portion: what the batch of this turn is of one that all pipelines train together.
         make_rendezvous: says where it is beside the others.
+        state: hands on what the end of a step changes in Python; None if nobody looks at it.
     """
 
     trainer: Trainer
@@ -83,6 +85,7 @@ class Training:
     first_failure: Callable[[], AbstractContextManager[None]]
     portion: Callable[[], Portion | None] = lambda: None
     make_rendezvous: Callable[[Synchronizer], Rendezvous] = Rendezvous
+    state: PythonState | None = None
     mini_batches: int = 0
     """That this worker has begun since training started."""
     first_update: int = 0
@@ -136,6 +139,9 @@ class Training:
                 self.rendezvous.join()
         if self._absent:
             return
+        if self.mini_batches == 0 and self.num_micro_batches > 1 and self.portion() is None:
+            size = getattr(self.trainer.train_dataloader, "batch_size", None)
+            refuse_time_first(batch, size, self.trainer.lightning_module)
         with self.first_failure():
             self.rendezvous.join()
 
@@ -155,6 +161,8 @@ class Training:
             loss = self.parts.pipeline.train(
                 batch, step, self.mini_batches, exchange, accumulated, self._before_last_backward
             )
+            if self.state is not None:
+                self.state.hand_on_late()
         self.draws.between_steps(Point.STEP_ENDED)
         self._last_loss = loss.detach()
         if self.watch is not None and self.parts.runners[-1].is_last:

@@ -59,6 +59,15 @@ def secretive() -> tuple[Residual, Tensor]:
     return Secretive(), torch.ones(6, 4)
 
 
+class TimeFirst(Residual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch.cumsum(0), batch_idx)
+
+
+def time_first() -> tuple[TimeFirst, Tensor]:
+    return TimeFirst(), torch.ones(6, 6, 4)
+
+
 def unlike() -> tuple[Residual, Tensor]:
     module = Residual()
     with torch.no_grad():
@@ -74,6 +83,12 @@ def test_a_cut_model_that_computes_the_same(capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out
     assert "3 stages compute the same as the whole model" in printed
     assert "loss of micro-batch 0" in printed
+
+
+@pytest.mark.parametrize(("factory", "said"), [("residual", "is the mean"), ("time_first", "is NOT the mean")])
+def test_whether_a_batch_may_be_split(capsys: pytest.CaptureFixture[str], factory: str, said: str) -> None:
+    assert main(["check", f"{__name__}:{factory}"]) == 0
+    assert f"The loss of the batch {said} of those of its micro-batches" in capsys.readouterr().out
 
 
 def test_one_that_does_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,6 +233,17 @@ class OptimizerParts:
                 "with add_param_group, and set lr=0 instead of taking one away."
             )
         return [{**group, "params": whole} for group, whole in zip(optimizer.param_groups, self._whole, strict=True)]
+
+    @contextmanager
+    def shown(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within, ``optimizer.param_groups`` have the parameters of all stages."""
+        for group, whole in zip(optimizer.param_groups, self._whole, strict=False):
+            group["params"] = whole
+        try:
+            yield
+        finally:
+            for group, places in zip(optimizer.param_groups, self._places, strict=False):
+                group["params"] = [self._local[place] for place in places if place in self._local]
 
     @property
     def places(self) -> Mapping[int, nn.Parameter]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +51,12 @@ class Checkpoints:
     def whole_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """The optimizer's groups with the parameters of all stages."""
         return self._parts.groups(optimizer)
+
+    @contextmanager
+    def whole_groups_shown(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Within, the optimizer's own groups have the parameters of all stages, if there is an optimizer."""
+        with self._optimizer.shown(optimizers[0]) if self._optimizer and optimizers else nullcontext():
+            yield
 
     def module_state(self) -> dict[str, Any]:
         """The whole ``state_dict`` on rank 0; for distributed checkpoints this stage's part on every rank."""

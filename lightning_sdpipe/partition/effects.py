@@ -10,6 +10,7 @@ finds it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -220,3 +221,13 @@ class _Assignments:
 
 _assignments = _Assignments()
 hear_assignments = _assignments.hear
+
+
+@contextmanager
+def listening(listener: Callable[[nn.Module, str], None]) -> Iterator[None]:
+    """Around calls of blocks: ``listener`` is told of each assignment while :func:`hear_assignments` holds."""
+    _assignments.listeners.append(listener)
+    try:
+        yield
+    finally:
+        _assignments.listeners.remove(listener)

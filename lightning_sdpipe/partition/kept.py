@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 CONTAINERS = (list, dict, set, deque)
@@ -29,3 +30,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (*CONTAINERS, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)
+
+
+def kept_over_steps(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of ``module`` and the states of its metrics, with what they are called."""
+    for name, buffer in module.named_buffers():
+        yield f"the buffer {name!r}", buffer
+    for path, metric in module.named_modules():
+        if isinstance(metric, Metric):
+            for name in metric._defaults:
+                for tensor in tree_leaves(getattr(metric, name)):
+                    if isinstance(tensor, Tensor):
+                        yield f"the metric {path!r}", tensor

@@ -21,14 +21,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torchmetrics import Metric
 
-from lightning_sdpipe.partition.effects import Watch, hear_assignments
+from lightning_sdpipe.partition.effects import Watch
 from lightning_sdpipe.partition.intercept import Original, intercept
-from lightning_sdpipe.partition.kept import tensors_in_attributes
+from lightning_sdpipe.partition.kept import kept_over_steps, tensors_in_attributes
 from lightning_sdpipe.partition.message import EffectLayout, LeafKey, leaves_of
 from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS
 from lightning_sdpipe.partition.structure import take_apart
+from lightning_sdpipe.partition.touches import Touch, Touches
 
 OUTSIDE = -1
 """In the place of a block: user code between blocks, hooks included."""
@@ -90,7 +90,8 @@ class Trace:
     code outside of blocks turned values into Python's, or into a shape, and where it wrote them into a tensor (the
     first of the values); what the step returned, logged and kept in buffers; what the blocks handed on, with the bytes
     of each tensor and of its gradient; and which of that is written to later. ``kept`` has what attributes of modules
-    hold when each block has returned and at the end, unless nothing is kept from one step to the next."""
+    hold when each block has returned and at the end, unless nothing is kept from one step to the next. ``touches`` are
+    those of what modules keep in Python."""
 
     order: list[int] = field(default_factory=list)
     reads: dict[int, list[tuple[Sequence[Value], str]]] = field(default_factory=dict)
@@ -101,6 +102,7 @@ class Trace:
     sizes: dict[LeafKey, tuple[int, int]] = field(default_factory=dict)
     changed: frozenset[LeafKey] = frozenset()
     kept: dict[int, frozenset[Storage]] = field(default_factory=dict)
+    touches: list[Touch] = field(default_factory=list)
 
 
 class Labels(TorchDispatchMode):
@@ -123,6 +125,7 @@ class Labels(TorchDispatchMode):
         self._paths: list[str] = []
         self._names = {m: name for name, m in module.named_modules()}
         self._watches = [Watch(path, module.get_submodule(path), self._enter_hooks) for path in chain]
+        self._touches = Touches(module, chain)
         self.keeps = False  # has a step left tensors of its own in attributes?
         self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -139,7 +142,7 @@ class Labels(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._begin(leaf, "given")
         with ExitStack() as undo:
-            undo.callback(hear_assignments())
+            undo.enter_context(self._touches.heard(self.traces[-1].touches, lambda: (self._block, self._position)))
             for index, path in enumerate(self._chain):
                 undo.callback(intercept(self._module.get_submodule(path), partial(self._call, index)))
             hooks = nn.modules.module
@@ -152,7 +155,7 @@ class Labels(TorchDispatchMode):
             undo.enter_context(_FunctionsOfPython(self))
             undo.enter_context(self)
             self._result("the result of the step", step())
-        for name, tensor in _kept_over_steps(self._module):
+        for name, tensor in kept_over_steps(self._module):
             value = self._value(tensor)
             if value is not None and value.write.origin == "operation" and value.write.block == OUTSIDE:
                 self._result(name, tensor)
@@ -263,9 +266,11 @@ class Labels(TorchDispatchMode):
     def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trace = self.traces[-1]
         trace.order.append(index)
+        self._touches.look()
         self._block = self._called = index
         try:
             output, effects = self._watches[index].call(original, args, kwargs)
+            self._touches.look()
         finally:
             self._block = self._called = OUTSIDE
             self._position = max(self._position, index + 1)
@@ -291,6 +296,7 @@ class Labels(TorchDispatchMode):
                 yield storage
 
     def _enter_hooks(self, entered: bool) -> None:
+        self._touches.look()
         self._block = OUTSIDE if entered else self._called
 
     def _enter_module(self, module: nn.Module, *_: Any) -> None:
@@ -305,6 +311,7 @@ class Labels(TorchDispatchMode):
     # ------------------------------------------------------------------------ results
 
     def _log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+        self._touches.logged(name)
         self._result(f"self.log({name!r})", value)
 
     def _result(self, what: str, outcome: Any) -> None:
@@ -343,17 +350,6 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     arguments = func._schema.arguments
     given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
     return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _kept_over_steps(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, buffer in module.named_buffers():
-        yield f"the buffer {name!r}", buffer
-    for path, metric in module.named_modules():
-        if isinstance(metric, Metric):
-            for name in metric._defaults:
-                for tensor in tree_leaves(getattr(metric, name)):
-                    if isinstance(tensor, Tensor):
-                        yield f"the metric {path!r}", tensor
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from lightning_sdpipe.partition.labels import OUTSIDE, Gradient, Place, Storage, Trace, Use, Value, Write
 from lightning_sdpipe.partition.message import LeafKey
+from lightning_sdpipe.partition.touches import Touch, missed
 
 Leaves = tuple[LeafKey, ...]
 
@@ -27,6 +28,7 @@ class Refusal:
     made_by: str
     needed_by: str
     from_earlier_step: bool = False
+    python: bool = False  # is it no tensor?
 
 
 @dataclass
@@ -68,6 +70,7 @@ class _Search:
             found = len(self.found.values)
             for use in writes:
                 self._write(use)
+        self._miss()
 
     def _need(self, values: Sequence[Value], use: str) -> None:
         todo = list(values)
@@ -76,6 +79,17 @@ class _Search:
             if value not in self._seen:
                 self._seen.add(value)
                 todo += self._resolve(value, use)
+
+    def _miss(self) -> None:
+        """What user code keeps in Python does not travel."""
+        span = self._span
+
+        def runs(touch: Touch) -> bool:
+            return touch.block in span if touch.block != OUTSIDE else self._last or touch.position < span.stop
+
+        touches = [trace.touches for trace in self._traces]
+        for change in missed(touches, runs, span.start):
+            self.found.refusals.append(Refusal(change.block, change.what, "user code that reads it", python=True))
 
     def _resolve(self, value: Value, use: str) -> Sequence[Value]:
         """Notes where ``value`` comes from, and returns what else is needed for it."""

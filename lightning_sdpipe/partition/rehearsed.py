@@ -11,6 +11,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.labels import OUTSIDE, Trace
 from lightning_sdpipe.partition.needs import Leaves, Needs, Refusal, needs
 from lightning_sdpipe.partition.sending import Travel
+from lightning_sdpipe.partition.touches import counted, late
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,10 @@ class Rehearsed:
             if stage
         }
         changed = frozenset(key for trace in self.traces[step] for key in trace.changed)
-        return Travel(crossing, changed)
+        touches = [trace.touches for trace in self.traces[step]]
+        all_late = {name for each in touches for name in late(each, spans[0].stop)}
+        all_counted = {name for each in touches for name in counted(each)}
+        return Travel(crossing, changed, tuple(sorted(all_late)), tuple(sorted(all_counted)))
 
     def readers(self, spans: Sequence[range]) -> dict[str, set[int]]:
         """The stages that read a parameter or buffer of another stage's block."""
@@ -137,6 +141,15 @@ class Rehearsed:
         return [self.chain[block] for block in blocks]
 
     def _explain(self, refusal: Refusal, step: str) -> str:
+        if refusal.python:
+            where = "after the end" if refusal.block == OUTSIDE else f"in block {self.chain[refusal.block]!r}, outside"
+            return (
+                f"{step} changes {refusal.made_by} {where} of a stage that reads it, in this micro-batch or the next: "
+                "stages run micro-batches at the same time, and what Python keeps does not travel between them. Change "
+                "and read it on one stage, with partition=[...] or blocks=[...]; change it in on_train_batch_end from "
+                "what all stages have (outputs['loss'], trainer.global_step); or draw from the generators of torch, "
+                "NumPy and random themselves, which have a stream for each micro-batch and block."
+            )
         if refusal.block == OUTSIDE:
             return (
                 f"{step} keeps a value from one batch to the next. It is set ({refusal.made_by}) after the end of a "

@@ -28,10 +28,14 @@ class Travel:
     Args:
         crossing: by cut (the index of the first block after it), the values, each as all leaves that it is found at.
         changed: leaves that something writes to after the block's call, so that they are copied before.
+        late: attributes of modules that the step changes in Python where the first stage does not come.
+        counted: what the step changes in Python outside of blocks by what it was before.
     """
 
     crossing: Mapping[int, Sequence[Sequence[LeafKey]]] = field(default_factory=dict)
     changed: frozenset[LeafKey] = frozenset()
+    late: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
 
 
 NOTHING_MORE = Travel()

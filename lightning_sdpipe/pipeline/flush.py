@@ -28,6 +28,7 @@ from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.announcement import Announcement
 from lightning_sdpipe.pipeline.gradients import (
     GradientExchange,
+    has_hooks,
     loss_with_gradients,
     put_back,
     reported_to,
@@ -75,6 +76,7 @@ class FlushPipeline:
         ]
         self._schedule_of = cache(lambda parts: _schedule(schedule, self._stages, parts))
         self._schedule_of(num_micro_batches)  # refuses what cannot be ordered
+        self._splits_backwards = schedule == "zero_bubble"
         self._num_micro_batches = num_micro_batches
         self._loss = SharedLoss(runners[-1].link, num_workers)
 
@@ -99,6 +101,7 @@ class FlushPipeline:
         :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
         """
         self.settle()
+        self._refuse_hooks()
         if step.portion is None:
             micro_batches = split(batch, self._num_micro_batches, self._runners[0].module)
         else:
@@ -147,6 +150,23 @@ class FlushPipeline:
         for runner in self._runners:
             runner.link.settle()
         self._loss.settle()
+
+    def _refuse_hooks(self) -> None:
+        """Raises ConfigurationError for hooks on gradients that would not see what they see in one process."""
+        self._shared.refuse_hooks()
+        hooked = [parameter for parameter in self._parameters if has_hooks(parameter)]
+        if self._splits_backwards and hooked:
+            raise ConfigurationError(
+                "A parameter has a hook on its gradient, and schedule='zero_bubble' computes gradients of parameters "
+                "apart from the backward that would call it. Use another schedule, or change the gradient in "
+                "on_before_optimizer_step."
+            )
+        if any(parameter._post_accumulate_grad_hooks and parameter.grad is not None for parameter in hooked):
+            raise ConfigurationError(
+                "register_post_accumulate_grad_hook sees the gradient of one mini-batch in a pipeline, and that of all "
+                "so far in one process. Change the gradient in on_before_optimizer_step, or do not accumulate "
+                "(accumulate_grad_batches=1)."
+            )
 
     def _before_last_backward(self, word: Announcement) -> None:
         self._loss.exchange()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.gradients import GradientExchange as GradientExchange
 
 
@@ -45,6 +46,11 @@ def reported_to(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Has the user registered any on its gradient?"""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def loss_with_gradients(
@@ -90,11 +96,17 @@ class _Deposit(torch.autograd.Function):
         accumulated: bool,
     ) -> Tensor:
         ctx.parameters, ctx.gradients, ctx.scale = parameters, gradients, scale
-        ctx.exchange, ctx.accumulated = exchange, accumulated
+        ctx.exchange, ctx.accumulated, ctx.done = exchange, accumulated, False
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.done:
+            raise ConfigurationError(
+                "backward ran twice on the loss of one mini-batch, whose gradients the pipeline has computed once. Run "
+                "it once, on the sum of what you would have run it on."
+            )
+        ctx.done = True
         if ctx.exchange is not None and not ctx.accumulated:
             ctx.gradients = ctx.exchange.finish()
         present = [grad for grad in ctx.gradients if grad is not None]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.pipeline.samples import Samples, find_samples, shapes
+from lightning_sdpipe.pipeline.samples import Samples, find_samples, shapes, tensors_in
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,19 @@ def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -
         weights = _weights(parts, module) if hasattr(module, "weigh_batch") else sizes
     total = sum(weights)
     return [MicroBatch(part, weight / total, shapes(part)) for part, weight in zip(parts, weights, strict=True)]
+
+
+def refuse_time_first(batch: Any, asked: int | None, module: nn.Module | None = None) -> None:
+    """Raises ConfigurationError where all tensors of a batch have as many samples as the loader was ``asked`` for in
+    their second dimension, and not in the first, by which they would be split."""
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
+    swapped = [t.ndim > 1 and t.shape[1] == asked and t.shape[0] not in (1, asked) for t in tensors]
+    if swapped and all(swapped) and not hasattr(module, "split_batch"):
+        raise ConfigurationError(
+            f"The loader was asked for {asked} samples, and the tensors of a batch have the shapes "
+            f"{[tuple(t.shape) for t in tensors]}: their first dimension, by which a batch is split into "
+            f"micro-batches, seems to be another one, such as time. {_ADVICE}"
+        )
 
 
 def part_sizes(samples: int, num_micro_batches: int) -> list[int]:

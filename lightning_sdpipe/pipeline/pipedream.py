@@ -98,6 +98,7 @@ class PipeDreamPipeline:
         """What the newest update is made of."""
         self._runner = runner
         self._parameters = parameters
+        self._shared = shared
         self._delays = delays
         last = len(runner.link.ranks) - 1
         self._depth = last - runner.link.stage
@@ -153,6 +154,7 @@ class PipeDreamPipeline:
         Raises:
             ConfigurationError: other layers train than at the beginning of this update.
         """
+        self._shared.refuse_hooks()
         self._after_update()
         window = self._window(step.generation, accumulated)
         loss = self._forward(batch, step, iteration, window)

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.pipeline.gradients import has_hooks
 from lightning_sdpipe.pipeline.late_sums import LateSum
 
 
@@ -58,6 +60,19 @@ class SharedParameters:
     def train(self) -> bool:
         """Has this stage any that get gradients?"""
         return any(p.requires_grad for p in self.parameters)
+
+    def refuse_hooks(self) -> None:
+        """Raises ConfigurationError if the user's hooks would see the parts of a gradient that stages add up."""
+        for copies in self._copies:
+            for name in copies.names:
+                parameter = self._module.get_parameter(name)
+                if parameter.requires_grad and has_hooks(parameter):
+                    raise ConfigurationError(
+                        f"{name!r} has a hook on its gradient, and stages {list(copies.owners)} hold it, each with a "
+                        "part of the gradient: the hook would see the parts, not their sum. Change the gradient in "
+                        "on_before_optimizer_step or on_after_backward, which see the sum; or keep all that uses the "
+                        "weight on one stage with partition=[...]."
+                    )
 
     def make_equal(self) -> None:
         """Gives every copy the value of the first stage that holds it."""

@@ -16,35 +16,40 @@ Log = Callable[..., None]
 
 class StepLog:
     """Collects what each micro-batch logs and logs it once: means weighted as the losses are, or the sum, minimum or
-    maximum that ``reduce_fx`` asks for. A torchmetrics object accumulates by itself and is logged as it is."""
+    maximum that ``reduce_fx`` asks for. A torchmetrics object accumulates by itself and is logged as it is. What a step
+    logs several times under one name is logged as often, first values with first ones."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[tuple[Any, float]]] = {}
-        self._batch_sizes: dict[str, int] = {}
-        self._options: dict[str, dict[str, Any]] = {}
+        self._values: dict[tuple[str, int], list[tuple[Any, float]]] = {}
+        self._batch_sizes: dict[tuple[str, int], int] = {}
+        self._options: dict[tuple[str, int], dict[str, Any]] = {}
 
     def record(self, weight: float) -> Log:
         """A replacement for ``LightningModule.log`` while a micro-batch of this weight runs. A ``batch_size`` that the
         user gives is its weight instead."""
+        calls: dict[str, int] = {}
 
         def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
             if args:  # prog_bar, logger, on_step and on_epoch may be given by position
                 options |= dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
             if isinstance(value, Tensor):
                 value = value.detach()
-            self._values.setdefault(name, []).append((value, batch_size or weight))
+            calls[name] = calls.get(name, 0) + 1
+            key = name, calls[name]
+            self._values.setdefault(key, []).append((value, batch_size or weight))
             if batch_size:
-                self._batch_sizes[name] = self._batch_sizes.get(name, 0) + batch_size
-            self._options[name] = options
+                self._batch_sizes[key] = self._batch_sizes.get(key, 0) + batch_size
+            self._options[key] = options
 
         return log
 
     def replay(self, log: Log) -> None:
-        """Calls ``log`` once per name. Values are reduced over the pipelines when the epoch ends, never in a step."""
-        for name, entries in self._values.items():
-            options = {**self._options[name], "sync_dist": True}
+        """Calls ``log`` as often as a micro-batch has. Values are reduced over the pipelines when the epoch ends, and
+        never in a step."""
+        for key, entries in self._values.items():
+            options = {**self._options[key], "sync_dist": True}
             value = _combine(entries, options.get("reduce_fx", "mean"))
-            log(name, value, batch_size=self._batch_sizes.get(name), **options)  # else Lightning counts the mini-batch
+            log(key[0], value, batch_size=self._batch_sizes.get(key), **options)  # else Lightning counts the mini-batch
 
 
 def _combine(entries: list[tuple[Any, float]], reduce_fx: Any) -> Any:

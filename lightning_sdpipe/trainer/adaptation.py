@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, scale_without
 from lightning_sdpipe.trainer.readiness import Readiness, clips_by_norm
 from lightning_sdpipe.trainer.refusals import leave_out_example
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
+from lightning_sdpipe.trainer.whole_groups import show_whole_groups
 
 
 def adapt(
@@ -31,6 +33,8 @@ def adapt(
     whereabouts: Whereabouts,
     readiness: Readiness,
     whole_groups: Callable[[], list[dict[str, Any]]],
+    whole_groups_shown: Callable[[], AbstractContextManager[None]],
+    hand_on: Callable[[str], None],
 ) -> list[Callable[[], None]]:
     """Changes hooks, metrics, callbacks, clipping and the loss scale of ``trainer`` so.
 
@@ -43,6 +47,8 @@ def adapt(
         whereabouts: is told when hooks run that only last stages run.
         readiness: is told when an update has passed what waits for other stages.
         whole_groups: those of the optimizer, with the parameters of all stages.
+        whole_groups_shown: within, the optimizer's own groups have them.
+        hand_on: gives other stages what the last one's Python has changed in an evaluation that ends with this hook.
 
     Returns:
         What undoes it.
@@ -61,8 +67,9 @@ def adapt(
         clip_over_stages(precision, module, ownership, groups, known)
         agree_on_overflow(precision, groups, voted)
     return [
-        leave_results_to_the_last_stage(module, callbacks, stage == groups.mesh.num_stages - 1, result_hook),
+        leave_results_to_the_last_stage(module, callbacks, stage == groups.mesh.num_stages - 1, result_hook, hand_on),
         leave_out_example(module) if several else lambda: None,
         gather_metrics_over(module, groups.stage),
         finetuning.adapt(callbacks, whole_groups),
+        show_whole_groups(module, callbacks, whole_groups_shown) if several else lambda: None,
     ]

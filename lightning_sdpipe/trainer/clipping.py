@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -31,6 +31,7 @@ def clip_over_stages(
     called when the norm is."""
     counted = _counted(module, ownership, groups)
     precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_norm, counted, groups.pipeline, known)
+    precision.__dict__["main_params"] = _held  # by value
 
 
 def clip_without_flush(
@@ -45,6 +46,7 @@ def clip_without_flush(
     :mod:`lightning_sdpipe.pipeline.notes`."""
     counted = _counted(module, ownership, groups)
     precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_known_norm, counted, pipeline, known)
+    precision.__dict__["main_params"] = _held
 
 
 def _counted(module: nn.Module, ownership: Ownership, groups: ProcessGroups) -> list[nn.Parameter]:
@@ -71,7 +73,7 @@ def _clip_by_known_norm(
             "configure_gradient_clipping is overridden, so that with schedule='pipedream' no stage was told the norms "
             "of the others. Do one of the two."
         )
-    gradients = [p.grad for p in counted if p.grad is not None]
+    gradients = _gradients(counted, optimizer)
     norms = pipeline.norms(float(get_total_norm(gradients).double().square()))
     known()
     for norm in norms:
@@ -97,11 +99,21 @@ def _clip_by_norm(
     Raises:
         WorkerFailedError: another stage is gone.
     """
-    gradients = [p.grad for p in counted if p.grad is not None]
+    gradients = _gradients(counted, optimizer)
     square = get_total_norm(gradients).square()
     square = square.to(next((g.device for g in gradients), square.device))
     with waiting_for(pipeline, "clipping gradients"):
         dist.all_reduce(square, group=pipeline)
     known()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    clip_grads_with_norm_(parameters, clip_val, square.sqrt())
+    clip_grads_with_norm_(_held(optimizer), clip_val, square.sqrt())
+
+
+def _gradients(counted: Sequence[nn.Parameter], optimizer: Optimizer) -> list[Tensor]:
+    """Those that ``optimizer`` applies, as in one process."""
+    applied = {id(p) for p in _held(optimizer)}
+    return [p.grad for p in counted if p.grad is not None and id(p) in applied]
+
+
+def _held(optimizer: Optimizer) -> list[nn.Parameter]:
+    """What this stage holds of the optimizer's parameters; hooks see the others', too."""
+    return [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]

@@ -27,11 +27,16 @@ Within = Callable[[str], AbstractContextManager[None]]
 
 
 def leave_results_to_the_last_stage(
-    module: LightningModule, callbacks: Sequence[Callback], is_last: bool, within: Within
+    module: LightningModule,
+    callbacks: Sequence[Callback],
+    is_last: bool,
+    within: Within,
+    hand_on: Callable[[str], None] = lambda _: None,
 ) -> Callable[[], None]:
     """Hooks that deal with the results of evaluation, those of ``module`` and of callbacks that write predictions, run
     on last stages only; ``within(hook)`` is held meanwhile. Those of other callbacks run everywhere, and end on the
-    other stages where they use a result. Returns what undoes it."""
+    other stages where they use a result. All stages call ``hand_on(hook)`` after the module's hooks for the end of an
+    evaluation. Returns what undoes it."""
     writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
     own = [(module, name) for name in _RESULT_HOOKS] + [(writer, name) for writer in writers for name in _WRITER_HOOKS]
     changed: list[tuple[Any, str, Any]] = []  # what, its hook, and what its instance had in its place
@@ -41,7 +46,8 @@ def leave_results_to_the_last_stage(
         owner.__dict__[name] = hook
 
     for owner, name in own:
-        put(owner, name, _held(getattr(owner, name), within, name) if is_last else _nothing)
+        hook = _held(getattr(owner, name), within, name) if is_last else _nothing
+        put(owner, name, _then(hook, hand_on, name) if owner is module and name.endswith("_epoch_end") else hook)
     if not is_last:
         put(module, _EPOCH_END, _ending(getattr(module, _EPOCH_END), module, _EPOCH_END))
         for callback in (c for c in callbacks if not isinstance(c, EpochCallback)):
@@ -70,6 +76,15 @@ def _held(hook: Callable[..., Any], within: Within, name: str) -> Callable[..., 
     return held
 
 
+def _then(hook: Callable[..., Any], hand_on: Callable[[str], None], name: str) -> Callable[..., Any]:
+    def then(*arguments: Any, **kwargs: Any) -> Any:
+        outcome = hook(*arguments, **kwargs)
+        hand_on(name)
+        return outcome
+
+    return then
+
+
 def _ending(hook: Callable[..., Any], owner: Callback | LightningModule, name: str) -> Callable[..., None]:
     place = f"{type(owner).__name__}.{name}"
 
@@ -79,7 +94,7 @@ def _ending(hook: Callable[..., Any], owner: Callback | LightningModule, name: s
             arguments = (trainer, module, _NoResult(place), *more)
         try:
             hook(*arguments, **kwargs)
-        except _NoResultError:
+        except NoResultError:
             return
         except (ConfigurationError, NonFiniteError, WorkerFailedError, SchedulerError):
             raise
@@ -93,7 +108,7 @@ def _ending(hook: Callable[..., Any], owner: Callback | LightningModule, name: s
     return ending
 
 
-class _NoResultError(ConfigurationError):
+class NoResultError(ConfigurationError):
     """A result was used where there is none."""
 
 
@@ -104,7 +119,7 @@ class _NoResult:
         self.__dict__["_place"] = place
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise _NoResultError(f"{self.__dict__['_place']} uses what a step returned, which exists on last stages only.")
+        raise NoResultError(f"{self.__dict__['_place']} uses what a step returned, which exists on last stages only.")
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __contains__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
@@ -112,7 +127,7 @@ class _NoResult:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        raise _NoResultError(f"{getattr(function, '__name__', function)} was given what a step returned elsewhere.")
+        raise NoResultError(f"{getattr(function, '__name__', function)} was given what a step returned elsewhere.")
 
 
 class _GatherOverStage:

@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_sdpipe import ConfigurationError
 from lightning_sdpipe.errors import WorkerFailedError
-from tests.features.running import Regression, on_four_ranks, train_loader, trainer_of_this_process
+from tests.features.running import (
+    Regression,
+    assert_same,
+    on_four_ranks,
+    samples,
+    train_loader,
+    trainer_of_this_process,
+    weights,
+)
 from tests.features.table import refused, supported
 
 pytestmark = pytest.mark.distributed
@@ -22,6 +31,16 @@ pytestmark = pytest.mark.distributed
 class OwnClipping(Regression):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class OwnClippingOfGroups(Regression):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+
+class OwnConfiguredClipping(Regression):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
 
 
 class Norms(Regression):
@@ -59,8 +78,47 @@ def _refuse(directory: Path, make: Callable[[], Regression]) -> None:
          "`Trainer(gradient_clip_val=…)` and `self.clip_gradients` know the norm; what each stage does to its own "
          "weights works")  # fmt: skip
 def test_hooks_compute_nothing_from_weights_that_are_not_there(tmp_path: Path) -> None:
-    for module in (OwnClipping, Norms, Teacher):  # connections do not survive a failure
+    for module in (
+        OwnClipping,
+        OwnClippingOfGroups,
+        OwnConfiguredClipping,
+        Norms,
+        Teacher,
+    ):  # connections do not survive a failure
         on_four_ranks(_refuse, tmp_path, module, count=2)
+
+
+class Partly(Regression):
+    """Its optimizer leaves out a weight that has a gradient; hooks go through the optimizer's groups."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.net[2].parameters(), *self.net[0].parameters()], lr=0.1, momentum=0.9)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        (group,) = optimizer.param_groups
+        assert len(group["params"]) == 4
+        for parameter in group["params"]:
+            parameter.grad.clamp_(-0.2, 0.2)
+            parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+
+def _partly(directory: Path) -> list[dict[str, Tensor]]:
+    found = []
+    for model, clip in ((Partly(), 0.1), (PartlyByValue(), None)):
+        trainer = trainer_of_this_process(directory, gradient_clip_val=clip, use_distributed_sampler=False)
+        trainer.fit(model, DataLoader(samples(), 8))
+        found.append(weights(model))
+    return found
+
+
+def test_hooks_see_the_groups_of_all_stages_and_clipping_those_of_the_optimizer(tmp_path: Path) -> None:
+    for *parts, whole in zip(*on_four_ranks(_partly, tmp_path, count=2), _partly(tmp_path), strict=True):
+        assert_same(parts, whole)
+
+
+class PartlyByValue(Partly):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, 0.05, "value")
 
 
 class Doubled(Regression):

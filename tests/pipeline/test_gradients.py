@@ -1,6 +1,8 @@
+import pytest
 import torch
 from torch import nn
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.gradients import loss_with_gradients, put_back, set_aside
 
 
@@ -21,3 +23,12 @@ def test_backward_adds_the_gradients_of_the_schedule_scaled() -> None:
     assert torch.equal(a.grad, torch.tensor([6.0, 7.0]))
     assert torch.equal(b.grad, torch.tensor([2.0, 3.0]))
     assert unused.grad is None
+
+
+def test_a_second_backward_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    loss = loss_with_gradients(torch.tensor(3.0), [parameter], [torch.ones(2)])
+    loss.backward(retain_graph=True)
+    with pytest.raises(ConfigurationError, match="backward ran twice"):
+        loss.backward()
+    assert torch.equal(parameter.grad, torch.ones(2))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.pipeline.micro_batches import split
+from lightning_sdpipe.pipeline.micro_batches import refuse_time_first, split
 
 
 @given(st.integers(1, 40), st.integers(1, 8))
@@ -71,3 +71,14 @@ def test_one_micro_batch_is_the_mini_batch_whatever_it_is() -> None:
     (part,) = split(batch, 1)
     assert part.batch is batch
     assert part.weight == 1.0
+
+
+def test_a_first_dimension_that_is_not_that_of_the_samples_is_refused() -> None:
+    time_first = torch.zeros(7, 4, 3), torch.zeros(7, 4)
+    with pytest.raises(ConfigurationError, match="The loader was asked for 4 samples"):
+        refuse_time_first(time_first, 4)
+    refuse_time_first(time_first, 4, TimeFirst())
+    refuse_time_first(time_first, None)  # of another kind of loader
+    refuse_time_first(time_first, 7)
+    refuse_time_first((torch.zeros(3, 4), torch.zeros(3)), 4)  # some samples were left out
+    refuse_time_first((torch.zeros(4, 4), torch.zeros(4, 4)), 4)  # cannot be seen

@@ -24,3 +24,13 @@ def test_micro_batches_are_combined_by_their_samples() -> None:
     assert logged["count"][0] == 6.0
     assert logged["own"][0] == pytest.approx(3.0)
     assert logged["own"][1]["batch_size"] == 2
+
+
+def test_a_name_that_is_logged_twice_is_logged_twice() -> None:
+    log, logged = StepLog(), []
+    for weight, losses in ((0.75, (1.0, 10.0)), (0.25, (5.0, 50.0))):
+        record = log.record(weight)
+        for loss in losses:
+            record("loss", loss)
+    log.replay(lambda name, value, **_: logged.append((name, float(value))))
+    assert logged == [("loss", 2.0), ("loss", 20.0)]

@@ -1,0 +1,163 @@
+"""Values of Python as text and back, for what stages hand on to each other beside tensors of the pipeline."""
+
+from __future__ import annotations
+
+import base64
+import random
+import sys
+import types
+from collections import deque
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Packed = Any  # what JSON can hold
+LARGEST = 2**20  # bytes of all tensors and arrays in one value
+
+_PLAIN = (type(None), bool, int, float, str)
+_SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
+_CONTAINERS = (dict, *_SEQUENCES.values())
+_LIBRARIES = ("site-packages", "dist-packages")
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+class NotPackedError(Exception):
+    """A value that does not travel: of an unknown kind, or too large."""
+
+
+def pack(value: Any) -> Packed:
+    """``value`` as what JSON can hold.
+
+    Raises:
+        NotPackedError: it is none of Python's plain values, tensors, arrays and generators of random numbers, in
+            containers or not, or too large.
+    """
+    return _pack(value, [LARGEST])
+
+
+def _pack(value: Any, left: list[int]) -> Packed:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+        dtype = str(value.dtype).removeprefix("torch.")
+        _take(value.numel() * value.element_size(), left)
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return {"tensor": _text(data), "dtype": dtype, "shape": list(value.shape)}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        _take(value.nbytes, left)
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {kind: _text(np.ascontiguousarray(value).tobytes()), "dtype": str(value.dtype), "shape": value.shape}
+    if isinstance(value, Enum):
+        return {"member": value.name}
+    if isinstance(value, GENERATORS):
+        return {"generator": _pack(state_of(value), left)}
+    if isinstance(value, dict):
+        return {"dict": [[_pack(key, left), _pack(item, left)] for key, item in value.items()]}
+    kind = next((name for name, sequence in _SEQUENCES.items() if type(value) is sequence), "")
+    if kind:
+        items = sorted(value, key=repr) if kind == "set" else value
+        return {kind: [_pack(item, left) for item in items]}
+    raise NotPackedError(type(value).__name__)
+
+
+def unpack(packed: Packed, now: Any, device: torch.device) -> Any:
+    """What was packed. ``now``, which is in its place here, is changed where it is a container, a tensor or a generator
+    of that kind, so that all who hold it see the change; new tensors are put on ``device``.
+
+    Raises:
+        NotPackedError: ``now`` does not tell the kind of an enumeration's member or of a generator.
+    """
+    if not isinstance(packed, dict):
+        return packed
+    kind, data = next(iter(packed.items()))
+    if kind == "tensor":
+        return _tensor(packed, now, device)
+    if kind in ("array", "scalar"):
+        array = np.frombuffer(base64.b64decode(data), dtype=packed["dtype"]).reshape(packed["shape"]).copy()
+        return array if kind == "array" else array[()]
+    if kind == "member":
+        if not isinstance(now, Enum):
+            raise NotPackedError(f"a member of an enumeration, in the place of a {type(now).__name__}")
+        return type(now)[data]
+    if kind == "generator":
+        if not isinstance(now, GENERATORS):
+            raise NotPackedError(f"a generator of random numbers, in the place of a {type(now).__name__}")
+        _set_state(now, unpack(data, None, torch.device("cpu")))
+        return now
+    if kind == "dict":
+        pairs = [(unpack(key, None, device), item) for key, item in data]
+        was = now if isinstance(now, dict) else {}
+        items = {key: unpack(item, was.get(key), device) for key, item in pairs}
+        return _refilled(now, dict, items)
+    before = list(now) if isinstance(now, (list, tuple, deque)) else []
+    before += [None] * len(data)
+    values = [unpack(item, before[place], device) for place, item in enumerate(data)]
+    return _refilled(now, _SEQUENCES[kind], values)
+
+
+def _refilled(now: Any, kind: type, content: Any) -> Any:
+    if kind is tuple or not isinstance(now, kind):
+        return kind(content)
+    held: Any = now
+    held.clear()
+    held.extend(content) if isinstance(held, (list, deque)) else held.update(content)
+    return held
+
+
+def _tensor(packed: dict[str, Any], now: Any, device: torch.device) -> Tensor:
+    dtype, shape = getattr(torch, packed["dtype"]), packed["shape"]
+    data = bytearray(base64.b64decode(packed["tensor"]))
+    value = (
+        torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    )
+    if isinstance(now, Tensor) and not now.is_meta and now.dtype == dtype and list(now.shape) == shape:
+        with torch.no_grad():
+            now.copy_(value)
+        return now
+    return value.to(device)
+
+
+def _take(size: int, left: list[int]) -> None:
+    left[0] -= size
+    if left[0] < 0:
+        raise NotPackedError(f"more than {LARGEST} bytes")
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def is_of_the_user(value: Any) -> bool:
+    """Is it an object of the user's own, with attributes, rather than a value, or something of a library's?"""
+    if isinstance(value, types.SimpleNamespace):
+        return True
+    kind = type(value)
+    if isinstance(value, (Tensor, nn.Module, type, *_CONTAINERS)) or not hasattr(value, "__dict__"):
+        return False
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names or isinstance(value, Enum):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return not any(part in file for part in _LIBRARIES)
+
+
+def state_of(generator: Any) -> Any:
+    """That of a generator of random numbers."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)

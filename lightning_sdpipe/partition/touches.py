@@ -1,0 +1,294 @@
+"""Where a step reads and changes what modules keep in Python: numbers, lists, objects of the user's own, generators of
+random numbers, and the metrics that the step has logged.
+
+Tensors leave traces in torch (:mod:`~lightning_sdpipe.partition.labels`). Of the rest, an attribute of a module is seen
+when it is read or set, and what is changed within an object between two looks at it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torchmetrics import Metric
+
+from lightning_sdpipe.partition.effects import hear_assignments, listening
+from lightning_sdpipe.partition.python_values import GENERATORS, is_of_the_user, state_of
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
+_CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+_MANY = 10_000  # values that are looked at in one
+_DEPTH = 4  # of containers and objects in each other
+
+
+@dataclass(frozen=True)
+class Touch:
+    """A step reads ``what``, or ``writes`` to it, in a block or at a position of the code outside
+    (:class:`~lightning_sdpipe.partition.labels.Write`).
+
+    Args:
+        anew: sets it, whatever it was.
+        replayed: stand-ins of the block do the same.
+        attribute: it is one of a module's, or something in it.
+    """
+
+    what: str
+    writes: bool
+    block: int
+    position: int
+    anew: bool = False
+    replayed: bool = False
+    attribute: bool = False
+
+
+class Touches:
+    """Looks at one module while its steps are rehearsed.
+
+    Args:
+        module: whole.
+        chain: paths of its blocks.
+    """
+
+    def __init__(self, module: nn.Module, chain: Sequence[str]) -> None:
+        self._module = module
+        self._modules = {name: m for name, m in module.named_modules() if not isinstance(m, Metric)}
+        self._paths = {id(m): name for name, m in self._modules.items()}  # a metric's hash depends on its values
+        self._blocks = [f"{path}." for path in chain]
+        self._found: list[Touch] = []
+        self._place: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._states: dict[str, tuple[Any, bool, Any]] = {}  # what it is, whether a stand-in changes it, its state
+        self._looking = False
+
+    @contextmanager
+    def heard(self, into: list[Touch], place: Callable[[], tuple[int, int]]) -> Iterator[None]:
+        """What is touched within is added to ``into``; ``place()`` is the block and the position."""
+        self._found, self._place = into, place
+        self._states = {what: (v, plain, _state(v)) for what, v, plain in self._candidates()}
+        stop = hear_assignments()
+        try:
+            with listening(self._set), self._reading(), self._metrics():
+                for what in self._options_of_optimizers():
+                    self._note(what, writes=False)  # every update does
+                yield
+                self.look()
+        finally:
+            stop()
+
+    def look(self) -> None:
+        """What has changed since was changed by the code that has run since."""
+        self._looking = True
+        try:
+            for what, (value, plain, before) in self._states.items():
+                now = _state(value)
+                if now != before:
+                    self._states[what] = value, plain, now
+                    if isinstance(value, GENERATORS):
+                        self._note(what, writes=False)
+                    self._note(
+                        what,
+                        writes=True,
+                        replayed=plain and self._in_its_block(what),
+                        attribute=self._is_attribute(what),
+                    )
+        finally:
+            self._looking = False
+
+    def logged(self, name: str) -> None:
+        """The step has logged a value."""
+        for suffix in ("", "_step", "_epoch"):
+            self._note(f"the metric {name + suffix!r}", writes=True)
+
+    def _candidates(self) -> Iterator[tuple[str, Any, bool]]:
+        """What may change without being set: what it is called, it, and whether stand-ins see changes in it."""
+        for what, options in self._options_of_optimizers().items():
+            yield what, options, False
+        known: set[int] = set()
+        for path, module in self._modules.items():
+            for name, value in vars(module).items():
+                if name not in _OF_EVERY_MODULE and id(value) not in known and _holds(value):
+                    known.add(id(value))
+                    yield f"{path}.{name}".lstrip("."), value, type(value) in (list, dict)
+        for file in {type(module).__module__ for module in self._modules.values()}:
+            for name, value in vars(sys.modules.get(file, object)).items():
+                if isinstance(value, GENERATORS) and id(value) not in known and file.partition(".")[0] != "torch":
+                    known.add(id(value))
+                    yield f"{file}.{name}", value, False
+
+    def _options_of_optimizers(self) -> dict[str, dict[str, Any]]:
+        strategy = getattr(vars(self._module).get("_trainer"), "strategy", None)
+        groups = [group for optimizer in getattr(strategy, "optimizers", ()) for group in optimizer.param_groups]
+        return {f"the options of the optimizer's group {number}": group for number, group in enumerate(groups)}
+
+    def _set(self, module: nn.Module, name: str) -> None:
+        path = self._paths.get(id(module))
+        value = vars(module).get(name)
+        if path is None or name in _OF_EVERY_MODULE or name.startswith("__") or isinstance(value, (Tensor, nn.Module)):
+            return
+        what = f"{path}.{name}".lstrip(".")
+        self._states.pop(what, None)
+        if _holds(value):
+            self._states[what] = value, type(value) in (list, dict), _state(value)
+        if isinstance(value, (list, tuple, dict)) and value and all(map(_in_torch, _items(value))):
+            return
+        self._note(what, writes=True, anew=True, replayed=self._in_its_block(what), attribute=True)
+
+    def _is_attribute(self, what: str) -> bool:
+        path, _, name = what.rpartition(".")
+        return name in vars(self._modules.get(path, object))
+
+    def _in_its_block(self, what: str) -> bool:
+        block, _ = self._place()
+        return block >= 0 and what.startswith(self._blocks[block])
+
+    def _note(self, what: str, writes: bool, **more: bool) -> None:
+        self._found.append(Touch(what, writes, *self._place(), **more))
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        def read(module: nn.Module, name: str) -> Any:
+            value = object.__getattribute__(module, name)
+            if not self._looking and not name.startswith("__") and name not in _OF_EVERY_MODULE:
+                path = self._paths.get(id(module))
+                if path is not None and not isinstance(value, (*_CODE, Tensor, *GENERATORS)):
+                    self._note(f"{path}.{name}".lstrip("."), writes=False)
+            return value
+
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            del nn.Module.__getattribute__
+
+    def _metrics_of(self, original: Any, trainer: Trainer) -> _Metrics:
+        return _Metrics(original.__get__(trainer), self._note)
+
+    @contextmanager
+    def _metrics(self) -> Iterator[None]:
+        """A step that looks for metrics of the Trainer's reads those that it asks for."""
+        originals = {name: vars(Trainer)[name] for name in _METRICS}
+        for name, original in originals.items():
+            setattr(Trainer, name, property(partial(self._metrics_of, original)))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(Trainer, name, original)
+
+
+class _Metrics(dict[str, Any]):
+    def __init__(self, metrics: Any, note: Callable[..., None]) -> None:
+        super().__init__(metrics)
+        self._note = note
+
+    def _read(self, name: Any) -> None:
+        self._note(f"the metric {name!r}", writes=False)
+
+    def __getitem__(self, name: str) -> Any:
+        self._read(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._read(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read(name)
+        return super().get(name, default)
+
+
+def _holds(value: Any) -> bool:
+    """May it change without being set?"""
+    return isinstance(value, (list, dict, set, deque, np.ndarray, *GENERATORS)) or is_of_the_user(value)
+
+
+def _state(value: Any) -> Any:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return _state_within(value, _DEPTH, iter(range(_MANY)))
+
+
+def _state_within(value: Any, depth: int, left: Iterator[int]) -> Any:
+    """Something that differs when what Python keeps in ``value`` does; tensors are seen elsewhere, and of what holds a
+    great many values the first ones and their number."""
+    if isinstance(value, (type(None), bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return crc32(value.flat[:: 1 + value.size // _MANY].tobytes())
+    if isinstance(value, GENERATORS):
+        state = state_of(value)
+        return crc32(state.numpy().tobytes()) if isinstance(state, Tensor) else repr(state)
+    if isinstance(value, (Tensor, nn.Module)) or not depth:
+        return None
+    within = partial(_state_within, depth=depth - 1, left=left)
+    if isinstance(value, dict):
+        items = ((key, item) for key, item in value.items() if not _in_torch(item))
+        return tuple((str(key), within(item)) for (key, item), _ in zip(items, left, strict=False))
+    if isinstance(value, (list, tuple, deque)):
+        values = (item for item in value if not _in_torch(item))
+        return tuple(within(item) for item, _ in zip(values, left, strict=False)), len(value) > _MANY and len(value)
+    if isinstance(value, set):
+        return len(value), tuple(sorted(repr(item) for item, _ in zip(value, left, strict=False)))
+    if is_of_the_user(value):
+        return tuple((name, within(item)) for (name, item), _ in zip(vars(value).items(), left, strict=False))
+    return id(value) if depth < _DEPTH else None
+
+
+def _items(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _in_torch(value: Any) -> bool:
+    """A tensor, or the place of one."""
+    return value is None or isinstance(value, Tensor)
+
+
+def missed(traces: Sequence[Sequence[Touch]], runs: Callable[[Touch], bool], start: int) -> Iterator[Touch]:
+    """The changes that a stage does not see, of what it reads.
+
+    Args:
+        traces: the touches of successive steps.
+        runs: does the stage run the code of a touch?
+        start: its first block. Stand-ins take the place of those before it.
+    """
+    changed: dict[str, Touch] = {}
+    for touch in (touch for trace in traces for touch in trace):
+        here = runs(touch) or (touch.replayed and touch.block < start)
+        if touch.writes and not here:
+            changed[touch.what] = touch
+        elif touch.writes and touch.anew:
+            changed.pop(touch.what, None)
+        elif not touch.writes and here and touch.what in changed:
+            yield changed[touch.what]
+
+
+def late(touches: Sequence[Touch], end: int) -> set[str]:
+    """The attributes that are changed outside of blocks where a stage does not come that ends before block ``end``."""
+    changes = (t for t in touches if t.attribute and t.writes and t.block < 0 and t.position >= end)
+    return {touch.what for touch in changes}
+
+
+def counted(touches: Sequence[Touch]) -> set[str]:
+    """What a step changes outside of blocks by what it was before, as a counter."""
+    read, begun, found = set[str](), set[str](), set[str]()
+    for touch in touches:
+        if touch.block >= 0:
+            continue
+        if not touch.writes and touch.what not in begun:
+            read.add(touch.what)
+        elif touch.writes:
+            begun.add(touch.what)
+            if touch.what in read:
+                found.add(touch.what)
+    return found

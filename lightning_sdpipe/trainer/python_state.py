@@ -1,0 +1,272 @@
+"""What user code keeps in Python, and in buffers outside of blocks, as it is where steps come to their end.
+
+Validation ends on last stages: there the module's hooks have results, and may lower a temperature, step a schedule or
+freeze layers. So what has changed on the last stage of a pipeline while it validated, tested or predicted is handed on
+to its other stages when the module's hook has run. What cannot travel may not be used there any more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.partition.python_values import NotPackedError, is_of_the_user, pack, unpack
+from lightning_sdpipe.trainer.last_stage import NoResultError
+
+_TAG = 2**31 - 8  # that no link uses
+_OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
+_DEPTH = 4  # of objects in objects
+_MANY = 10_000  # values in a container, of which the number is looked at
+
+Address = tuple[str | int, ...]
+_Change = tuple[Address, str, Any]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a value is: an item or an attribute of ``owner``, or whether a parameter trains."""
+
+    owner: Any
+    name: Any
+
+    @property
+    def value(self) -> Any:
+        if isinstance(self.owner, nn.Parameter):
+            return self.owner.requires_grad
+        return self.owner[self.name] if isinstance(self.owner, dict) else vars(self.owner).get(self.name)
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.owner, nn.Parameter):
+            self.owner.requires_grad_(value)
+        elif isinstance(self.owner, dict):
+            self.owner[self.name] = value
+        else:
+            vars(self.owner)[self.name] = value
+
+    def remove(self) -> None:
+        (self.owner if isinstance(self.owner, dict) else vars(self.owner)).pop(self.name, None)
+
+
+class PythonState:
+    """That of one stage.
+
+    Args:
+        trainer: whose module, optimizers and schedules it is.
+        ownership: which stage holds what.
+        groups: this worker's place.
+        device: where it computes.
+        first_failure: around what waits for other stages.
+        late: the attributes of modules that training steps change where only the last stage comes.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        ownership: Ownership,
+        groups: ProcessGroups,
+        device: torch.device,
+        first_failure: Callable[[], AbstractContextManager[None]],
+        late: Sequence[str],
+    ) -> None:
+        self._trainer: Any = trainer
+        self._device = device
+        self._groups = groups
+        self._first_failure = first_failure
+        self._late = late
+        stage, pipeline = groups.mesh.locate(groups.rank)
+        self._ranks: Sequence[int] = groups.mesh.pipeline_ranks(pipeline)
+        self._is_last = stage == groups.mesh.num_stages - 1
+        module = trainer.lightning_module
+        self._buffers = [name for name, _ in module.named_buffers() if len(ownership.stages[name]) > 1]
+        self._before: dict[Address, Any] | None = None
+
+    def begin(self) -> None:
+        """What changes from now on is handed on."""
+        if self._is_last and len(self._ranks) > 1:
+            self._before = {address: _print(place.value) for address, place in self._places().items()}
+
+    def hand_on(self, hook: str) -> None:
+        """Gives the other stages what has changed on the last one since :meth:`begin`; all stages must call it, when
+        ``hook`` has run."""
+        self._exchange(hook, self._changes)
+
+    def hand_on_late(self) -> None:
+        """Gives the other stages the attributes that training steps change late as the last one has them; all stages
+        must call it, when it has run."""
+        if self._late:
+            self._exchange("training_step", self._values)
+
+    def _exchange(self, hook: str, changes: Callable[[], list[_Change]]) -> None:
+        if len(self._ranks) == 1:
+            return
+        last = self._ranks[-1]
+        group = self._groups.everybody  # a process that fails closes it at once, and ends with its other groups
+        with self._first_failure():
+            if self._is_last:
+                data = json.dumps(changes()).encode()
+                others = self._ranks[:-1]
+                sent = [p2p.send_bytes(data, r, group, _TAG, f"rank {r}") for r in others]
+                for transfer in sent:
+                    transfer.wait()
+                return
+            name = f"the last stage (rank {last}), which runs {hook}"
+            self._apply(json.loads(p2p.receive_bytes(last, group, _TAG, name)), hook)
+
+    def _changes(self) -> list[_Change]:
+        before, self._before = self._before or {}, None
+        places = self._places()
+        gone: list[_Change] = [(address, "gone", None) for address in before.keys() - places.keys()]
+        changed = (a for a, place in places.items() if a not in before or before[a] != _print(place.value))
+        return gone + [_packed(address, places[address]) for address in changed]
+
+    def _values(self) -> list[_Change]:
+        module, found = self._trainer.lightning_module, list[_Change]()
+        for path, _, name in (name.rpartition(".") for name in self._late):
+            owner, address = module.get_submodule(path), ("module", path)
+            places = _attributes(address, owner, set(), _DEPTH, only=name)
+            found += (_packed(*place) for place in places)
+        return found
+
+    def _apply(self, changes: Sequence[Any], hook: str) -> None:
+        for address, what, value in changes:
+            place = self._place(address)
+            if place is None:
+                continue  # in an object that is not here, which is a change itself
+            if what == "gone":
+                place.remove()
+                continue
+            try:
+                if what == "elsewhere":
+                    raise NotPackedError(value)
+                place.put(unpack(value, place.value, self._device))
+            except NotPackedError as error:
+                place.put(NotHere(".".join(map(str, address[1:])), hook, str(error)))
+
+    def _place(self, address: Sequence[Any]) -> _Place | None:
+        *inside, name = address
+        module = self._trainer.lightning_module
+        if inside == ["requires_grad"]:
+            return _Place(module.get_parameter(name), "requires_grad")
+        if inside == ["buffer"]:
+            path, _, name = name.rpartition(".")
+            return _Place(module.get_submodule(path)._buffers, name)
+        owner: Any = self._root(*inside[:2])
+        for key in inside[2:]:
+            owner = vars(owner).get(key) if isinstance(owner, nn.Module) or _is_entered(owner) else None
+        return None if owner is None else _Place(owner, name)
+
+    def _root(self, kind: str, place: Any) -> Any:
+        if kind == "module":
+            return self._trainer.lightning_module.get_submodule(place)
+        if kind == "schedule":
+            return self._trainer.lr_scheduler_configs[place].scheduler
+        return self._trainer.optimizers[int(kind.removeprefix("optimizer "))].param_groups[place]
+
+    def _roots(self) -> dict[Address, Any]:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        roots: dict[Address, Any] = {
+            ("module", path): m for path, m in module.named_modules() if not isinstance(m, Metric)
+        }
+        for number, optimizer in enumerate(trainer.optimizers):
+            roots |= {(f"optimizer {number}", place): group for place, group in enumerate(optimizer.param_groups)}
+        roots |= {("schedule", place): config.scheduler for place, config in enumerate(trainer.lr_scheduler_configs)}
+        return roots
+
+    def _places(self) -> dict[Address, _Place]:
+        module = self._trainer.lightning_module
+        found: dict[Address, _Place] = {}
+        seen: set[int] = set()
+        for address, root in self._roots().items():
+            found.update(_attributes(address, root, seen, _DEPTH))
+        for name, parameter in module.named_parameters():
+            found["requires_grad", name] = _Place(parameter, "requires_grad")
+        for name in self._buffers:
+            path, _, own = name.rpartition(".")
+            found["buffer", name] = _Place(module.get_submodule(path)._buffers, own)
+        return found
+
+
+def _packed(address: Address, place: _Place) -> _Change:
+    try:
+        return address, "is", pack(place.value)
+    except NotPackedError as error:
+        return address, "elsewhere", str(error)
+
+
+def _attributes(
+    address: Address, owner: Any, seen: set[int], depth: int, only: str | None = None
+) -> Iterator[tuple[Address, _Place]]:
+    """The values in ``owner`` and in the user's own objects there; ``only`` those of one name."""
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    left_out: set[str] = set()
+    if isinstance(owner, nn.Module):
+        left_out = _OF_EVERY_MODULE
+    elif isinstance(owner, LRScheduler):
+        left_out = {"optimizer"}
+    elif isinstance(owner, dict):
+        left_out = {"params"}
+    for name, value in list((owner if isinstance(owner, dict) else vars(owner)).items()):
+        if name in left_out or (only is not None and name != only):
+            continue
+        if not isinstance(name, str) or isinstance(value, (nn.Module, nn.Parameter, Metric)):
+            continue
+        if _is_entered(value) and depth:
+            yield from _attributes((*address, name), value, seen, depth - 1)
+        elif not callable(value):
+            yield (*address, name), _Place(owner, name)
+
+
+def _is_entered(value: Any) -> bool:
+    return isinstance(value, LRScheduler) or (is_of_the_user(value) and not isinstance(value, NotHere))
+
+
+def _print(value: Any) -> Any:
+    """By which it is seen that a value has changed."""
+    if isinstance(value, Tensor):
+        plain = value.layout is torch.strided and not value.is_meta
+        return id(value), value._version, str(value.detach().sum().item()) if plain else ""
+    if isinstance(value, (list, tuple, deque, dict, set)) and len(value) > _MANY:
+        return id(value), len(value)
+    if isinstance(value, (list, tuple, deque)):
+        return type(value).__name__, tuple(map(_print, value))
+    if isinstance(value, dict):
+        return type(value).__name__, tuple((str(key), _print(item)) for key, item in value.items())
+    try:
+        return json.dumps(pack(value))
+    except NotPackedError:
+        return id(value)
+
+
+class NotHere:
+    """In the place of what exists on the last stage only."""
+
+    def __init__(self, name: str, hook: str, reason: str) -> None:
+        vars(self).update(_name=name, _hook=hook, _reason=reason)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        name, hook, reason = vars(self).values()
+        raise NoResultError(
+            f"{name!r} was changed on the last stage by {hook} or before it in an evaluation, and what it "
+            f"is now does not travel to other stages ({reason}), where it is used. Numbers, strings, tensors and "
+            "random generators do, in lists, dicts and objects of your own; or use it on last stages only, where "
+            "trainer.strategy.has_results is true."
+        )
+
+    __getattr__ = __call__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
+    __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = _refuse

@@ -1,0 +1,287 @@
+"""What a step keeps in Python: used where all stages change it alike, and refused where some would miss a change."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdpipe.assembly import refuse_counting
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.plan import decode, encode, plan
+from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
+from tests.partition.cutting import Stepping, assert_equal_when_cut, planned
+from tests.partition.test_side_channels import batches
+
+GLOBAL = np.random.default_rng(5)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum, self.history = 0.0, deque([0.0], maxlen=3)
+
+    def __call__(self) -> float:
+        return self.sum
+
+    def add(self, value: float) -> None:
+        self.sum += value
+        self.history.append(value)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.number, self.flag, self.text, self.maybe = 0.5, False, "a", None
+        self.meter, self.history, self.state = Meter(), [1.0], {"a": {"b": 1.0}}
+        self.namespace, self.array = SimpleNamespace(value=1.0), np.ones(1)
+        self.draws, self.arrays, self.numbers = torch.Generator(), np.random.default_rng(1), random.Random(2)
+        self.draws.manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def squared(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def last_loss(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x * model.number))
+    model.number = loss.item()
+    return loss
+
+
+def counter(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x * model.number))
+    model.number += 1
+    return loss
+
+
+def flag(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x if model.flag else -2 * x))
+    model.flag = True
+    return loss
+
+
+def maybe(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x if model.maybe is None else x + model.maybe))
+    model.maybe = loss.item()
+    return loss
+
+
+def meter(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x + model.meter()))
+    model.meter.add(loss.item())
+    return loss
+
+
+def history(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x + sum(model.history)))
+    model.history.append(loss.item())
+    return loss
+
+
+def nested(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x + model.state["a"]["b"]))
+    model.state["a"]["b"] = loss.item()
+    return loss
+
+
+def namespace(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x + model.namespace.value))
+    model.namespace.value = loss.item()
+    return loss
+
+
+def array(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x + float(model.array[0])))
+    model.array[0] = loss.item()
+    return loss
+
+
+def amidst(model: Any, x: Tensor) -> Tensor:
+    """Changed between the last two blocks."""
+    for number, layer in enumerate(model.layers):
+        x = layer(x) + model.number
+        model.number = number / 4 if number == 2 else model.number
+    return squared(x)
+
+
+def late_draw(model: Any, x: Tensor) -> Tensor:
+    y = model(x + torch.randn(4, generator=model.draws))
+    return squared(y + torch.randn(4, generator=model.draws))
+
+
+def late_numpy(model: Any, x: Tensor) -> Tensor:
+    return squared(model(x + float(model.arrays.random())) + float(model.arrays.random()))
+
+
+def late_random(model: Any, x: Tensor) -> Tensor:
+    return squared(model(x + model.numbers.random()) + model.numbers.random())
+
+
+def late_global(model: Any, x: Tensor) -> Tensor:
+    return squared(model(x + float(GLOBAL.random())) + float(GLOBAL.random()))
+
+
+def in_every_block(model: Any, x: Tensor) -> Tensor:
+    return squared(model(x))
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "what"),
+    [
+        (last_loss, "model.number"),
+        (counter, "model.number"),
+        (flag, "model.flag"),
+        (maybe, "model.maybe"),
+        (meter, "model.meter"),
+        (history, "model.history"),
+        (nested, "model.state"),
+        (namespace, "model.namespace"),
+        (array, "model.array"),
+        (amidst, "model.number"),
+        (late_draw, "model.draws"),
+        (late_numpy, "model.arrays"),
+        (late_random, "model.numbers"),
+        (late_global, "tests.partition.test_touches.GLOBAL"),
+    ],
+)
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_what_a_stage_would_miss_is_refused(loss_of: Any, what: str, num_stages: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"training_step changes {what} after the end of a stage that reads"):
+        planned(Stepping(Model(), loss_of), batches(2), num_stages)
+
+
+def test_a_generator_that_blocks_of_several_stages_draw_from_is_refused() -> None:
+    class Drawing(nn.Module):
+        def __init__(self, draws: torch.Generator) -> None:
+            super().__init__()
+            self.linear, self.draws = nn.Linear(4, 4), draws
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + torch.randn(4, generator=self.draws)
+
+    model = Model()
+    model.layers = nn.ModuleList([Drawing(model.draws) for _ in range(4)])
+    with pytest.raises(ConfigurationError, match="draws"):
+        planned(Stepping(model, in_every_block), batches(2), 2)
+    for layer in model.layers:
+        layer.draws = torch.Generator()  # one for each
+    assert_equal_when_cut(Stepping(model, in_every_block), batches(2), 2)
+
+
+def early(model: Any, x: Tensor) -> Tensor:
+    """All stages come here."""
+    model.number += 0.25
+    model.meter.add(model.number)
+    model.state["a"]["b"] += 1
+    x = x + model.meter() + model.state["a"]["b"] + torch.randn(4, generator=model.draws) + model.numbers.random()
+    return squared(model(x + float(model.arrays.random())))
+
+
+def begun_anew(model: Any, x: Tensor) -> Tensor:
+    """The end of a step changes what the next one begins by setting."""
+    model.number, model.history = 0.0, []
+    x = x + model.number + len(model.history)
+    loss = squared(model(x))
+    model.number += loss.item()
+    model.history.append(loss.item())
+    return loss
+
+
+def only_late(model: Any, x: Tensor) -> Tensor:
+    """Nothing but the end of a step uses it."""
+    loss = squared(model(x)) * (1 + model.meter() + model.number) + torch.randn((), generator=model.draws)
+    model.meter.add(loss.item())
+    model.number = loss.item()
+    return loss
+
+
+def test_what_workers_with_several_stages_would_count_twice_is_refused() -> None:
+    cut = planned(Stepping(Model(), early), batches(2), 4)
+    assert {"model.number", "model.draws"} <= set(cut.travel["training_step"].counted)
+    refuse_counting(cut, 1)
+    with pytest.raises(ConfigurationError, match="runs the step once for each"):
+        refuse_counting(cut, 2)
+    refuse_counting(planned(Stepping(Model(), lambda model, x: squared(model(x))), batches(2), 4), 2)
+
+
+def test_what_only_the_end_changes_is_known_to_be_handed_on() -> None:
+    cut = planned(Stepping(Model(), only_late), batches(2), 2)
+    assert set(cut.travel["training_step"].late) == {"model.number", "model.meter", "model.draws"}
+    assert decode(encode(cut)).travel["training_step"].late == cut.travel["training_step"].late
+
+
+@pytest.mark.parametrize("loss_of", [early, begun_anew, only_late])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_what_no_stage_misses_is_as_in_one_process(loss_of: Any, num_stages: int) -> None:
+    torch.manual_seed(0)
+    assert_equal_when_cut(Stepping(Model(), loss_of), batches(3), num_stages)
+
+
+class Logging(L.LightningModule):
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.model, self.late = Model(), late
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        if not self.late:
+            self.log("mean", batch.mean())
+        metrics = self.trainer.callback_metrics
+        loss = squared(self.model(batch * (metrics.get("val_loss", 1.0) + metrics.get("mean_epoch", 0.0))))
+        if self.late:
+            self.log_dict({"mean": batch.mean()})
+        return loss
+
+
+class Decaying(L.LightningModule):
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.model, self.late = Model(), late
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        (group,) = self.trainer.optimizers[0].param_groups
+        if not self.late:
+            group["lr"] *= 0.9
+        loss = squared(self.model(batch))
+        if self.late:
+            group["lr"] = loss.item()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "what"), [(Logging, "the metric 'mean_epoch'"), (Decaying, "the options of the optimizer's group 0")]
+)
+def test_what_the_trainer_keeps(make: Any, what: str) -> None:
+    for late in (False, True):
+        module = make(late)
+        module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        module.trainer.strategy.optimizers = [torch.optim.SGD(module.parameters())]
+        steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
+        with pytest.raises(ConfigurationError, match=f"changes {what} after") if late else nullcontext():
+            plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
+
+
+def test_of_a_large_list_the_length_is_looked_at() -> None:
+    def append(model: Any, x: Tensor) -> Tensor:
+        loss = squared(model(x + len(model.history)))
+        model.history.append(1)
+        return loss
+
+    model = Model()
+    model.history = [0] * 20_000  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match=r"changes model\.history after"):
+        planned(Stepping(model, append), batches(2), 2)
