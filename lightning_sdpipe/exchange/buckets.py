@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """One contiguous 1-D buffer and the parameters that are views of it, in order."""
+    """One contiguous 1-D buffer and the parameters that are views of it, in order. Complex parameters lie in it as
+    pairs of real numbers, since collectives, sums and payloads know those only."""
 
     buffer: Tensor
     parameters: Sequence[nn.Parameter]
@@ -51,11 +52,16 @@ def flatten(parameters: Iterable[nn.Parameter]) -> list[FlatBucket]:
 
 def _flatten_one(parameters: list[nn.Parameter]) -> FlatBucket:
     total = sum(p.numel() for p in parameters)
-    buffer = torch.empty(total, dtype=parameters[0].dtype, device=parameters[0].device)
+    flat = torch.empty(total, dtype=parameters[0].dtype, device=parameters[0].device)
     offset = 0
     for parameter in parameters:
-        view = buffer[offset : offset + parameter.numel()].view(parameter.shape)
+        view = flat[offset : offset + parameter.numel()].view(parameter.shape)
         view.copy_(parameter.data)
         parameter.data = view
         offset += parameter.numel()
-    return FlatBucket(buffer, parameters, parameters[0].requires_grad)
+    return FlatBucket(as_real(flat), parameters, parameters[0].requires_grad)
+
+
+def as_real(flat: Tensor) -> Tensor:
+    """The same memory as real numbers, where it holds complex ones; ``flat`` is contiguous and 1-D."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

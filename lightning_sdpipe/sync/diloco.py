@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.algorithms.outer import Fragments, Nesterov
 from lightning_sdpipe.exchange.background import Background, Job
-from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
+from lightning_sdpipe.exchange.buckets import FlatBucket, as_real, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.late import turn_into_changes
@@ -213,8 +213,9 @@ class OuterAveraging(Synchronizer):
         """The outer momentum."""
         states: dict[nn.Parameter, dict[str, Tensor]] = {}
         for bucket, flat in zip(self._trained, self._momenta(), strict=True):
+            like_parameters = flat.view(bucket.parameters[0].dtype)  # complex ones lie in buckets as real numbers
             sizes = [parameter.numel() for parameter in bucket.parameters]
-            for parameter, part in zip(bucket.parameters, torch.split_with_sizes(flat, sizes), strict=True):
+            for parameter, part in zip(bucket.parameters, torch.split_with_sizes(like_parameters, sizes), strict=True):
                 if part.any():
                     states[parameter] = {MOMENTUM: part.view(parameter.shape)}
         return states
@@ -233,7 +234,7 @@ class OuterAveraging(Synchronizer):
 
     def _take_loaded(self) -> None:
         flats = [
-            torch.cat([self._loaded.get(p, torch.zeros_like(p)).reshape(-1) for p in bucket.parameters])
+            as_real(torch.cat([self._loaded.get(p, torch.zeros_like(p)).reshape(-1) for p in bucket.parameters]))
             for bucket in self._trained
         ]
         for number, fragment in enumerate(self._fragments):
