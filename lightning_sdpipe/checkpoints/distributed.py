@@ -27,7 +27,7 @@ from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
 
-_REST = "meta.pt"  # Lightning's name for it, so that its consolidation tool reads such a directory
+_REST = "meta.pt"  # Lightning's name for it, so that its functions read such a directory
 _OPTIMIZER = "optimizer_of_pipeline"
 
 
@@ -138,29 +138,48 @@ def read_part(
         files: reads the file with the rest.
     """
     stage, pipeline = groups.mesh.locate(groups.rank)
-    checkpoint: dict[str, Any] = files.load_checkpoint(path / _REST, weights_only=False)
-    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = _saved(path)
     pipelines = {key.split(".")[1] for key in saved if key.startswith(f"{_OPTIMIZER}.")}
     source = f"{_OPTIMIZER}.{pipeline % max(1, len(pipelines))}."
-    wanted: dict[str, Any] = {}
+    wanted: list[str] = []
     absent: dict[str, Any] = {}
-    for key, entry in saved.items():
+    for key in saved:
         kind, _, name = key.partition(".")
         if kind == "state_dict" and stage not in ownership.stages.get(name, (stage,)):
             absent[name] = None
         elif kind == "state_dict" or (key.startswith(source) and int(key.split(".")[2]) in places):
-            wanted[key] = (
-                torch.empty(entry.size, dtype=entry.properties.dtype)
-                if isinstance(entry, TensorStorageMetadata)
-                else None
-            )
-    load(wanted, checkpoint_id=path, no_dist=True)
-    held = {key.partition(".")[2]: value for key, value in wanted.items() if key.startswith("state_dict.")}
-    checkpoint["state_dict"] = absent | held
+            wanted.append(key)
+    checkpoint = _read(path, {key: saved[key] for key in wanted}, files)
+    checkpoint["state_dict"] = absent | checkpoint["state_dict"]
+    return checkpoint
+
+
+def read_whole(path: Path, files: CheckpointIO) -> dict[str, Any]:
+    """All that a checkpoint in one file has of the one in ``path``; the optimizer's state is the first pipeline's."""
+    wanted = {key: entry for key, entry in _saved(path).items() if key.startswith(("state_dict.", f"{_OPTIMIZER}.0."))}
+    return _read(path, wanted, files)
+
+
+def _saved(path: Path) -> Mapping[str, Any]:
+    return FileSystemReader(path).read_metadata().state_dict_metadata
+
+
+def _read(path: Path, wanted: Mapping[str, Any], files: CheckpointIO) -> dict[str, Any]:
+    """The entries that are ``wanted``, where they belong in a checkpoint, of one pipeline's optimizer."""
+    values = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in wanted.items()
+    }
+    load(values, checkpoint_id=path, no_dist=True)
+    checkpoint: dict[str, Any] = files.load_checkpoint(path / _REST, weights_only=False)
+    checkpoint["state_dict"] = {}
     for optimizer in checkpoint.get("optimizer_states", ()):
         optimizer["state"] = {}
-        for key, value in wanted.items():
-            if key.startswith(source):
-                _, _, place, name = key.split(".", 3)
-                optimizer["state"].setdefault(int(place), {})[name] = value
+    for key, value in values.items():
+        if key.startswith("state_dict."):
+            checkpoint["state_dict"][key.partition(".")[2]] = value
+            continue
+        for optimizer in checkpoint.get("optimizer_states", ()):
+            _, _, place, name = key.split(".", 3)
+            optimizer["state"].setdefault(int(place), {})[name] = value
     return checkpoint
