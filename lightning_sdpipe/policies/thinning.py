@@ -74,7 +74,7 @@ class Thinning:
             present = [worker for worker in members if worker in self._tree]
             for worker in present:
                 self._met[worker].popleft()
-            for a, b in [(a, b) for a in present for b, by in self._tree[a].items() if by == number and a < b]:
+            for a, b in [(w, o) for w in present for o, by in self._tree[w].items() if by == number and w < o]:
                 del self._tree[a][b], self._tree[b][a]
                 self._mend([a, b])
 
@@ -132,7 +132,7 @@ class Thinning:
         for end in ends:
             piece_of[end] = len(pieces)
             pieces.append([end])
-        walks = {place: 0 for place in range(len(pieces))}
+        walks = dict.fromkeys(range(len(pieces)), 0)
         while len(walks) > 1:
             for place in list(walks):
                 piece = pieces[place]

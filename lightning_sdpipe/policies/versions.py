@@ -163,7 +163,7 @@ def _least(rows: list[list[int]]) -> list[int]:
 
 
 class Versions:
-    """The vectors of ``size`` nodes; ``bound`` is s. With None only the steps are counted: no node waits for another."""
+    """The vectors of ``size`` nodes; ``bound`` is s. With None only steps are counted: no node waits for another."""
 
     def __init__(self, size: int, bound: int | None) -> None:
         self.bound = bound
