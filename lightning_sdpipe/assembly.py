@@ -88,7 +88,7 @@ def assemble(
     materialise(module, ownership, worker, initialisation)
     keep_only(module, ownership, worker, device)
     parameters = [p for p in module.parameters() if not p.is_meta]
-    buffers = [b for b in module.buffers() if not b.is_meta]
+    buffers = [torch.view_as_real(b) if b.is_complex() else b for b in module.buffers() if not b.is_meta]
     late = {id(p) for p in shared.parameters}  # complete when all owners are
     backwards = parameters[::-1]
     in_order = sorted(backwards, key=lambda p: id(p) in late)

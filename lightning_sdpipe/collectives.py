@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.elastic.run import ElasticRun
@@ -81,7 +82,10 @@ class Collectives(SDPipeOptions):
 
     @cached_property
     def _whereabouts(self) -> Whereabouts:
-        return Whereabouts(self.num_stages)
+        return Whereabouts(self.num_stages, self._metrics)
+
+    def _metrics(self) -> list[Metric]:
+        return [part for part in self.module.modules() if isinstance(part, Metric)]
 
     # ------------------------------------------------ what it does with others
 
@@ -91,8 +95,11 @@ class Collectives(SDPipeOptions):
         if self._whereabouts.in_step or (self._training is not None and self._training.updating):
             return tensor
         group = group or self.groups.stage
+        number = isinstance(tensor, Tensor) and tensor.ndim == 0 and tensor.is_floating_point()
+        mine = tensor.double() if number else tensor  # replicas may have logged it in several types
         with self._together("reducing", group):
-            return super().reduce(tensor, group, reduce_op)
+            reduced: Tensor = super().reduce(mine, group, reduce_op)
+        return reduced.to(tensor.dtype) if number else reduced
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._whereabouts.check("reduce_boolean_decision")

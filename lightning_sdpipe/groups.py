@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -23,6 +23,15 @@ class Traffic:
     def add(self, sent: int) -> None:
         with self._lock:
             self.bytes += sent
+
+    def __reduce__(self) -> tuple[Callable[[int], Traffic], tuple[int]]:
+        return _traffic_of, (self.bytes,)  # a lock stays where it is
+
+
+def _traffic_of(sent: int) -> Traffic:
+    traffic = Traffic()
+    traffic.add(sent)
+    return traffic
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,17 @@ def waiting_for(group: dist.ProcessGroup, purpose: str) -> Iterator[None]:
         raise WorkerFailedError(f"{purpose} among ranks {ranks} failed: {str(error).splitlines()[0]}") from error
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Around what starts a transfer between two workers. A profiler of torch records it until it is waited for, and if
+    that is in another cycle of the profiler, torch writes to memory that it has freed (seen in 2.13)."""
+    torch._C._autograd._enable_record_function(False)  # of this thread; torch has no name for it without an underscore
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
 def _needs_staging(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     return tensor.device.type == "cuda" and dist.get_backend(group) == "gloo"
 
@@ -80,7 +91,7 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int,
             payload = payload.cpu()
         transfer.tensors.append(payload)
         if payload.numel():
-            with transfer.naming_the_peer():
+            with transfer.naming_the_peer(), unrecorded():
                 transfer.works.append(_started(dist.isend(payload, to, group=group, tag=tag)))
     return transfer
 
@@ -93,7 +104,7 @@ def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: 
         transfer.tensors.append(tensor)
         transfer.staged.append(staged)
         if staged.numel():
-            with transfer.naming_the_peer():
+            with transfer.naming_the_peer(), unrecorded():
                 transfer.works.append(_started(dist.irecv(staged, source, group=group, tag=tag)))
     return transfer
 

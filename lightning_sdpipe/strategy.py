@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -72,6 +72,8 @@ class SDPipeStrategy(CheckpointHooks):
     _undo: Sequence[Callable[[], None]] = ()
     _failed = _gathers = False
     _turns: DealtTurns | JointTurns | None = None
+    brought_home: Mapping[str, Any] = {}
+    """What the worker of rank 0 has said in the end, in a process that is none."""
 
     @cached_property
     def _initialisation(self) -> Initialisation:
@@ -355,13 +357,29 @@ class SDPipeStrategy(CheckpointHooks):
 
     @property
     def statistics(self) -> SyncStatistics:
-        """How this worker's synchronisation went: group sizes and seconds spent."""
-        return self.training.sync.statistics
+        """How this worker's synchronisation went: group sizes and seconds spent. In a process that has started all
+        workers (``start_method="fork"`` and the like), rank 0's."""
+        found: SyncStatistics = self._cost("statistics")
+        return found
 
     @property
     def seconds_waiting_for_pipeline(self) -> float:
-        """What this worker stood still for the neighbouring stages of its pipeline, validation included."""
-        return sum(runner.link.seconds_waiting for runner in self._parts.runners)
+        """What this worker stood still for the neighbouring stages of its pipeline, validation included; else as
+        :attr:`statistics`."""
+        return float(self._cost("seconds_waiting_for_pipeline"))
+
+    def costs(self) -> Mapping[str, Any]:
+        """What this worker knows of the two; in a process that has started all workers, what came home."""
+        if self._training is None:
+            return self.brought_home
+        waiting = sum(runner.link.seconds_waiting for runner in self._parts.runners)
+        return {"statistics": self.training.sync.statistics, "seconds_waiting_for_pipeline": waiting}
+
+    def _cost(self, name: str) -> Any:
+        costs = self.costs()
+        if name not in costs:
+            raise RuntimeError(f"strategy.{name} is known once the strategy has run: call trainer.fit before.")
+        return costs[name]
 
     @property
     def injector(self) -> DelayInjector:

@@ -96,6 +96,13 @@ def test_two_pipelines_take_the_step_of_one_process_on_the_joined_batch(tmp_path
     assert reference.global_step == 12
     for name in ("loss_epoch", "val_loss"):
         assert trainer.callback_metrics[name] == pytest.approx(reference.callback_metrics[name].item(), rel=1e-5)
+    assert strategy.statistics.mean_group_size == 2, "rank 0's, although this process is no worker"
+    assert strategy.seconds_waiting_for_pipeline > 0
+
+
+def test_what_a_run_cost_is_known_after_it() -> None:
+    with pytest.raises(RuntimeError, match=r"strategy.statistics is known once the strategy has run"):
+        _ = SDPipeStrategy(2, start_method="fork").statistics
 
 
 @pytest.mark.distributed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +20,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -29,7 +29,7 @@ from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
 
-_REST = "meta.pt"  # Lightning's name for it, so that its consolidation tool reads such a directory
+_REST = "meta.pt"  # Lightning's name for it, so that its functions read such a directory
 _OPTIMIZER = "optimizer_of_pipeline"
 
 
@@ -140,29 +140,46 @@ def read_part(
         files: reads the file with the rest.
     """
     stage, pipeline = groups.mesh.locate(groups.rank)
-    checkpoint: dict[str, Any] = files.load_checkpoint(path / _REST, weights_only=False)
     metadata = FileSystemReader(path).read_metadata()
     saved = metadata.state_dict_metadata
     pipelines = {key.split(".")[1] for key in saved if key.startswith(f"{_OPTIMIZER}.")}
     source = f"{_OPTIMIZER}.{pipeline % max(1, len(pipelines))}."
-    wanted: dict[str, Any] = {}
+    wanted: list[str] = []
     absent: dict[str, Any] = {}
     for key, entry in saved.items():
         kind, _, name = key.partition(".")
         if kind == "state_dict" and stage not in ownership.stages.get(name, (stage,)):
             absent[name] = _empty(entry, "meta")
         elif kind == "state_dict" or (key.startswith(source) and int(key.split(".")[2]) in places):
-            wanted[key] = _empty(entry, "cpu")
-    load(wanted, checkpoint_id=path, no_dist=True)
-    held = {key: value for key, value in wanted.items() if key.startswith("state_dict.")}
+            wanted.append(key)
+    checkpoint = _read(path, metadata, wanted, files)
+    checkpoint["state_dict"] = absent | checkpoint["state_dict"]
+    return checkpoint
+
+
+def read_whole(path: Path, files: CheckpointIO) -> dict[str, Any]:
+    """All that a checkpoint in one file has of the one in ``path``; the optimizer's state is the first pipeline's."""
+    metadata = FileSystemReader(path).read_metadata()
+    wanted = [key for key in metadata.state_dict_metadata if key.startswith(("state_dict.", f"{_OPTIMIZER}.0."))]
+    return _read(path, metadata, wanted, files)
+
+
+def _read(path: Path, metadata: Metadata, wanted: Sequence[str], files: CheckpointIO) -> dict[str, Any]:
+    """The entries that are ``wanted``, where they belong in a checkpoint, of one pipeline's optimizer."""
+    values = {key: _empty(metadata.state_dict_metadata[key], "cpu") for key in wanted}
+    load(values, checkpoint_id=path, no_dist=True)
+    checkpoint: dict[str, Any] = files.load_checkpoint(path / _REST, weights_only=False)
+    held = {key: value for key, value in values.items() if key.startswith("state_dict.")}
     nested = unflatten_state_dict(held, {key: metadata.planner_data[key] for key in held})  # extra state may be a dict
-    checkpoint["state_dict"] = absent | nested.get("state_dict", {})
+    checkpoint["state_dict"] = nested.get("state_dict", {})
     for optimizer in checkpoint.get("optimizer_states", ()):
         optimizer["state"] = {}
-        for key, value in wanted.items():
-            if key.startswith(source):
-                _, _, place, name = key.split(".", 3)
-                optimizer["state"].setdefault(int(place), {})[name] = value
+    for key, value in values.items():
+        if key in held:
+            continue
+        for optimizer in checkpoint.get("optimizer_states", ()):
+            _, _, place, name = key.split(".", 3)
+            optimizer["state"].setdefault(int(place), {})[name] = value
     return checkpoint
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """One contiguous 1-D buffer and the parameters that are views of it, in order."""
+    """One contiguous 1-D buffer and the parameters that are views of it, in order. Complex parameters lie in it as
+    pairs of real numbers, since collectives, sums and payloads know those only."""
 
     buffer: Tensor
     parameters: Sequence[nn.Parameter]
@@ -72,12 +73,18 @@ def flatten(parameters: Iterable[nn.Parameter], together: Iterable[Sequence[Tens
 
 def _flatten_one(parameters: list[nn.Parameter], tied: Mapping[nn.Parameter, Sequence[Tensor]]) -> FlatBucket:
     total = sum(p.numel() for p in parameters)
-    buffer = torch.empty(total, dtype=parameters[0].dtype, device=parameters[0].device)
+    flat = torch.empty(total, dtype=parameters[0].dtype, device=parameters[0].device)
     offset = 0
     for parameter in parameters:
-        view = buffer[offset : offset + parameter.numel()].view(parameter.shape)
+        view = flat[offset : offset + parameter.numel()].view(parameter.shape)
         view.copy_(parameter.data)
         for tensor in (parameter, *tied[parameter]):
             tensor.data = view
         offset += parameter.numel()
-    return FlatBucket(buffer, parameters, parameters[0].requires_grad, {p: tied[p] for p in parameters if tied[p]})
+    tied_here = {p: tied[p] for p in parameters if tied[p]}
+    return FlatBucket(as_real(flat), parameters, parameters[0].requires_grad, tied_here)
+
+
+def as_real(flat: Tensor) -> Tensor:
+    """The same memory as real numbers, where it holds complex ones; ``flat`` is contiguous and 1-D."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.buckets import as_real
 from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import waiting_for
 
@@ -211,7 +212,7 @@ class GradientRounds:
     def _look_at(self, bucket: _Bucket) -> None:
         assert bucket.flat is not None
         if self._watch:
-            self._totals.append(bucket.flat.sum(dtype=torch.float32))
+            self._totals.append(as_real(bucket.flat).sum(dtype=torch.float32))
 
     def _behind(self, bucket: _Bucket) -> Tensor:
         assert bucket.sent is not None

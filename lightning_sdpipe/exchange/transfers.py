@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.p2p import unrecorded
 
 
 @dataclass
@@ -78,12 +79,14 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
             for sends, pipeline, tensor in operations
         ]
         several = ", ".join(sorted({*names}))
-        transfers.works = [(several, work) for work in dist.batch_isend_irecv(batch)]
+        with unrecorded():
+            transfers.works = [(several, work) for work in dist.batch_isend_irecv(batch)]
         return transfers
     for (sends, pipeline, tensor), name in zip(operations, names, strict=True):
         start = replicas.group.send if sends else replicas.group.recv
         try:
-            transfers.works.append((name, start([tensor], replicas.ranks[pipeline], tag)))
+            with unrecorded():
+                transfers.works.append((name, start([tensor], replicas.ranks[pipeline], tag)))
         except RuntimeError as error:
             raise _failed(name, error) from error
     return transfers

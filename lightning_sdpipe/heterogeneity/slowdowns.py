@@ -19,6 +19,9 @@ from lightning_sdpipe.heterogeneity.tracks import Track, read_tracks
 SHARED_GPUS = Path(__file__).parent / "traces" / "shared_gpus.json"
 """Sixteen synthetic tracks in the spirit of §5.5, made by :mod:`lightning_sdpipe.heterogeneity.synthetic`."""
 
+FIGURE = SHARED_GPUS.with_name("figure.json")
+"""Sixteen tracks of the paper's shared GPUs, read off a published figure; the file says which, and how exactly."""
+
 
 @dataclass(frozen=True)
 class Static:
@@ -54,7 +57,7 @@ class Trace:
 
     Args:
         files: trace files, as ``sdpipe record`` writes them, whose tracks are used in this order; None for the
-            synthetic :data:`SHARED_GPUS`.
+            synthetic :data:`SHARED_GPUS`, and ``"figure"`` in the place of a file for :data:`FIGURE`.
         time_scale: length of a recorded second, in seconds of training; 0.1 replays ten times as fast.
         seed: with more devices than tracks, tracks are used again from a random moment on, drawn from this.
 
@@ -71,7 +74,7 @@ class Trace:
         if not (math.isfinite(self.time_scale) and self.time_scale > 0.0):
             raise ConfigurationError(f"time_scale={self.time_scale!r} must be a finite number above 0.")
         files = (SHARED_GPUS,) if self.files is None else self.files
-        tracks = [track for file in files for track in read_tracks(Path(file))]
+        tracks = [track for file in files for track in read_tracks(FIGURE if file == "figure" else Path(file))]
         if not tracks:
             raise ConfigurationError(f"files={[str(file) for file in files]} hold no track; name at least one trace.")
         object.__setattr__(self, "_tracks", tuple(track.rescaled(self.time_scale) for track in tracks))

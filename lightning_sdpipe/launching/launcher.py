@@ -235,6 +235,15 @@ class WholeModelLauncher(_MultiProcessingLauncher):
             module.__dict__["state_dict"] = dict
         return super()._collect_rank_zero_results(trainer, results)
 
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        strategy: Any = self._strategy
+        return {**super().get_extra_results(trainer), "costs": strategy.costs()}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        strategy: Any = self._strategy
+        strategy.brought_home = extra["costs"]
+
 
 def _restore_environment(before: Mapping[str, str | None]) -> None:
     for name, value in before.items():

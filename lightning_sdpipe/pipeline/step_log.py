@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -57,11 +58,19 @@ def _combine(entries: list[tuple[Any, float]], reduce_fx: Any) -> Any:
     if isinstance(value, Metric) or not isinstance(value, (Tensor, float, int)) or len(entries) == 1:
         return value
     name = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
-    values = torch.stack([torch.as_tensor(v, dtype=torch.get_default_dtype()) for v, _ in entries])
+    values = torch.stack([_as_logged(v) for v, _ in entries])
     if name in ("sum", "min", "max"):
         return getattr(torch, name)(values)
     weights = torch.tensor([weight for _, weight in entries], dtype=values.dtype, device=values.device)
     return (values * weights).sum() / weights.sum()
+
+
+def _as_logged(value: Tensor | float) -> Tensor:
+    """In the type in which Lightning accumulates it. It must not depend on the number of micro-batches: that is a
+    rank's own where batches are divided by speed, and ranks reduce what they have logged."""
+    if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
+        return value
+    return torch.as_tensor(value, dtype=_get_default_dtype())
 
 
 @contextmanager

@@ -9,8 +9,8 @@ together count as one. The edges of a group that broke do not count.
 What is promised, exactly: after any sequence of calls, two active workers are in the same component if and
 only if a chain of active workers joins them in which each met the next in the last P rounds, the current one
 included. ``record`` and ``component`` take expected O(log N) elementary steps per worker, amortised over a
-run; a worker that joins or leaves and a group that broke cost one pass over the newest groups of the window, at the
-next question.
+run; a worker that joins and a group that broke cost one pass over the newest groups of the window, at the next
+question. So does the first worker that leaves; those that leave after it cost little (``thinning.py``).
 
 How. Workers hang in a forest whose links carry the round in which they were made, newest at the bottom; it is
 kept such that climbing the links newer than round r from any worker ends at the same root exactly for those
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.mixing import mean_mixing_matrix, mixing_radius
 from lightning_sdpipe.policies.policy import Unit
+from lightning_sdpipe.policies.thinning import Thinning
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -156,12 +157,18 @@ class SyncGraph:
         self._signals = 0
         self._forest = RecencyForest(num_workers, -rounds)
         self._forest_is_stale = False
+        self._thinning: Thinning | None = None
+        """Takes the place of the forest when workers have left, until the next one joins."""
+        self._thinned = False
+        """Have workers left, and none joined, since the forest was right?"""
+        self._expired = 0
+        """The last round that no longer counts in :attr:`_thinning`."""
 
     def widen(self, num_workers: int) -> None:
         """There may be so many workers from now on."""
         self._num_workers = max(self._num_workers, num_workers)
         self._forest = RecencyForest(self._num_workers, self.round - self.rounds)
-        self._forest_is_stale = True
+        self._is_stale()
 
     def join(self, worker: int) -> None:
         """``worker`` is a node from now on, with the edges it had if it was one before.
@@ -177,13 +184,16 @@ class SyncGraph:
                 self._insert(Meeting(self.round - 1, self._entering, None))
             self._entering.append(worker)
         self.active.add(worker)
-        self._forest_is_stale = True
+        self._is_stale()
 
     def leave(self, worker: int) -> None:
         """``worker`` is no node any more; chains through it are broken."""
         self.active.remove(worker)
         self._signals = min(self._signals, max(0, len(self.active) - 1))
-        self._forest_is_stale = True
+        if self._thinning is not None:
+            self._thinning.leave(worker)
+        else:
+            self._forest_is_stale = self._thinned = True
 
     def record(self, groups: Sequence[Group]) -> None:
         """Groups of active workers went out together."""
@@ -191,7 +201,9 @@ class SyncGraph:
         for group in groups:
             members = [worker.pipeline for worker in group.members]
             self._history.append(Meeting(self.round, members, group))
-            if not self._forest_is_stale:
+            if self._thinning is not None:
+                self._thinning.record(self.round, members)
+            elif not self._forest_is_stale:
                 _join(self._forest, members, self.active, self.round)
             self._signals += len(members) - len(group.passive)
         if self.unit == "groups":
@@ -210,7 +222,7 @@ class SyncGraph:
         for place, meeting in enumerate(self._history):
             if meeting.group is not None and meeting.group.sequence == sequence:
                 del self._history[place]
-                self._forest_is_stale = True
+                self._is_stale()
                 return True
         return False
 
@@ -218,12 +230,12 @@ class SyncGraph:
     def components(self) -> int:
         """Number of connected components among the active workers."""
         self._refresh()
-        return len(self.active) - self._forest.links
+        return len(self.active) - self._forest.links if self._thinning is None else self._thinning.components
 
     def component(self, worker: int) -> int:
         """A name for the component of ``worker``, valid until the next change."""
         self._refresh()
-        return self._forest.root(worker)
+        return self._forest.root(worker) if self._thinning is None else self._thinning.component(worker)
 
     def meetings(self) -> list[Meeting]:
         """Of the last P rounds, oldest first: what connects the stage."""
@@ -250,11 +262,25 @@ class SyncGraph:
             place -= 1
         self._history.insert(place, meeting)
 
+    def _is_stale(self) -> None:
+        self._forest_is_stale = True
+        self._thinning, self._thinned = None, False
+
     def _refresh(self) -> None:
         """Rebuild the forest for the current nodes, newest groups first, until nothing can be added."""
+        expired = self.round - self.rounds
+        if self._thinning is not None:
+            if expired >= self._expired:
+                self._expired = expired
+                self._thinning.expire(expired)
+                return
+            self._is_stale()  # the window has become longer
         if not self._forest_is_stale:
             return
-        expired = self.round - self.rounds
+        if self._thinned:
+            window = [(made, members) for made, members, _ in self._history if made > expired]
+            self._thinning, self._expired = Thinning(self.active, window), expired
+            return
         self._forest = RecencyForest(self._num_workers, expired)
         for made, members, _ in reversed(self._history):
             if made <= expired or self._forest.links >= len(self.active) - 1:

@@ -79,6 +79,8 @@ class _State:
         self.lost: set[int] = set()
         self.doubt = 0
         """How old those may be that are seen for the first time."""
+        self._least: list[int] | None = None
+        """The minimum of the active rows, while it is known: many join one after the other."""
 
     def copy(self) -> _State:
         other = _State(0)
@@ -94,7 +96,7 @@ class _State:
             return
         self.steps += [0] * more
         self.rows += [None] * more
-        for row in (*self.rows, *self.arriving.values()):
+        for row in (*self.rows, *self.arriving.values(), self._least):
             if row is not None:
                 row += [0] * more
 
@@ -104,6 +106,13 @@ class _State:
         return row
 
     def apply(self, change: _Change) -> None:
+        match change:
+            case _Stepped(node) if node not in self.arriving and len(self.active) > 1:
+                pass  # another one's entry is the least in this column
+            case _Joined(_):
+                pass
+            case _:
+                self._least = None
         match change:
             case _Stepped(node):
                 self.steps[node] += 1
@@ -135,19 +144,26 @@ class _State:
 
     def _join(self, node: int) -> None:
         own = self.rows[node]
+        if self._least is None and self.active:
+            self._least = _least([self.row(other) for other in self.active])
         if own is None or node in self.lost:
-            known = [self.row(other) for other in self.active] + ([] if own is None else [own])
+            known = [row for row in (self._least, own) if row is not None]
             if self.doubt or not known:
                 known.append([n - self.doubt for n in self.steps])
-            own = [min(column) for column in zip(*known, strict=True)]
+            own = _least(known)
             own[node] = self.steps[node]
+        self._least = _least([own] if self._least is None else [self._least, own])
         self.rows[node] = own
         self.lost.discard(node)
         self.active.add(node)
 
 
+def _least(rows: list[list[int]]) -> list[int]:
+    return list(map(min, *rows)) if len(rows) > 1 else list(rows[0])
+
+
 class Versions:
-    """The vectors of ``size`` nodes; ``bound`` is s, None to know them without asking anything of anybody."""
+    """The vectors of ``size`` nodes; ``bound`` is s. With None only steps are counted: no node waits for another."""
 
     def __init__(self, size: int, bound: int | None) -> None:
         self.bound = bound
@@ -217,6 +233,10 @@ class Versions:
         return max((state.steps[i] - state.row(k)[i] for i in state.active for k in state.active), default=0)
 
     def _change(self, change: _Change) -> None:
+        if self.bound is None:
+            if isinstance(change, _Stepped):
+                self._now.steps[change.node] += 1
+            return
         self._now.apply(change)
         self._history.append(change)
         if len(self._history) > self._remembered:

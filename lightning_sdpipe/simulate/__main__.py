@@ -14,8 +14,8 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.simulate.pipelines import Slowness, Work
 from lightning_sdpipe.simulate.run import Run, jittered, simulate
 
-PAPERS_ITERATION_SECONDS = 0.1
-"""The length of a mini-batch that the delays of conditions A and B are meant for."""
+NOMINAL_ITERATION_SECONDS = 0.1
+"""The length of a mini-batch that the delays of conditions A and B are meant for: our choice, the paper has none."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def report(run: Run, alone: Run) -> str:
 def _slowness(options: argparse.Namespace) -> Slowness | None:
     match options.heterogeneity:
         case "a" | "b":
-            scale = options.seconds / PAPERS_ITERATION_SECONDS
+            scale = options.seconds / NOMINAL_ITERATION_SECONDS
             return condition("A" if options.heterogeneity == "a" else "B", "resnet", scale=scale, seed=options.seed)
         case "static":
             return Static(options.factors)

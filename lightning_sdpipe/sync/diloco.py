@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.algorithms.outer import Fragments, Nesterov
 from lightning_sdpipe.exchange.background import Background, Job
-from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
+from lightning_sdpipe.exchange.buckets import FlatBucket, as_real, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.late import turn_into_changes
@@ -230,14 +230,17 @@ class OuterAveraging(Synchronizer):
 
     def _momenta(self) -> dict[nn.Parameter, Tensor]:
         """Of each parameter that has any, frozen ones too."""
-        flats = [torch.cat([torch.zeros_like(p).view(-1) for p in parameters]) for parameters in self._laid_out]
+        zeros = [[torch.zeros_like(p).view(-1) for p in parameters] for parameters in self._laid_out]
+        flats = [as_real(torch.cat(each)) for each in zeros]
         for number, fragment in enumerate(self._fragments):
             parts = [torch.tensor_split(flat, len(self._fragments))[number] for flat in flats]
             for piece, momentum in zip(pieces_of(parts), fragment.common.momentum, strict=False):
                 piece.copy_(momentum)
         found = dict(self._kept)
         for parameters, flat in zip(self._laid_out, flats, strict=True):
-            for p, part in zip(parameters, flat.split_with_sizes([p.numel() for p in parameters]), strict=True):
+            like_parameters = flat.view(parameters[0].dtype)  # complex ones lie in buckets as real numbers
+            sizes = [p.numel() for p in parameters]
+            for p, part in zip(parameters, like_parameters.split_with_sizes(sizes), strict=True):
                 if part.any():
                     found[p] = part.view(p.shape)
         return found
@@ -246,7 +249,7 @@ class OuterAveraging(Synchronizer):
         """Gives fragments the momenta of their parameters; those of frozen ones stay kept."""
         kept = self._kept
         flats = [
-            torch.cat([kept.pop(p, torch.zeros_like(p)).to(p).reshape(-1) for p in parameters])
+            as_real(torch.cat([kept.pop(p, torch.zeros_like(p)).to(p).reshape(-1) for p in parameters]))
             for parameters in self._laid_out
         ]
         for number, fragment in enumerate(self._fragments):

@@ -56,7 +56,7 @@ def adapt(
     module, precision = trainer.lightning_module, trainer.precision_plugin
     callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]
     stage, _ = groups.mesh.locate(groups.rank)
-    several = groups.mesh.num_stages > 1
+    last = groups.mesh.num_stages - 1
     result_hook = partial(whereabouts.result_hook, parameters=lambda: [bucket.buffer for bucket in buckets])
     known, voted = partial(readiness.reached, "norm"), partial(readiness.reached, "vote")
     if isinstance(pipeline, PipeDreamPipeline):
@@ -67,9 +67,9 @@ def adapt(
         clip_over_stages(precision, module, ownership, groups, known)
         agree_on_overflow(precision, groups, voted)
     return [
-        leave_results_to_the_last_stage(module, callbacks, stage == groups.mesh.num_stages - 1, result_hook, hand_on),
-        leave_out_example(module) if several else lambda: None,
-        gather_metrics_over(module, groups.stage),
+        leave_results_to_the_last_stage(module, callbacks, stage == last, result_hook, hand_on),
+        leave_out_example(module) if last else lambda: None,
+        gather_metrics_over(module, groups.stage, lambda: stage != last and whereabouts.in_step),
         finetuning.adapt(callbacks, whole_groups),
-        show_whole_groups(module, callbacks, whole_groups_shown) if several else lambda: None,
+        show_whole_groups(module, callbacks, whole_groups_shown) if last else lambda: None,
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule
@@ -133,25 +134,38 @@ class _NoResult:
 class _GatherOverStage:
     """How a metric's states come together: from the pipelines' last stages, not from all ranks."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, check: Callable[[], None] = lambda: None) -> None:
         self._group = group
+        self._check = check
 
     def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:
+        self._check()
         return gather_all_tensors(result, group or self._group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOverStage:
-        return self  # metrics are cloned, process groups cannot be
+        return _GatherOverStage(self._group)  # metrics are cloned, process groups cannot be
 
 
-def gather_metrics_over(module: LightningModule, group: ProcessGroup) -> Callable[[], None]:
+def gather_metrics_over(
+    module: LightningModule, group: ProcessGroup, ends_early: Callable[[], bool]
+) -> Callable[[], None]:
     """Makes torchmetrics objects of ``module`` compute over ``group``, unless they have a rule of their own. Returns
-    what undoes it."""
-    metrics = [m for m in module.modules() if isinstance(m, Metric) and m.dist_sync_fn is None]
-    for metric in metrics:
-        metric.dist_sync_fn = _GatherOverStage(group)
+    what undoes it. ``ends_early``: does a step run that ends before this worker can update what the step updates?"""
+    metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric) and m.dist_sync_fn is None}
+
+    def check(name: str) -> None:
+        if ends_early() and not metrics[name].update_called:
+            raise ConfigurationError(
+                f"The metric {name!r} is computed in a step on a stage that has never updated it: steps end where "
+                "their stage ends, and the update comes later. Compute it in on_train_epoch_end, or keep what the "
+                "beginning of a step needs in an attribute of the block that uses it."
+            )
+
+    for name, metric in metrics.items():
+        metric.dist_sync_fn = _GatherOverStage(group, partial(check, name))
 
     def undo() -> None:
-        for metric in metrics:
+        for metric in metrics.values():
             metric.dist_sync_fn = None
 
     return undo

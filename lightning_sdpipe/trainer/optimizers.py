@@ -85,10 +85,7 @@ class OptimizerProgress:
         """See :class:`~lightning_sdpipe.sync.synchronizer.Progress`; from sums of the tensors."""
         states = [[optimizer.state.get(p, {}) for p in self._parameters()] for optimizer in self._optimizers()]
         sums = [
-            [
-                (name, float(value.sum(dtype=torch.float64)) if isinstance(value, Tensor) else repr(value))
-                for name, value in state.items()
-            ]
+            [(name, _sum(value) if isinstance(value, Tensor) else repr(value)) for name, value in state.items()]
             for by_parameter in states
             for state in by_parameter
         ]
@@ -132,3 +129,7 @@ def _packed(state: dict[str, Any], parameter: Tensor) -> dict[str, tuple[Any, bo
         name: (value.cpu(), value.device == parameter.device) if isinstance(value, Tensor) else (value, False)
         for name, value in state.items()
     }
+
+
+def _sum(value: Tensor) -> float:
+    return float((torch.view_as_real(value) if value.is_complex() else value).sum(dtype=torch.float64))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_sdpipe.errors import ConfigurationError
 
@@ -20,10 +21,12 @@ class Whereabouts:
 
     Args:
         num_stages: M. A stage that is the only one runs everything.
+        metrics: of the user's module.
     """
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, metrics: Callable[[], Sequence[Metric]] = tuple) -> None:
         self._num_stages = num_stages
+        self._metrics = metrics
         self._now = ""
         self.rehearsing = False
         self.communicates = False
@@ -47,11 +50,21 @@ class Whereabouts:
     def rehearsal(self, name: str) -> Iterator[None]:
         """Around a step that one process tries before training, while others wait for what it finds out."""
         self.rehearsing = True
+        before = [(metric, metric.distributed_available_fn) for metric in self._metrics()]
+        for metric, _ in before:
+            metric.distributed_available_fn = self._has_no_replicas
         try:
             with self.running(name):
                 yield
         finally:
             self.rehearsing = False
+            for metric, available in before:
+                metric.distributed_available_fn = available
+
+    def _has_no_replicas(self) -> bool:
+        """What a metric asks that would be gathered from all pipelines."""
+        self.communicates = True
+        return False
 
     def check(self, what: str) -> None:
         """Raises ConfigurationError if ``what`` all ranks must call is called where some do not come."""

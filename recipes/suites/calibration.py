@@ -12,8 +12,9 @@ from recipes.suites.cases import AnyCase, EmulatedCase, Named
 from recipes.suites.journal import Journal
 
 ITERATIONS = 20
-PAPERS_ITERATION_SECONDS = 0.1
-"""The length of a mini-batch that delays are meant for: other mini-batches get theirs in proportion."""
+NOMINAL_ITERATION_SECONDS = 0.1
+"""The length of a mini-batch that delays are meant for: others get theirs in proportion. It is our choice: neither the
+paper nor its artefact says how long a mini-batch is."""
 
 
 def calibrated_scale(
@@ -38,8 +39,8 @@ def calibrated_scale(
     )
     if isinstance(probe, EmulatedCase):
         slots = case.num_micro_batches + case.num_stages - 1
-        probe = replace(probe, schedule="1f1b", micro_batch_seconds=PAPERS_ITERATION_SECONDS / slots)
+        probe = replace(probe, schedule="1f1b", micro_batch_seconds=NOMINAL_ITERATION_SECONDS / slots)
     row = journal.measured(asdict(probe), lambda: trainings.measure(probe))
     if isinstance(probe, EmulatedCase):
-        return machine.needed_scale(row["processor_s"], PAPERS_ITERATION_SECONDS, machine.cores())
-    return float(round(row["iteration_ms"] / 1e3 / PAPERS_ITERATION_SECONDS, 2))
+        return machine.needed_scale(row["processor_s"], NOMINAL_ITERATION_SECONDS, machine.cores())
+    return float(round(row["iteration_ms"] / 1e3 / NOMINAL_ITERATION_SECONDS, 2))

@@ -119,7 +119,7 @@ class EmulatedCase(Case):
             self.num_stages,
             self.num_pipelines,
             self.iterations,
-            m * self.micro_batch_seconds * self.scale,
+            self.num_micro_batches * self.micro_batch_seconds * self.scale,
             cast(Schedule, self.schedule),
             m,
             self.slowness,

@@ -24,7 +24,7 @@ import zmq
 
 from lightning_sdpipe.heterogeneity import Delays
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
-from lightning_sdpipe.policies.events import Joined, Ready, Tick, Worker
+from lightning_sdpipe.policies.events import Joined, Left, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
@@ -47,7 +47,11 @@ POLICIES: dict[str, PolicyConfig] = {
     "alone": SemiDecentralized(window=0.0, connectivity=None),
 }
 LOWER_IS_BETTER = frozenset(
-    {*(f"echo{kind}_{p}" for kind in ("", "_pairs", "_alone") for p in ("p50", "p99")), "policy_growth"}
+    {
+        *(f"echo{kind}_{p}" for kind in ("", "_pairs", "_alone") for p in ("p50", "p99")),
+        "policy_growth",
+        "policy_growth_leaving",
+    }
 )
 SIGNALS_PER_MEASUREMENT = 8192
 POLICY_SIZES = (16, 256, 4096)
@@ -93,6 +97,13 @@ def run(*, clients: tuple[int, ...] = (16, 64, 256), repeats: int = 5, seed: int
         ]
         ratios[f"policy_growth/{size}"] = ratio(
             quotients, 1.0, f"pure policy: cost per signal at {size} over {smallest} pipelines, by log N"
+        )
+        leaving = [
+            (big["us_per_leaving"] / small["us_per_leaving"]) / (math.log(size) / math.log(smallest))
+            for big, small in zip(policy[size], policy[smallest], strict=True)
+        ]
+        ratios[f"policy_growth_leaving/{size}"] = ratio(
+            leaving, 4.0, f"pure policy: the same while all leave, one between two groups, at {size} over {smallest}"
         )
     return rows, ratios
 
@@ -245,8 +256,9 @@ def _policy(repeats: int, seed: int) -> dict[int, list[Row]]:
     measured: dict[int, list[Row]] = {size: [] for size in sizes}
     for repeat in range(repeats):
         for size in sizes[repeat % len(sizes) :] + sizes[: repeat % len(sizes)]:
-            cost = _policy_cost(size, random.Random(f"{seed}/{repeat}/{size}"))
+            cost, leaving = _policy_cost(size, random.Random(f"{seed}/{repeat}/{size}"))
             row = {"what": "policy", "clients": size, "repeat": repeat, "us_per_signal": 1e6 * cost}
+            row["us_per_leaving"] = 1e6 * leaving
             measured[size].append(row)
     return measured
 
@@ -263,8 +275,9 @@ def _simulation(repeat: int, seed: int) -> Row:
     return {"what": "simulation", "clients": 64, "repeat": repeat, "us_per_signal": 1e6 * cost}
 
 
-def _policy_cost(size: int, rng: random.Random) -> float:
-    """Workers of unequal speed under a virtual clock; about four arrive within a window."""
+def _policy_cost(size: int, rng: random.Random) -> tuple[float, float]:
+    """Seconds per signal of workers of unequal speed under a virtual clock, about four of which arrive within a window;
+    and while all of them leave, each at its next arrival but one."""
     policy = SemiDecentralized(window=4.0 / size, connectivity=10, max_group=size).make_policy(1, size)
     workers = [Worker(0, pipeline) for pipeline in range(size)]
     for worker in workers:
@@ -283,4 +296,17 @@ def _policy_cost(size: int, rng: random.Random) -> float:
         if pipeline not in waiting:
             policy.on(Ready(workers[pipeline], k), now)
             signals += 1
-    return (time.perf_counter() - start) / signals
+    cost = (time.perf_counter() - start) / signals
+    end = float(rounds)
+    last = [(end + rng.random(), pipeline, False) for pipeline in range(size)]
+    events = sorted([*last, *((now + 2 * rng.random(), pipeline, True) for now, pipeline, _ in last)])
+    start = time.perf_counter()
+    for now, pipeline, leaves in events:
+        due = policy.deadline()
+        if due is not None and due <= now:
+            policy.on(Tick(), due)
+        if leaves:
+            policy.on(Left(workers[pipeline]), now)
+        elif pipeline not in waiting:
+            policy.on(Ready(workers[pipeline], rounds), now)
+    return cost, (time.perf_counter() - start) / len(events)

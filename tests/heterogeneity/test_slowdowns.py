@@ -26,7 +26,7 @@ from lightning_sdpipe.heterogeneity import (
     write_tracks,
 )
 from lightning_sdpipe.heterogeneity.injector import seconds_without_a_core
-from lightning_sdpipe.heterogeneity.slowdowns import SHARED_GPUS
+from lightning_sdpipe.heterogeneity.slowdowns import FIGURE, SHARED_GPUS
 from lightning_sdpipe.heterogeneity.synthetic import main as synthesise
 
 
@@ -115,6 +115,17 @@ def test_the_shipped_tracks_are_what_the_generator_makes(tmp_path: Path) -> None
     slowest = [max(1 / track.speeds[second] for track in tracks) for second in range(300)]
     assert 3.0 < sum(slowest) / 300 < 4.0  # "much severer" than condition B, says the paper
     assert len({track.speeds for track in tracks}) == 16
+
+
+def test_the_tracks_of_the_figure() -> None:
+    """Two devices at 0.3 to 0.5, fourteen near 1; a point per 162 s."""
+    tracks = read_tracks(FIGURE)
+    means = [sum(track.speeds) / len(track.speeds) for track in tracks]
+    assert len(tracks) == 16
+    assert {track.interval_seconds for track in tracks} == {162.0}
+    assert max(means[:2]) < 0.5 < 0.75 < min(means[2:])
+    assert Trace(["figure"]).track(3) == tracks[3]
+    assert "Figure 10" in json.loads(FIGURE.read_text())["source"]
 
 
 def test_slower_devices_meet_the_same_delays_and_courses() -> None:

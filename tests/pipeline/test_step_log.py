@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 from lightning_sdpipe.pipeline.step_log import StepLog
 
@@ -34,3 +35,27 @@ def test_a_name_that_is_logged_twice_is_logged_twice() -> None:
             record("loss", loss)
     log.replay(lambda name, value, **_: logged.append((name, float(value))))
     assert logged == [("loss", 2.0), ("loss", 20.0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max"])
+def test_one_micro_batch_and_several_are_logged_in_the_same_type(dtype: torch.dtype, reduce_fx: str) -> None:
+    """Which of the two it is may differ between the ranks that reduce the value afterwards."""
+    accumulated = []
+    for count in (1, 3):
+        log = StepLog()
+        for _ in range(count):
+            log.record(1 / count)("loss", torch.tensor(1 / 3, dtype=dtype), reduce_fx=reduce_fx)
+
+        def take(name: str, value: Any, *, batch_size: Any, **options: Any) -> None:
+            metadata = _Metadata("training_step", name, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+            metadata.sync = _Sync(False)
+            metric = _ResultMetric(metadata, is_tensor=True)
+            metric.update(value, 1)
+            accumulated.append(metric.value)
+
+        log.replay(take)
+    one, several = accumulated
+    assert one.dtype == several.dtype
+    if reduce_fx != "sum":
+        torch.testing.assert_close(one, several, rtol=1e-6, atol=0)

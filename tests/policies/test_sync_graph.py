@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,6 +21,7 @@ from lightning_sdpipe.policies.sync_graph import (
     rounds_since_met,
     spectral_radius,
 )
+from lightning_sdpipe.policies.thinning import Thinning
 from tests.policies.scripted import NaiveSyncGraph
 
 N = 7
@@ -179,3 +184,50 @@ def test_the_graph_can_be_looked_at() -> None:
     for _ in range(8):
         graph.record(met([0, 1]))
     assert components(graph.meetings(), graph.active) == [{0, 1}, {2}, {4}]
+
+
+@pytest.mark.parametrize(("unit", "rounds"), [("rounds", 3), ("groups", 40)])
+def test_those_that_leave_one_after_the_other_while_others_meet(unit: Unit, rounds: int) -> None:
+    size, chance = 48, random.Random(3)
+    real, naive = SyncGraph(size, rounds, unit), NaiveSyncGraph(rounds, unit)
+    for worker in range(size):
+        real.join(worker)
+        naive.join(worker)
+    recorded = 0
+    while naive.active:
+        for _ in range(chance.randrange(len(naive.active))):
+            groups = met(chance.sample(sorted(naive.active), min(len(naive.active), chance.choice([1, 2, 4]))))
+            groups = [msgspec.structs.replace(group, sequence=recorded) for group in groups]
+            real.record(groups)
+            naive.record(groups)
+            recorded += 1
+        found: dict[int, set[int]] = {}
+        for worker in naive.active:
+            found.setdefault(real.component(worker), set()).add(worker)
+        assert {frozenset(component) for component in found.values()} == naive.components()
+        assert real.components == len(found)
+        gone = chance.choice(sorted(naive.active))
+        real.leave(gone)
+        naive.leave(gone)
+
+
+def test_what_a_worker_that_leaves_costs_hardly_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in workers that are walked through; a pass over all would be a thousand each."""
+    walked = 0
+    pieces = Thinning._pieces
+
+    def counted(self: Thinning, ends: Sequence[int]) -> tuple[dict[int, int], list[list[int]], int]:
+        nonlocal walked
+        found = pieces(self, ends)
+        walked += len(found[0])
+        return found
+
+    monkeypatch.setattr(Thinning, "_pieces", counted)
+    size, chance = 2048, random.Random(0)
+    graph = graph_of([], size, 10)
+    for _ in range(10 * size // 4):
+        graph.record(met(chance.sample(range(size), 4)))
+    for worker in chance.sample(range(size), size - 1):
+        graph.leave(worker)
+        assert graph.components >= 1
+    assert walked < 64 * size

@@ -46,7 +46,7 @@ def contents(history: list[tuple[str, object]]) -> list[set[tuple[int, int]]]:
 
 @given(changes)
 def test_a_vector_names_the_newest_steps_that_a_model_contains(told: list[tuple[str, object]]) -> None:
-    versions, history, sequences = started(), list[tuple[str, object]](), list[int | None]()
+    versions, history, sequences = started(bound=10**6), list[tuple[str, object]](), list[int | None]()
     for number, (kind, what) in enumerate(told):
         if kind == "break":
             met = [place for place, sequence in enumerate(sequences) if sequence is not None]
@@ -131,13 +131,20 @@ def test_after_a_restart_every_model_may_be_as_old_as_the_bound_allows() -> None
     assert versions.lag == 3
     versions.stepped(0)
     assert versions.behind(0) == {1}
-    unbounded = started()
-    unbounded.doubted()
-    assert unbounded.lag == 0
+
+
+def test_without_a_bound_only_steps_are_counted() -> None:
+    versions = started(bound=None)
+    versions.stepped(2)
+    versions.met(0, [0, 1])
+    versions.doubted()
+    assert [versions.steps(node) for node in range(SIZE)] == [0, 0, 1, 0]
+    assert versions.behind(2) == set()
+    assert not versions.broke(0)
 
 
 def test_only_so_much_is_remembered() -> None:
-    versions = started(size=2)
+    versions = started(bound=10**6, size=2)
     versions.stepped(0)
     versions.met(7, [0, 1])
     for _ in range(2 * REMEMBERED):
@@ -153,3 +160,24 @@ def test_when_all_have_met_nobody_is_behind_anybody(size: int) -> None:
         versions.stepped(node)
     versions.met(0, range(size))
     assert all(versions.behind(node) == set() for node in range(size))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["join", "leave", "lose", "step", "meet"]), st.integers(0, 5), nodes)))
+def test_a_newcomer_has_the_least_that_anybody_has(told: list[tuple[str, int, int]]) -> None:
+    versions, active, known = Versions(6, 10**6), set[int](), set[int]()
+    for number, (kind, node, other) in enumerate(told):
+        if kind == "join" and node not in active:
+            steps, fresh = versions.steps(node), node not in known
+            least = [min((versions.contained(k, i) for k in active), default=versions.steps(i)) for i in range(6)]
+            versions.joins(node)
+            if fresh:
+                assert [versions.contained(node, i) for i in range(6)] == [*least[:node], steps, *least[node + 1 :]]
+            active.add(node)
+            known.add(node)
+        elif kind in ("leave", "lose") and node in active:
+            versions.leaves(node, lost=kind == "lose")
+            active.remove(node)
+        elif kind == "step" and node in active:
+            versions.stepped(node)
+        elif kind == "meet" and {node, other} <= active and node != other:
+            versions.met(number, [node], computing=[other])
