@@ -20,7 +20,7 @@ from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.launching.launcher import give_up
 from lightning_sdpipe.membership import Member
 from lightning_sdpipe.options import SDPipeOptions
-from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.run import Run
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
@@ -91,8 +91,11 @@ class Collectives(SDPipeOptions):
         if self._whereabouts.in_step or (self._training is not None and self._training.updating):
             return tensor
         group = group or self.groups.stage
+        means = reduce_op in ("mean", "avg") and isinstance(tensor, Tensor)
         with self._together("reducing", group):
-            return super().reduce(tensor, group, reduce_op)
+            total = super().reduce(tensor, group, "sum" if means else reduce_op)
+        # Lightning divides where the whole group is gloo's, and gloo has no mean of integers where it is a part of one
+        return total.copy_(total / dist.get_world_size(group)) if means else total
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._whereabouts.check("reduce_boolean_decision")
@@ -105,7 +108,8 @@ class Collectives(SDPipeOptions):
         ``LightningModule.all_gather`` asks for all ranks by default; other stages may not come to where this one asks.
         """
         group = self.groups.stage if group in (None, dist.group.WORLD) else group
-        if sync_grads and dist.get_backend(group) == "gloo":  # torch.distributed.nn scatters by global rank
+        # torch.distributed.nn scatters by global rank
+        if sync_grads and backend_for(self.root_device, group) == "gloo":
             raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
         if self._whereabouts.rehearsing:
             self._whereabouts.communicates = True

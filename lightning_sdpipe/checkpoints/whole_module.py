@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
-from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.partition.ownership import Ownership, replace_data
 
 
 def is_whole(module: nn.Module) -> bool:
@@ -22,7 +22,7 @@ def to_cpu(module: nn.Module) -> None:
     """Moves what is not on ``meta`` to the CPU; the tensors stay the same objects."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not (tensor.is_meta or tensor.is_cpu):
-            tensor.data = tensor.data.cpu()
+            replace_data(tensor, tensor.data.cpu())
 
 
 def make_whole(module: nn.Module, ownership: Ownership, groups: ProcessGroups, keep: bool) -> None:

@@ -24,6 +24,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.partition import cache, plan, rehearsal
 from lightning_sdpipe.partition.chain import Block
+from lightning_sdpipe.partition.ownership import move
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsed import Rehearsed
@@ -97,7 +98,7 @@ def _plan(planning: Planning) -> plan.Plan:
     def rehearse(chain: Sequence[str]) -> Rehearsed | None:
         if not steps:
             return None
-        module.to(planning.device)
+        move(module, planning.device)
         try:
             return rehearsal.rehearse(module, chain, steps, planning.device)
         except Exception as error:  # what is not allowed in a step is refused when the real one runs
@@ -211,7 +212,7 @@ def _measure(planning: Planning, blocks: Sequence[Block]) -> plan.Profile:
     if measured is None:
         batch = trainer.strategy.batch_to_device(batch, planning.device)
         if all(not p.is_meta for p in module.parameters()):  # else the profile says what is wrong
-            module.to(planning.device)
+            move(module, planning.device)
 
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
