@@ -27,6 +27,8 @@ from tests.elastic import jobs
 from tests.features.running import as_torchrun
 from tests.workers import free_port, run_workers
 
+pytestmark = pytest.mark.timeout(300)  # with building the device
+
 
 class Net(L.LightningModule):
     """Blocks that draw, with buffers; a parameter outside of them, which all stages hold; a list of the user's with
