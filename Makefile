@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test quick lint clean
+.PHONY: help demo test quick gpu lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -15,6 +15,9 @@ test: lint  ## ruff, mypy and pytest
 
 quick: .venv/ready  ## the tests that start no other processes, in a minute
 	$(BIN)/python -m pytest -m "not distributed" --hypothesis-profile=quick --dist=worksteal
+
+gpu: .venv/ready  ## trials on a CUDA device, in minutes; prints a table and writes gpu-report.md
+	PYTORCH_NVML_BASED_CUDA_CHECK=1 $(BIN)/python -m pytest -n 0 -s -m gpu tests/test_gpu.py
 
 lint: .venv/ready  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation, materialise
-from lightning_sdpipe.partition.ownership import Ownership, assign_owners, keep_only
+from lightning_sdpipe.partition.ownership import Ownership, assign_owners, keep_only, move_the_rest
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.same_memory import SameMemory, held_together
 from lightning_sdpipe.pipeline.flush import FlushPipeline
@@ -87,6 +87,7 @@ def assemble(
     shared = SharedParameters(module, ownership, groups, options.timeout)
     materialise(module, ownership, worker, initialisation)
     keep_only(module, ownership, worker, device)
+    move_the_rest(module, device)
     parameters = [p for p in module.parameters() if not p.is_meta]
     buffers = [torch.view_as_real(b) if b.is_complex() else b for b in module.buffers() if not b.is_meta]
     late = {id(p) for p in shared.parameters}  # complete when all owners are
@@ -101,12 +102,13 @@ def assemble(
     cut_model = CutModel(module, chain, [spans[number] for number in numbers], device)
     ranks = tuple(groups.mesh.pipeline_ranks(pipeline_number)) * options.stages_per_worker
     bound = 2 if options.stages_per_worker == 1 else None
+    lanes = groups.lanes(len(spans), device, options.timeout)
     runners = [
         StageRunner(
             module,
             cut_model,
             spans[number],
-            StageLink(groups.pipeline, ranks, number, device, options.dynamic_shapes, bound),
+            StageLink(groups.pipeline, ranks, number, device, options.dynamic_shapes, bound, lanes=lanes),
             plan.travel,
         )
         for number in numbers

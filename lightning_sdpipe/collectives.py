@@ -21,7 +21,7 @@ from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.launching.launcher import give_up
 from lightning_sdpipe.membership import Member
 from lightning_sdpipe.options import SDPipeOptions
-from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.run import Run
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
@@ -97,9 +97,12 @@ class Collectives(SDPipeOptions):
         group = group or self.groups.stage
         number = isinstance(tensor, Tensor) and tensor.ndim == 0 and tensor.is_floating_point()
         mine = tensor.double() if number else tensor  # replicas may have logged it in several types
+        means = reduce_op in ("mean", "avg") and isinstance(tensor, Tensor)
         with self._together("reducing", group):
-            reduced: Tensor = super().reduce(mine, group, reduce_op)
-        return reduced.to(tensor.dtype) if number else reduced
+            total: Tensor = super().reduce(mine, group, "sum" if means else reduce_op)
+        if means:  # Lightning lets gloo divide, which has no mean of integers where it is a part of a group
+            total.copy_(total / dist.get_world_size(group))
+        return total.to(tensor.dtype) if number else total
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._whereabouts.check("reduce_boolean_decision")
@@ -112,7 +115,8 @@ class Collectives(SDPipeOptions):
         ``LightningModule.all_gather`` asks for all ranks by default; other stages may not come to where this one asks.
         """
         group = self.groups.stage if group in (None, dist.group.WORLD) else group
-        if sync_grads and dist.get_backend(group) == "gloo":  # torch.distributed.nn scatters by global rank
+        # torch.distributed.nn scatters by global rank
+        if sync_grads and backend_for(self.root_device, group) == "gloo":
             raise ConfigurationError("all_gather(sync_grads=True) needs NCCL; on gloo, torch cannot do it in a group.")
         if self._whereabouts.rehearsing:
             self._whereabouts.communicates = True

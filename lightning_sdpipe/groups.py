@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.mesh import Mesh
 
 
@@ -60,7 +62,36 @@ class Replicas:
 
     def stages(self, tensor: torch.Tensor) -> bool:
         """Must ``tensor`` go through the memory of the host?"""
-        return tensor.device.type == "cuda" and self.group.name() == "gloo"
+        return p2p.through_host(tensor, self.group)
+
+
+def prepare_world(device: torch.device) -> None:
+    """What the default group must be before others are made beside it.
+
+    A group that is bound to a device makes others by splitting, which gloo cannot, and which NCCL cannot either where a
+    group has gloo for some of its ranks: those outside would wait for the others to split.
+
+    Args:
+        device: of this process.
+
+    Raises:
+        ConfigurationError: it cannot move tensors of the CPU, or of ``device``.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = None
+    known = {each.type for each in world._device_types}
+    if missing := sorted({"cpu", device.type} - known):
+        wanted = f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map.get(device.type, 'BACKEND')}"
+        raise ConfigurationError(
+            f"The process group ({dist.get_backend()}) has no backend for tensors on {' and '.join(missing)}, and a "
+            f"run on {device} sends both kinds. Leave process_group_backend out, or give {wanted!r}."
+        )
+    if device.type not in ("cpu", "cuda") and isinstance(world._get_backend(device), dist.ProcessGroupGloo):
+        raise ConfigurationError(
+            f"The process group ({dist.get_backend()}) uses gloo for {device}, and gloo's collectives know tensors of "
+            "the CPU and of CUDA only. Give process_group_backend the name of the accelerator's own backend."
+        )
 
 
 @dataclass(frozen=True)
@@ -73,6 +104,7 @@ class ProcessGroups:
     pipeline: dist.ProcessGroup
     stage: dist.ProcessGroup
     _side_channels: list[dist.ProcessGroup] = field(default_factory=list)
+    _lanes: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     _parts: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
@@ -118,6 +150,24 @@ class ProcessGroups:
         in_order = sorted(self.mesh.rank(stage, i) for i in own)
         ranks_of = {i: in_order.index(self.mesh.rank(stage, i)) for i in own}
         return Replicas(self._parts[key] or self.stage, ranks_of, stage, pipeline, self.traffic)
+
+    def lanes(self, num_stages: int, device: torch.device, timeout: timedelta | None) -> dict[int, dist.ProcessGroup]:
+        """A group for each direction of each cut that this worker has a side of, by the tag of its messages; none if
+        tags tell messages apart. NCCL knows no tags, and does what two ranks send each other in the order in which it
+        was begun: activations and gradients, or those of several cuts, would wait for each other.
+
+        Every rank must call it, with the number of stages of a pipeline; they are opened once.
+        """
+        if p2p.backend_for(device, self.pipeline) == "gloo" or self._lanes:
+            return self._lanes
+        for ranks in self.mesh.ranks:
+            for stage in range(1, num_stages):
+                ends = sorted({ranks[number % self.mesh.num_stages] for number in (stage - 1, stage)})
+                for tag in (2 * stage - 1, 2 * stage) if len(ends) == 2 else ():
+                    group = dist.new_group(ends, timeout=timeout)
+                    if self.rank in ends:
+                        self._lanes[tag] = group
+        return self._lanes
 
     def side_channel(self, timeout: timedelta | None) -> dist.ProcessGroup:
         """A second group of the replicas of this worker's stage, on gloo, for threads beside the training.

@@ -1,10 +1,12 @@
-"""Transfers over a process group, with CUDA tensors staged through pinned memory on gloo; failures name the peers."""
+"""Transfers over a process group, staged through pinned memory where gloo moves an accelerator's tensors; failures name
+the peers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,13 +75,29 @@ def unrecorded() -> Iterator[None]:
         torch._C._autograd._enable_record_function(True)
 
 
-def _needs_staging(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    return tensor.device.type == "cuda" and dist.get_backend(group) == "gloo"
+def backend_for(device: torch.device, group: Any) -> str:
+    """The name of what moves tensors of ``device`` in ``group``, which may have another backend for each type of
+    device. It is gloo where there is none: messages then go through the memory of the host."""
+    if not isinstance(group, dist.ProcessGroup):  # a backend by itself
+        return str(group.name())
+    if device.type not in {known.type for known in group._device_types}:
+        return "gloo"
+    return str(group._get_backend(device).name())
+
+
+def through_host(tensor: Tensor, group: Any) -> bool:
+    """Must a message with ``tensor`` go through the memory of the host, since gloo reads no other?"""
+    return tensor.device.type != "cpu" and backend_for(tensor.device, group) == "gloo"
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Memory of the host for what ``tensor`` holds."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _landing(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Where the network puts what is meant for ``tensor``."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=True) if _needs_staging(tensor, group) else tensor
+    return pinned_like(tensor) if through_host(tensor, group) else tensor
 
 
 def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int, peer: str) -> Transfer:
@@ -87,8 +105,8 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup, tag: int,
     transfer = Transfer(peer)
     for tensor in tensors:
         payload = tensor.detach().contiguous()
-        if _needs_staging(payload, group):
-            payload = payload.cpu()
+        if through_host(payload, group):
+            payload = pinned_like(payload).copy_(payload)  # which waits for what computes it
         transfer.tensors.append(payload)
         if payload.numel():
             with transfer.naming_the_peer(), unrecorded():

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_sdpipe.errors import ConfigurationError
+
 _MASK = (1 << 64) - 1
 
 
@@ -36,6 +38,28 @@ def mix(*numbers: int) -> int:
     return state >> 2
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """The one that draws on an accelerator come from.
+
+    Raises:
+        ConfigurationError: torch does not say which it is.
+    """
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    module = torch.get_device_module(device)
+    if hasattr(module, "init"):
+        module.init()  # which fills the list
+    generators = getattr(module, "default_generators", ())
+    index = module.current_device() if device.index is None else device.index
+    if index >= len(generators):
+        raise ConfigurationError(
+            f"torch.{device.type}.default_generators has nothing for {device}, and without it what is drawn would "
+            "depend on where the model is cut. Use an accelerator whose generators torch tells: CUDA, XPU or MPS."
+        )
+    generator: torch.Generator = generators[index]
+    return generator
+
+
 class RandomStreams:
     """The generators of one worker.
 
@@ -45,9 +69,8 @@ class RandomStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._torch = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-            self._torch.append(torch.cuda.default_generators[device.index or 0])
+        if device.type != "cpu":
+            self._torch.append(generator_of(device))
 
     def begin(self, *key: int) -> None:
         """User code draws from the stream of ``key`` from now on."""

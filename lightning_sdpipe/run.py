@@ -176,7 +176,7 @@ class Run:
 
     def random_states(self) -> Mapping[str, Any]:
         """Of all workers, on rank 0; every one must call it."""
-        return random_states.gather(self.groups)
+        return random_states.gather(self.groups, self._options.root_device)
 
     def close(self) -> None:
         """The Trainer's run is over."""

@@ -20,6 +20,8 @@ from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, tie_again, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.data.loader import PipelineLoader
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.groups import prepare_world
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.launching.environment import naming_the_port
 from lightning_sdpipe.launching.launcher import end_after_failure, launcher_for
@@ -101,14 +103,24 @@ class SDPipeStrategy(CheckpointHooks):
         assert environment is not None
         with naming_the_port(environment):
             super().setup_environment()
+        prepare_world(self.root_device)
         self._run.open()
         self._data_seed = shared_seed()
 
     def _get_process_group_backend(self) -> str:
-        """By default both kinds of tensors can travel: headers and metrics are on the CPU."""
-        if self._process_group_backend or self.root_device.type == "cpu":
+        """Both kinds of tensors travel: headers and metrics are on the CPU."""
+        backend = self._process_group_backend
+        if self.root_device.type == "cpu" or (backend is not None and ":" in backend):
             return super()._get_process_group_backend()
-        return f"cpu:gloo,{self.root_device.type}:{super()._get_process_group_backend()}"
+        devices = self.parallel_devices or []
+        if self.root_device.type == "cuda" and len({*devices}) < len(devices):  # NCCL wants a GPU for each process
+            if backend not in (None, "gloo"):
+                raise ConfigurationError(
+                    f"process_group_backend={backend!r}, but several processes share a GPU ({devices}), which NCCL "
+                    "refuses. Leave it out for gloo, or give each process a GPU."
+                )
+            backend = "gloo"
+        return f"cpu:gloo,{self.root_device.type}:{backend or super()._get_process_group_backend()}"
 
     # ------------------------------------------------------------------- setup
 
@@ -403,7 +415,8 @@ class SDPipeStrategy(CheckpointHooks):
         if self._assembled is not None:
             self._checkpoints.wait()
             self._assembled.cut_model.restore()
-            to_cpu(self.module)
+            if not self._failed:  # else tensors may be in use, and where the error came from is what counts
+                to_cpu(self.module)
             self._assembled.freezing.buckets.clear()  # memory that only they hold
             if self._gathers and not self._failed:
                 self._make_whole(self._assembled)

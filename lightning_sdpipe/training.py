@@ -139,7 +139,8 @@ class Training:
                 self.rendezvous.join()
         if self._absent:
             return
-        if self.mini_batches == 0 and self.num_micro_batches > 1 and self.portion() is None:
+        strategy: Any = self.trainer.strategy
+        if self.mini_batches == 0 and strategy.num_micro_batches > 1 and self.portion() is None:
             size = getattr(self.trainer.train_dataloader, "batch_size", None)
             refuse_time_first(batch, size, self.trainer.lightning_module)
         with self.first_failure():

@@ -13,27 +13,28 @@ import torch.distributed as dist
 
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.random_streams import generator_of
 
 
-def gather(groups: ProcessGroups) -> dict[str, Any]:
-    """The states of all ranks on rank 0, empty on the others; every rank must call it. The mesh says whose they are."""
-    mine = _collect()
+def gather(groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
+    """The states of all ranks, each of which computes on its ``device``, on rank 0, and empty on the others; every rank
+    must call it. The mesh says whose they are."""
+    mine = _collect(device)
     ranks = range(dist.get_world_size())
-    device = "cpu" if dist.get_backend() == "gloo" else torch.cuda.current_device()
-    flat = torch.cat([state.flatten() for state in mine.values()]).to(device)
+    flat = torch.cat([state.flatten() for state in mine.values()])
     everybody = [torch.empty_like(flat) for _ in ranks] if groups.rank == 0 else None
     with waiting_for(groups.everybody, "gathering random states"):
         dist.gather(flat, everybody, dst=0)
     if everybody is None:
         return {}
     sizes = {name: len(state) for name, state in mine.items()}
-    return {"mesh": [list(row) for row in groups.mesh.ranks], "sizes": sizes, "states": torch.stack(everybody).cpu()}
+    return {"mesh": [list(row) for row in groups.mesh.ranks], "sizes": sizes, "states": torch.stack(everybody)}
 
 
-def restore(saved: Mapping[str, Any], groups: ProcessGroups) -> None:
+def restore(saved: Mapping[str, Any], groups: ProcessGroups, device: torch.device) -> None:
     """Gives this rank the state of the worker that it is now, which another rank may have been back then; on a mesh of
     another shape, or on other devices, there is none to give."""
-    mine = _collect()
+    mine = _collect(device)
     sizes = {name: len(state) for name, state in mine.items()}
     before = [list(row) for row in saved.get("mesh", ())]
     if [len(row) for row in before] != [len(row) for row in groups.mesh.ranks] or saved["sizes"] != sizes:
@@ -42,15 +43,15 @@ def restore(saved: Mapping[str, Any], groups: ProcessGroups) -> None:
     parts = torch.split(saved["states"][places[groups.rank]], list(sizes.values()))
     states = dict(zip(sizes, parts, strict=True))
     torch.set_rng_state(states["torch"].clone())
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"].clone())
+    if device.type != "cpu":
+        generator_of(device).set_state(states[device.type].clone())
     version, _, _ = random.getstate()
     random.setstate((version, tuple(_integers(states["python"])), None))
     keys = _integers(states["numpy"])
     np.random.set_state(("MT19937", np.array(keys[:-1], dtype=np.uint32), keys[-1], 0, 0.0))
 
 
-def _collect() -> dict[str, torch.Tensor]:
+def _collect(device: torch.device) -> dict[str, torch.Tensor]:
     """Each generator's state as bytes. The second of a pair of normal numbers that a generator may hold is let go."""
     legacy: Any = np.random.get_state()
     _, keys, position, _, _ = legacy
@@ -59,8 +60,8 @@ def _collect() -> dict[str, torch.Tensor]:
         "python": _bytes(random.getstate()[1]),
         "numpy": _bytes([*keys.tolist(), position]),
     }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if device.type != "cpu":
+        states[device.type] = generator_of(device).get_state()
     return states
 
 

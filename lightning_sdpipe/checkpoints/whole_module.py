@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
-from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.partition.ownership import Ownership, replace_data
 from lightning_sdpipe.partition.same_memory import held_together
 
 
@@ -23,14 +23,14 @@ def to_cpu(module: nn.Module) -> None:
     """Moves what is not on ``meta`` to the CPU; the tensors stay the same objects."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not (tensor.is_meta or tensor.is_cpu):
-            tensor.data = tensor.data.cpu()
+            replace_data(tensor, tensor.data.cpu())
 
 
 def tie_again(module: nn.Module, ownership: Ownership) -> None:
     """Gives tensors that were one memory before the run the memory of the first of them, where they are here."""
     for first, *others in held_together(module, ownership.memory):
         for other in others:
-            other.data = first.data
+            replace_data(other, first.data)
 
 
 def make_whole(module: nn.Module, ownership: Ownership, groups: ProcessGroups, keep: bool) -> None:

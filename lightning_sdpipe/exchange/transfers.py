@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import unrecorded
@@ -59,12 +59,13 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
         if aim.numel():
             landing = aim
             if replicas.stages(aim):
-                landing = torch.empty_like(aim, device="cpu", pin_memory=True)
+                landing = p2p.pinned_like(aim)
                 transfers.staged.append((landing, aim))
             operations.append((False, pipeline, landing))
     for pipeline, tensor in outgoing.items():
         if tensor.numel():
-            operations.append((True, pipeline, tensor.cpu() if replicas.stages(tensor) else tensor))
+            staged = p2p.pinned_like(tensor).copy_(tensor) if replicas.stages(tensor) else tensor
+            operations.append((True, pipeline, staged))
     transfers.kept += [tensor for _, _, tensor in operations]
     names = [replicas.name(pipeline) for _, pipeline, _ in operations]
     if operations and replicas.coalesces(operations[0][2].device):

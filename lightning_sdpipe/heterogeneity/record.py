@@ -106,4 +106,5 @@ def _product(size: int, device: torch.device) -> Callable[[], None]:
 
 
 def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    names = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if names is None else str(names(device))

@@ -36,11 +36,16 @@ def fingerprint(module: nn.Module, blocks: Sequence[Block], batch: Any, device: 
         tuple(blocks),
         [(tuple(t.shape), str(t.dtype)) for t in tree_leaves(batch) if isinstance(t, Tensor)],
         device.type,
-        platform.node() if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
+        platform.node() if device.type == "cpu" else _name(device),
         torch.get_num_threads(),
         torch.__version__,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _name(device: torch.device) -> str:
+    names = getattr(torch.get_device_module(device), "get_device_name", None)  # MPS has none
+    return device.type if names is None else str(names(device))
 
 
 def load(key: str) -> tuple[BlockProfile, ...] | None:

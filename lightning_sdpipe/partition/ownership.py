@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
 
 from lightning_sdpipe.partition.placeholder import WeightElsewhere
@@ -99,6 +100,20 @@ def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch
             cast(Any, module.get_parameter(other)).meta = cast(Any, module.get_parameter(first)).meta
 
 
+def move(module: nn.Module, device: torch.device) -> None:
+    """``module.to(device)`` for a whole module, whose parameters stay the same objects."""
+    for parameter in module.parameters():
+        _move(parameter, device)
+    module.to(device)
+
+
+def move_the_rest(module: nn.Module, device: torch.device) -> None:
+    """What ``module.to(device)`` does besides, when :func:`keep_only` has moved parameters and buffers: the states of
+    metrics follow, whatever else overrides ``_apply``, and ``self.device``."""
+    _update_properties(module, device=device)
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+
+
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
     if not isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
         tensor.data = tensor.data.contiguous()  # transposed or expanded: it is averaged as it lies
@@ -106,8 +121,17 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     if not isinstance(tensor, nn.Parameter):
         return tensor.to(device)
-    tensor.data = tensor.data.to(device)  # the same object: users may hold it in lists of their own
+    replace_data(tensor, tensor.data.to(device))
     return tensor
+
+
+def replace_data(parameter: Tensor, value: Tensor) -> None:
+    """Gives ``parameter`` other memory, perhaps of another device. It stays the same object: users may hold it in lists
+    of their own."""
+    if torch._has_compatible_shallow_copy_type(parameter, value):
+        parameter.data = value
+    else:  # between the CPU and most accelerators but CUDA
+        torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))  # type: ignore[no-untyped-call]
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

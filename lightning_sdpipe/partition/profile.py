@@ -72,7 +72,7 @@ def profile(
 
     def now() -> float:
         if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+            torch.accelerator.synchronize(device)
         return clock()
 
     with without_a_trace(module):

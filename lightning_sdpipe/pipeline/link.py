@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class StageLink:
         device: where received tensors go.
         dynamic_shapes: send a header before every message, which is faster than the above if output shapes of blocks
             often depend on the data.
+        lanes: the group of each direction of a cut, by tag, where ``group`` knows none.
         sends_in_flight: of one direction, before a further one waits for the oldest: one that the neighbour is taking
             and one that is ready for it. None for no bound, where stages wait for each other in a ring.
     """
@@ -48,6 +49,7 @@ class StageLink:
     device: torch.device
     dynamic_shapes: bool = False
     sends_in_flight: int | None = 2
+    lanes: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
     seconds_waiting: float = 0.0  # for the neighbours, so far
     _incoming: dict[Hashable, list[Layout]] = field(default_factory=dict)
     _outgoing: dict[Hashable, list[Layout]] = field(default_factory=dict)
@@ -118,7 +120,7 @@ class StageLink:
             message = [torch.tensor([g is not None for g in gradients]), *(g for g in gradients if g is not None)]
         else:
             message = [torch.zeros_like(t) if g is None else g for t, g in zip(received, gradients, strict=True)]
-        self._sent_up.append(p2p.send(message, self.ranks[to], self.group, tag, self.name(to)))
+        self._sent_up.append(p2p.send(message, self.ranks[to], self._lane(tag), tag, self.name(to)))
         if self.sends_in_flight is not None:
             self._settle(self._sent_up, self.sends_in_flight)
 
@@ -128,10 +130,11 @@ class StageLink:
         rank, name = self.ranks[source], self.name(source)
         outputs = list(sent)
         if len(outputs) > 1:
-            (flags,) = self._wait(p2p.receive([torch.empty(len(sent), dtype=torch.bool)], rank, self.group, tag, name))
+            flags = torch.empty(len(sent), dtype=torch.bool)
+            self._wait(p2p.receive([flags], rank, self._lane(tag), tag, name))
             outputs = [t for t, used in zip(sent, flags.tolist(), strict=True) if used]
         buffers = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in outputs]
-        return outputs, self._wait(p2p.receive(buffers, rank, self.group, tag, name))
+        return outputs, self._wait(p2p.receive(buffers, rank, self._lane(tag), tag, name))
 
     def make_room(self) -> None:
         """Waits until one more gradient can be sent without waiting for the previous stage."""
@@ -158,7 +161,7 @@ class StageLink:
         note = torch.empty(begun + layout.first_numbers[-1], dtype=torch.float64)
         buffers = [note, *(meta.empty(self.device) for meta in layout.values)]
         source = self.stage - 1
-        return p2p.receive(buffers, self.ranks[source], self.group, 2 * self.stage, self.name(source))
+        return p2p.receive(buffers, self.ranks[source], self._lane(2 * self.stage), 2 * self.stage, self.name(source))
 
     def _receive(self, layout: Layout) -> tuple[int, list[float], list[Tensor]]:
         """A message's number and numbers, and its tensors."""
@@ -171,7 +174,7 @@ class StageLink:
     def _receive_layout(self) -> Layout:
         source, tag = self.stage - 1, 2 * self.stage
         payload = torch.empty(self._receive_first(), dtype=torch.uint8)
-        transfer = p2p.receive([payload], self.ranks[source], self.group, tag, self.name(source))
+        transfer = p2p.receive([payload], self.ranks[source], self._lane(tag), tag, self.name(source))
         return Layout.decode(transfer.wait()[0].numpy().tobytes())
 
     def _receive_first(self) -> int:
@@ -183,7 +186,8 @@ class StageLink:
         digest, self._unheard = self._unheard, None
         first = torch.empty(1 if digest is None else 1 + LENGTH, dtype=torch.float64)
         source = self.stage - 1
-        (first,) = self._wait(p2p.receive([first], self.ranks[source], self.group, 2 * self.stage, self.name(source)))
+        tag = 2 * self.stage
+        (first,) = self._wait(p2p.receive([first], self.ranks[source], self._lane(tag), tag, self.name(source)))
         number, *theirs = map(int, first.tolist())
         if digest is not None:
             digest.compare(theirs, source)
@@ -204,7 +208,10 @@ class StageLink:
 
     def _send_down(self, send: Callable[..., p2p.Transfer], what: Any) -> None:
         to, tag = self.stage + 1, 2 * (self.stage + 1)
-        self._sent_down.append(send(what, self.ranks[to], self.group, tag, self.name(to)))
+        self._sent_down.append(send(what, self.ranks[to], self._lane(tag), tag, self.name(to)))
+
+    def _lane(self, tag: int) -> dist.ProcessGroup:
+        return self.lanes.get(tag, self.group)
 
     def name(self, stage: int) -> str:
         return f"stage {stage} (rank {self.ranks[stage]})"

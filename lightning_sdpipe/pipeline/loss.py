@@ -32,7 +32,7 @@ class SharedLoss:
         self._ranks = link.ranks[:num_workers]
         self._is_last = link.stage == len(link.ranks) - 1
         # NCCL knows no tags, so that messages would be mixed up; but it does not keep the host waiting
-        self._afterwards = link.device.type == "cuda" and dist.get_backend(link.group) != "gloo"
+        self._afterwards = p2p.backend_for(link.device, link.group) != "gloo"
         self._sent: list[p2p.Transfer] = []
         self._parts: list[Tensor] = []
         self._type: torch.dtype | None = None

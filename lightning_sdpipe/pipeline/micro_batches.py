@@ -80,7 +80,7 @@ def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -
 def refuse_time_first(batch: Any, asked: int | None, module: nn.Module | None = None) -> None:
     """Raises ConfigurationError where all tensors of a batch have as many samples as the loader was ``asked`` for in
     their second dimension, and not in the first, by which they would be split."""
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
+    tensors = [tensor for _, tensor in tensors_in(batch) if tensor.ndim]
     swapped = [t.ndim > 1 and t.shape[1] == asked and t.shape[0] not in (1, asked) for t in tensors]
     if swapped and all(swapped) and not hasattr(module, "split_batch"):
         raise ConfigurationError(

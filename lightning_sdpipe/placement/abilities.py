@@ -41,7 +41,10 @@ def abilities(host: str, index: int, local_size: int, model: str | None, names: 
     Raises:
         ConfigurationError: the model cannot be measured.
     """
-    device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu")
+    if accelerator is not None:
+        device = torch.device(accelerator.type, index % torch.accelerator.device_count())
     memory = _memory(device, local_size)
     if model is None:
         kernel, operations = matrix_product(device)
@@ -62,8 +65,9 @@ def relative(found: Sequence[Abilities]) -> tuple[list[float], Model | None]:
 
 def _memory(device: torch.device, local_size: int) -> int | None:
     """Bytes that are free now; the workers of a host share its memory."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+    tells = getattr(torch.get_device_module(device), "mem_get_info", None)  # of an accelerator with memory of its own
+    if tells is not None:
+        free, _ = tells(device)
         return int(free)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

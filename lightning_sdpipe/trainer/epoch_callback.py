@@ -81,7 +81,7 @@ class EpochCallback(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._to_load is not None:  # only now: what sets up a run may draw as well
-            random_states.restore(self._to_load, self._groups)
+            random_states.restore(self._to_load, self._groups, trainer.strategy.root_device)
             self._to_load = None
         self._draws.between_batches("on_train_epoch_start")
 

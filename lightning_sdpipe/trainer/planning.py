@@ -25,6 +25,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.partition import apart, cache, plan, rehearsal
 from lightning_sdpipe.partition.chain import Block
+from lightning_sdpipe.partition.ownership import move
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsed import Rehearsed
@@ -155,7 +156,7 @@ def _made(planning: Planning, steps: Sequence[StepCalls]) -> plan.Plan:
     def rehearse(chain: Sequence[str]) -> Rehearsed | None:
         if not steps:
             return None
-        module.to(planning.device)
+        move(module, planning.device)
         try:
             return rehearsal.rehearse(module, chain, steps, planning.device)
         except Exception as error:  # what is not allowed in a step is refused when the real one runs
@@ -264,7 +265,7 @@ def _measure(planning: Planning, blocks: Sequence[Block], batch: Any, arguments:
     measured = cache.load(key)
     if measured is None:
         if all(not p.is_meta for p in module.parameters()):  # else the profile says what is wrong
-            module.to(planning.device)
+            move(module, planning.device)
 
         def step() -> Any:
             with trainer.precision_plugin.train_step_context():

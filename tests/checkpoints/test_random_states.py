@@ -12,6 +12,8 @@ from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.mesh import Mesh
 from tests.workers import run_workers
 
+CPU = torch.device("cpu")
+
 
 def draws() -> list[float]:
     values = [float(torch.rand(())), random.random(), float(np.random.rand())]
@@ -22,13 +24,13 @@ def resume(rank: int) -> tuple[list[float], list[float], list[float]]:
     groups = ProcessGroups.open(Mesh.build(2, 1), timedelta(seconds=20))
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(rank)
-    states = random_states.gather(groups)
+    states = random_states.gather(groups, CPU)
     expected = draws()
     everybody = [states]
     torch.distributed.broadcast_object_list(everybody, 0)  # as a checkpoint's file reaches every rank
-    random_states.restore(everybody[0], groups)
+    random_states.restore(everybody[0], groups, CPU)
     again = draws()
-    random_states.restore({**everybody[0], "mesh": [[0, 1]]}, groups)  # of one pipeline of two stages
+    random_states.restore({**everybody[0], "mesh": [[0, 1]]}, groups, CPU)  # of one pipeline of two stages
     return expected, again, draws()
 
 

@@ -126,12 +126,12 @@ class Diary(Callback):
         self.note(ended=trainer.global_step, rates=rates, leads=trainer.is_global_zero)
 
 
-def fit(directory: Path, samples: int, options: dict[str, Any]) -> None:
+def fit(directory: Path, samples: int, options: dict[str, Any], accelerator: Any = "cpu") -> None:
     """What the user's script does: it trains until the test says stop."""
     torch.set_num_threads(1)
     strategy = SDPipeStrategy(timeout=FINDING_OUT, **options)
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         strategy=strategy,
         default_root_dir=directory,
         max_epochs=10_000,
