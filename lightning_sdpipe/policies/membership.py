@@ -32,7 +32,7 @@ once, and by everybody awaited.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -124,6 +124,11 @@ class Membership:
     def buried(self, most: int) -> list[Member]:
         """The last ``most`` starts that must not come back."""
         return [*self._tombs][-most:]
+
+    @property
+    def claimed(self) -> Collection[int]:
+        """Pipelines that are there, and of which another start has come."""
+        return self._rivals.keys()
 
     def doubts(self, worker: Worker, incarnation: int) -> bool:
         """Would it help to hear that this process lives? Another job claims its number."""

@@ -97,7 +97,7 @@ class Elastic:
         """Is this an elastic run, as far as is known?"""
         return bool(self._presence.incarnations) or self.membership.epoch.number > 0
 
-    def status(self) -> Members | None:
+    def status(self, now: float) -> Members | None:
         """Who is in the run; None if nobody has enrolled."""
         core = self.membership
         if not self.in_use and not core.ever:
@@ -107,7 +107,7 @@ class Elastic:
             core.epoch.reason,
             next(iter(core.members), None),
             core.states(),
-            core.holds,
+            core.holds or self._presence.waits(now),
             {member.pipeline: member.incarnation for member in core.epoch.members},
             sorted(core.ever),
             [(member.pipeline, member.incarnation) for member in core.buried(GONE_IN_STATUS)],
@@ -123,7 +123,8 @@ class Elastic:
         if self.membership.deadline() <= now:
             self._decide(w.Passed(), now)
         if self._presence.next_look <= now:
-            for worker, incarnation, seconds in self._presence.silent(now):
+            core = self.membership
+            for worker, incarnation, seconds in self._presence.silent(now, core.members, core.claimed):
                 self._decide(w.Died(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
         self._answers.remake(now)
         self._proceed(now)

@@ -21,7 +21,7 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.members import Met
 from lightning_sdpipe.sync import PHDPSGD, LocalSGD, SemiDecentralized
 from tests.elastic.jobs import ElasticRun, Model, elastic_run, fit, sums
-from tests.namespaces import machines
+from tests.namespaces import machines, switched
 from tests.namespaces import run as ip
 
 pytestmark = pytest.mark.distributed
@@ -274,5 +274,24 @@ def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tm
         run.wait(lambda: len(run.rows(1)) == 2, "the newcomer's first turn")
         run.wait_for_turns([1], 8)
         assert run.finish() == {0: [0], 1: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])
+
+
+def test_a_scheduler_is_cut_off_for_longer_than_the_limit_of_silence(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    options = ("--start-pipelines", "2", "--worker-timeout", "2")
+    with switched(3) as switch, elastic_run(tmp_path, 1, 2, *options, machines=switch.machines, center=2) as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 10)
+        switch.plug(switch.machines[2], False)
+        run.wait(lambda: "seems to be cut off" in run.said(), "the scheduler to notice")
+        time.sleep(2.0)
+        switch.plug(switch.machines[2], True)
+        run.wait_for_turns([0, 1], 10)
+        assert run.finish() == {0: [0], 1: [0]}, run.said()
+        assert "is gone" not in run.said()
+        assert [len(run.rows(pipeline)) for pipeline in range(2)] == [1, 1]
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1])

@@ -472,7 +472,7 @@ class World:
         if not alive:
             return
         victim = rng.choice(alive)
-        match rng.choice("kkkkkkssppS"):
+        match rng.choice("kkkkkkssppScc"):
             case "k":
                 self.die(victim, "killed")
             case "s":
@@ -483,8 +483,16 @@ class World:
                     if process.incarnation == victim.incarnation:
                         process.cut_off_until = self.now + rng.choice([0.7, 3.5])
                 self.tell(f"pipeline {victim.worker.pipeline} is cut off until {victim.cut_off_until:.2f}")
+            case "c":
+                self.cut_off(rng.choice([0.7, 3.5, 8.0]))
             case "S" if self.service is not None:
                 self.kill_scheduler(rng.choice([0.05, 1.0]))
+
+    def cut_off(self, seconds: float) -> None:
+        """The scheduler reaches nobody."""
+        for process in self.processes:
+            process.cut_off_until = max(process.cut_off_until, self.now + seconds)
+        self.tell(f"the scheduler is cut off for {seconds} s")
 
     def check_that_all_train(self, seconds: float) -> None:
         """With no more faults everybody is a member soon, and goes on."""

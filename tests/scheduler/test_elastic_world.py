@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.elastic_world import live_through
+from tests.scheduler.elastic_world import World, live_through
 
 LONG = settings.default.max_examples >= 10_000
 HISTORIES = 10_000 if LONG else 12
@@ -21,6 +21,18 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 @given(st.integers(0, 2**32 - 1), st.integers(0, 8))
 def test_everybody_trains_again_after_any_faults(seed: int, faults: int) -> None:
     live_through(seed, faults)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seconds", [3.0, 30.0])
+def test_a_scheduler_that_is_cut_off_from_all_loses_nobody(seed: int, seconds: float) -> None:
+    world = World(seed)
+    world.run(8.0)
+    starts = {process.incarnation for process in world.processes}
+    world.cut_off(seconds)
+    world.run(world.now + seconds)
+    world.check_that_all_train(5.0)
+    assert {process.incarnation for process in world.processes} == starts
 
 
 def test_a_history_is_the_same_again_for_the_same_seed() -> None:
