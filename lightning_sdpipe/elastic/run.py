@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -123,7 +124,7 @@ class ElasticRun(Run):
         if self._groups is None:
             self._groups = ProcessGroups.open(self._mesh, options._run_timeout)
         self._epochs = EpochGroups(
-            self._worker, self._make_store, options._run_timeout, self._line.line.holds, among_groups(options.exchange)
+            self._worker, self._make_store, options._run_timeout, self._line.line, among_groups(options.exchange)
         )
         self._words = Words(self._groups)
 
@@ -235,7 +236,12 @@ class ElasticRun(Run):
 
     def _receive(self, what: Receive) -> dict[str, Any]:
         store = self._transfer_store(what.transfer)
-        return transfer.take(store, self._options._run_timeout, f"pipeline {what.donor}")
+        return transfer.take(store, self._transfers_last, f"pipeline {what.donor}")
+
+    @property
+    def _transfers_last(self) -> timedelta:
+        """Of each part of a state, at most."""
+        return timedelta(seconds=self._line.line.limit)
 
     def _go_on_from(self, state: dict[str, Any], trainer: Trainer) -> None:
         """Has Lightning resume from ``state``, whatever checkpoint the run began with."""
@@ -286,7 +292,7 @@ class ElasticRun(Run):
             "names": leading.names(self._trainer),
         }
         self._line.line.snapshot_taken(word.text, self._training.updates)
-        transfer.give(state, self._transfer_store(word.text), self._options._run_timeout)
+        transfer.give(state, self._transfer_store(word.text), self._transfers_last)
         self._words.done()  # nobody comes to the next meeting before all have said so
 
     def _between(self) -> None:

@@ -20,7 +20,9 @@ silent, fails, or departs. The rules:
 7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others. A pipeline's
    failure is forgotten when it has come back and met others. A SchedulerError counts for nothing: whoever was lost, the
    scheduler for instance, causes several. Nor does what a newcomer fails with while others train.
-8. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
+8. *Out of reach* (``reach.py``). Pipelines that find no process group in common make another one, and say whom they
+   cannot reach; if that goes on, one of them is put out.
+9. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
    of the newest epoch that anybody heard of. Who is not in that one has been replaced, and must end. Nobody starts anew
    within its first ``settle`` seconds, in which members make themselves heard.
 
@@ -42,6 +44,7 @@ from lightning_sdpipe.policies.donations import Donations
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.meetings import Meetings
 from lightning_sdpipe.policies.members import Epoch, Member, MemberDecision, MemberEvent
+from lightning_sdpipe.policies.reach import Reach
 from lightning_sdpipe.policies.returning import Returning
 from lightning_sdpipe.policies.terms import Terms, differences
 
@@ -92,6 +95,7 @@ class Membership:
         self._returning: Returning | None = None
         self.donations = Donations(num_stages)
         self.meetings = Meetings(num_stages)
+        self._reach = Reach(terms.apart)
 
     # ------------------------------------------------------------------- looks
 
@@ -155,7 +159,9 @@ class Membership:
                 said[i] = f"receives from {donation.donor}"
             else:
                 absent = sorted(set(range(self._num_stages)) - here.stages)
-                said[i] = f"waits for its stages {absent}" if absent else "waits"
+                out = self._reach.out_until(i) > -math.inf and bool(self.epoch.members)
+                waits = "waits, since others could not reach it" if out else "waits"
+                said[i] = f"waits for its stages {absent}" if absent else waits
         return said
 
     def missing(self) -> str:
@@ -190,6 +196,9 @@ class Membership:
             due = min(due, max(self._settled, first + (self.terms.gather if enough else self.terms.hold_limit)))
             if len(complete) >= self.terms.to_start:
                 due = min(due, self._settled)
+        elif self.epoch.members:
+            out = [self._reach.out_until(i) for i in complete if self.donations.of(i) is None]
+            due = min([due, *(until for until in out if until > -math.inf)])
         return due
 
     # ------------------------------------------------------------------ events
@@ -209,11 +218,8 @@ class Membership:
         match event:
             case w.Enrolled():
                 return self._enrolled(event, now)
-            case w.Unreachable(stage, pipelines):
-                if not self.epoch.members:
-                    return []
-                there = ", ".join(map(str, pipelines))
-                return self._new_epoch(f"pipelines {there} have no process group of stage {stage} in common")
+            case w.Unreachable():
+                return self._unreachable(event, now)
             case w.Heard(worker, incarnation):
                 return self._heard(worker, incarnation)
         worker, incarnation = event.worker, event.incarnation
@@ -227,6 +233,7 @@ class Membership:
                 return self._received(worker, transfer, now)
             case w.Missed(_, _, transfer):
                 if self.donations.failed(worker.pipeline, transfer):
+                    self._reach.got_none(worker.pipeline, now)
                     return self.donations.end(worker.pipeline) + self._admit(now)
                 return self._repeat(worker.pipeline)
             case w.Meets(_, _, key, value):
@@ -240,6 +247,10 @@ class Membership:
                 return self._failed(worker, reason, now)
             case w.Departed(_, _, finished):
                 return self._departed(worker, finished, now)
+            case w.Misses(_, _, epoch, pipelines):
+                if epoch == self.epoch.number:
+                    self._reach.misses(worker.pipeline, pipelines)
+                return []
 
     # -------------------------------------------------------------- coming
 
@@ -291,7 +302,7 @@ class Membership:
         """Those that are complete start, or are found a donor."""
         complete = self._complete()
         if self.epoch.members:
-            waiting = [i for i in complete if self.donations.of(i) is None]
+            waiting = [i for i in complete if self.donations.of(i) is None and self._reach.out_until(i) <= now]
             givers = [i for i in self.members if not self._pipelines[i].finished]
             return [d for i in waiting for d in self.donations.choose(i, givers)] if givers else []
         if not complete or now < self._settled or self.over is not None:
@@ -317,6 +328,7 @@ class Membership:
                 return []  # its other stages have not yet
             return self._repeat(pipeline)
         self.donations.end(pipeline)
+        self._reach.has_come(pipeline)
         here = self._pipelines[pipeline]
         here.member = True
         decisions = self._new_epoch(f"pipeline {pipeline} has come", {pipeline: here})
@@ -348,6 +360,26 @@ class Membership:
             decisions += self._new_epoch(f"pipeline {pipeline} {verb} ({reason})", lost=(pipeline,))
         self._rivals.pop(pipeline, None)  # who still lives asks again
         return decisions + self._check_over() + self._admit(now) + self._meet()
+
+    def _unreachable(self, event: w.Unreachable, now: float) -> list[MemberDecision]:
+        """All shall make another process group, and say whom they cannot reach; or one of them goes."""
+        stage, pipelines = event.stage, event.pipelines
+        if not self.epoch.members:
+            return []
+        there = ", ".join(map(str, pipelines))
+        found = self._reach.found_none(pipelines, self.members, event.waited, now)
+        if found is None:
+            reason = f"pipelines {there} have no process group of stage {stage} in common"
+            return self._new_epoch(reason, tries=True)
+        who, others = found
+        self._reach.put_out(who, now)
+        missed = f"cannot reach pipelines {', '.join(map(str, others))}" if others else f"is the youngest of {there}"
+        return self._goes(
+            who,
+            f"stage {stage} finds no process group with others, and {missed}, though all reach the scheduler; look at "
+            "the network between their machines, and at GLOO_SOCKET_IFNAME",
+            now,
+        )
 
     def _failed(self, worker: Worker, reason: str, now: float) -> list[MemberDecision]:
         joins = not self._pipelines[worker.pipeline].member and bool(self.members)
@@ -485,10 +517,9 @@ class Membership:
         if self.over is None and self.holds and now >= self._held_since + self.terms.hold_limit:
             self.over = w.RunOver(f"{self.holds} for {self.terms.hold_limit:g} s", failed=True)
             return [self.over]
-        if self.epoch.members:
-            return []
+        self._reach.let_in(now)
         decisions = self._admit(now)
-        if not decisions and complete and self.over is None:
+        if not self.epoch.members and not decisions and complete and self.over is None:
             first = min(here.arrived or 0.0 for here in complete.values())
             if now >= first + self.terms.hold_limit:
                 self.over = w.RunOver(f"for {self.terms.hold_limit:g} s {self.missing()}", failed=True)
@@ -496,13 +527,17 @@ class Membership:
         return decisions
 
     def _new_epoch(
-        self, reason: str, more: Mapping[int, _Pipeline] | None = None, lost: tuple[int, ...] = ()
+        self,
+        reason: str,
+        more: Mapping[int, _Pipeline] | None = None,
+        lost: tuple[int, ...] = (),
+        tries: bool = False,
     ) -> list[MemberDecision]:
         stay = [member for member in self.epoch.members if self.is_member(member.pipeline, member.incarnation)]
         come = sorted((more or {}).items(), key=lambda item: item[0])
         stay += [Member(i, here.incarnation) for i, here in come]
         self.ever |= {member.pipeline for member in stay}
-        self.epoch = Epoch(self.epoch.number + 1, tuple(stay), reason, lost)
+        self.epoch = Epoch(self.epoch.number + 1, tuple(stay), reason, lost, tries)
         return [self.epoch]
 
     def _check_enough(self, now: float) -> list[MemberDecision]:

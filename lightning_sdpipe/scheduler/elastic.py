@@ -80,12 +80,12 @@ class Elastic:
         """0 until somebody listens for lifelines."""
         self.on_decided: Callable[[float, w.MemberEvent, list[w.MemberDecision]], None] = lambda *_: None
         self._run = run
-        self._beat = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT)
+        self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
         self._capacity = num_pipelines
         self._store = Rendezvous()
         self._presence = Presence(limit)
         self._answers = answers.Answers(
-            run, self._presence.incarnations, lambda: membership.epoch.number, self._unreachable
+            run, self._presence.incarnations, lambda: membership.epoch.number, self._unreachable, limit
         )
         self._early = Early()
         self._rival_since: dict[int, float] = {}
@@ -217,7 +217,7 @@ class Elastic:
             self._presence.comes(worker, incarnation, now)
             if not was_here:
                 nonce = self._presence.new_line(worker, incarnation)
-                self._run.say(peer, e.Line(self.lifeline_port, nonce, self._beat))
+                self._run.say(peer, e.Line(self.lifeline_port, nonce, self._beat, self._limit))
         if isinstance(request, e.Enrol) and not core.is_member(worker.pipeline, incarnation):
             self._run.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
 
@@ -236,8 +236,10 @@ class Elastic:
     def _from_one_of_us(self, peer: bytes, request: e.Request, now: float) -> None:
         worker, incarnation, say, core = request.worker, request.incarnation, self._run.say, self.membership
         match request:
-            case e.Beat(holds=holds, epoch=epoch, held=held):
-                self._answers.transport.holds(worker, holds)
+            case e.Beat(epoch=epoch, held=held):
+                self._answers.beats(request, now)
+                if request.misses:
+                    self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
                 say(peer, e.Noted(request.number))
                 if not core.recovering:
                     if epoch < core.epoch.number and core.is_member(worker.pipeline, incarnation):
@@ -350,8 +352,8 @@ class Elastic:
         for peer in self._presence.peers(pipelines):
             self._run.say(peer, message)
 
-    def _unreachable(self, stage: int, pipelines: Sequence[int], now: float) -> None:
-        self._decide(w.Unreachable(stage, tuple(pipelines)), now)
+    def _unreachable(self, stage: int, pipelines: Sequence[int], waited: bool, now: float) -> None:
+        self._decide(w.Unreachable(stage, tuple(pipelines), waited), now)
 
     def _shares_a_group(self, worker: Worker, now: float) -> bool:
         """Does ``worker`` share a process group with those of its stage that take part, or has it waited for long?"""

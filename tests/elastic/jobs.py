@@ -129,7 +129,7 @@ class Diary(Callback):
 def fit(directory: Path, samples: int, options: dict[str, Any]) -> None:
     """What the user's script does: it trains until the test says stop."""
     torch.set_num_threads(1)
-    strategy = SDPipeStrategy(timeout=FINDING_OUT, **options)
+    strategy = SDPipeStrategy(**{"timeout": FINDING_OUT, **options})
     trainer = L.Trainer(
         accelerator="cpu",
         strategy=strategy,

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,22 @@ def test_a_scheduler_is_cut_off_for_longer_than_the_limit_of_silence(tmp_path: P
         assert [len(run.rows(pipeline)) for pipeline in range(2)] == [1, 1]
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1])
+
+
+def test_of_two_machines_that_cannot_reach_each_other_the_younger_is_put_out(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"timeout": timedelta(minutes=5)})
+    options = ("--start-pipelines", "3", "--worker-timeout", "2")
+    with switched(3) as switch, elastic_run(tmp_path, 1, 3, *options, machines=switch.machines, center=2) as run:
+        for pipeline in range(3):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1, 2], 10)
+        parted = time.monotonic()
+        for machine in switch.machines[:2]:
+            switch.part(machine)
+        run.wait(run.jobs[1].ended, "the end of pipeline 1")
+        assert time.monotonic() - parted < 45, "of 2 s, and some epochs"
+        run.wait_for_turns([0, 2], 10)
+        assert "cannot reach pipelines 0" in run.said()
+        assert run.finish() == {0: [0], 1: [1], 2: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 2])
