@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.assembly import Assembled
+from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.elastic import beginning, leading, refusals, transfer
 from lightning_sdpipe.elastic.epochs import EpochGroups
@@ -154,6 +156,19 @@ class ElasticRun(Run):
                     leading.go_on(self._trainer)
                     leading.show_progress(self._trainer, underway=True)
         return self._leads
+
+    @property
+    def publisher(self) -> Publisher | None:
+        return self if self._membership is not None else None  # else the run is over
+
+    @property
+    def mark(self) -> str:
+        """See :class:`~lightning_sdpipe.checkpoints.files.Publisher`."""
+        return f"{self._turns.state['run']:x}-"
+
+    def publish(self, path: Path) -> None:
+        """See :class:`~lightning_sdpipe.checkpoints.files.Publisher`."""
+        self._line.line.publish(str(path.absolute()), self._trainer.global_step)
 
     @property
     def sampler(self) -> dict[str, int]:

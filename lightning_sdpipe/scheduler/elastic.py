@@ -269,6 +269,9 @@ class Elastic:
             case e.TellCompleted(sequence=sequence):
                 say(peer, e.Noted(request.number))
                 self._answers.completed(worker, sequence)
+            case e.Publish():
+                if core.is_member(worker.pipeline, incarnation) and not core.recovering:  # else it asks again
+                    say(peer, e.Noted(request.number))
             case e.Depart(finished=finished, failed=failed):
                 say(peer, e.Noted(request.number))
                 event = w.Failed(worker, incarnation, failed) if failed else None

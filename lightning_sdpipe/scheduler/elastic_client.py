@@ -305,6 +305,16 @@ class ElasticClient:
             self._tell(("snapshot", now.transfer), e.TellSnapshot, now.transfer, update, "taken")
         return now
 
+    def publish(self, path: str, update: int) -> None:
+        """Returns if this worker may put a checkpoint of the state after ``update`` updates at ``path``.
+
+        Raises:
+            MustEndError: the run goes on without this process.
+            SchedulerError: the scheduler says nothing.
+        """
+        request = self._make(e.Publish, path, update)
+        self._ask(("number", request.number), request, None, f"the scheduler to let it write {path}")
+
     # -------------------------------------------------------------- meeting, trying again
 
     def meet(self, key: str, value: bytes = b"", timeout: float | None = None) -> Met:

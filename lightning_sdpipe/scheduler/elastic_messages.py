@@ -89,6 +89,14 @@ class TellCompleted(ElasticRequest, frozen=True, gc=False, tag="completed"):
     sequence: int
 
 
+class Publish(ElasticRequest, frozen=True, gc=False, tag="publish"):
+    """The worker wants to put a checkpoint, of the state after ``update`` updates, at ``path``: whatever was written
+    there before is older."""
+
+    path: str
+    update: int
+
+
 class Depart(ElasticRequest, frozen=True, gc=False, tag="depart"):
     """The worker ends: ``failed`` says by which exception; else it has ``finished``, or was told to."""
 
@@ -264,6 +272,7 @@ Request: TypeAlias = (
     | Meet
     | AskRegroup
     | TellCompleted
+    | Publish
     | Depart
     | Put
     | Fetch

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_sdpipe import EightBit, Exchange
 from lightning_sdpipe.elastic import run as elastic_worker
@@ -21,6 +22,7 @@ from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.members import Met
 from lightning_sdpipe.sync import PHDPSGD, LocalSGD, SemiDecentralized
+from tests.elastic import jobs
 from tests.elastic.jobs import ElasticRun, Model, elastic_run, fit, sums
 from tests.namespaces import machines, switched
 from tests.namespaces import run as ip
@@ -197,6 +199,41 @@ def test_leaders_go_and_others_lead_on(tmp_path: Path) -> None:
         assert max(steps) > last["ended"] - 10  # of the last one
         saved = {int(path.stem.split("=")[-1]) for path in (logs / "checkpoints").iterdir()}
         assert set(range(10, last["ended"] + 1, 10)) == saved
+
+
+def fit_and_stop_while_writing(directory: Path) -> None:
+    """Pipeline 0 is stopped when it has written a checkpoint, and not yet put it in its place."""
+    jobs.ModelCheckpoint = partial(jobs.ModelCheckpoint, save_last=True)  # type: ignore[misc]
+    save, stopped = torch.save, directory / "stopped"
+
+    def stops(state: Any, file: Any) -> None:
+        save(state, file)
+        if "last.ckpt" in str(getattr(file, "name", "")) and not stopped.exists():
+            stopped.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    torch.save = stops
+    fit(directory, samples=SAMPLES, options={})
+
+
+def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_next_one(tmp_path: Path) -> None:
+    work = partial(fit_and_stop_while_writing, tmp_path)
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--worker-timeout", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait(lambda: "pipeline 0 is gone" in run.said(), "the loss of the leader")
+        run.wait(lambda: any(tmp_path.rglob("last.ckpt")), "a checkpoint of the next leader")
+        (path,) = tmp_path.rglob("last.ckpt")
+        before = torch.load(path, weights_only=False)["global_step"]
+        run.jobs[0].signal(signal.SIGCONT)
+        run.wait(run.jobs[0].ended, "the end of the one that woke up")
+        assert torch.load(path, weights_only=False)["global_step"] >= before
+        codes = run.finish()
+        assert codes == {0: [1], 1: [0]}, run.said()
+        assert not [left for left in path.parent.iterdir() if left.suffix == ".writing"]
+        last = max(int(saved.stem.split("=")[-1]) for saved in path.parent.glob("*step=*"))
+        assert torch.load(path, weights_only=False)["global_step"] == last
+        check_that_nothing_is_lost(run)
 
 
 def test_the_scheduler_is_killed_and_started_again(tmp_path: Path) -> None:
