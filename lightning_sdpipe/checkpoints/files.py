@@ -34,6 +34,9 @@ class Publisher(Protocol):
             WorkerFailedError: another one has taken its place.
         """
 
+    def published(self, path: Path) -> None:
+        """It is there."""
+
 
 class WholeFiles(TorchCheckpointIO):
     """Lightning's, except that a file on this machine is written beside its place and then renamed. Lightning's own
@@ -82,6 +85,8 @@ class WholeFiles(TorchCheckpointIO):
         finally:
             beside.unlink(missing_ok=True)
         sync_directory(place.parent)
+        if self.publisher is not None:
+            self.publisher.published(place)
 
 
 _BESIDE = ".writing"

@@ -170,6 +170,10 @@ class ElasticRun(Run):
         """See :class:`~lightning_sdpipe.checkpoints.files.Publisher`."""
         self._line.line.publish(str(path.absolute()), self._trainer.global_step)
 
+    def published(self, path: Path) -> None:
+        """See :class:`~lightning_sdpipe.checkpoints.files.Publisher`."""
+        self._line.line.published(str(path.absolute()), self._trainer.global_step)
+
     @property
     def sampler(self) -> dict[str, int]:
         n = self._mesh.num_pipelines
@@ -242,7 +246,9 @@ class ElasticRun(Run):
         self._epochs.enter(answer.epoch)
         if state is not None:
             self._go_on_from(state, trainer)
-        elif len(answer.epoch.members) > 1:
+        elif answer.checkpoint:
+            self._go_on_from_file(answer.checkpoint, trainer)
+        if state is None and len(answer.epoch.members) > 1:
             self._begin_together(answer, trainer)
         if self.leads:
             leading.show_progress(trainer, underway=False)
@@ -269,6 +275,22 @@ class ElasticRun(Run):
         def resume_start(*_: Any, **__: Any) -> None:
             del connector.resume_start
             connector._loaded_checkpoint = state
+
+        connector.resume_start = resume_start
+
+    def _go_on_from_file(self, path: str, trainer: Trainer) -> None:
+        """Has Lightning resume from the newest checkpoint of the run, since nobody was left."""
+        if not Path(path).exists():
+            raise ConfigurationError(
+                f"All pipelines were lost, and the run goes on from {path} (--resume), which is not there on this "
+                "machine. Write checkpoints to a file system that all machines share."
+            )
+        log.warning("Nobody was left of the run: it goes on from %s.", path)
+        connector: Any = trainer._checkpoint_connector
+
+        def resume_start(*_: Any, **more: Any) -> None:
+            del connector.resume_start
+            connector.resume_start(path, **more)
 
         connector.resume_start = resume_start
 
@@ -312,6 +334,7 @@ class ElasticRun(Run):
 
     def _between(self) -> None:
         _ = self.leads
+        self._line.line.update = self._trainer.global_step
 
     def _transfer_store(self, name: str) -> Store:
         return self._make_store(f"{name}-{self._worker.stage}")

@@ -148,6 +148,13 @@ class Misses(_FromWorker, frozen=True, tag="misses"):
     pipelines: tuple[int, ...]
 
 
+class Published(_FromWorker, frozen=True, tag="published"):
+    """The leader has written the state after ``update`` updates to ``path``."""
+
+    path: str
+    update: int
+
+
 class Passed(msgspec.Struct, frozen=True, gc=False, tag="passed"):
     """Time passed; due when :meth:`Membership.deadline` says so."""
 
@@ -165,6 +172,7 @@ MemberEvent: TypeAlias = (
     | Heard
     | Unreachable
     | Misses
+    | Published
     | Passed
 )
 
@@ -173,11 +181,13 @@ MemberEvent: TypeAlias = (
 
 
 class Started(msgspec.Struct, frozen=True, gc=False, tag="started"):
-    """``pipeline`` is a member from ``epoch`` on, and trains. ``fresh``: nobody could give it a state."""
+    """``pipeline`` is a member from ``epoch`` on, and trains. ``fresh``: nobody could give it a state; it goes on from
+    the file ``checkpoint``, if that is named."""
 
     pipeline: int
     epoch: Epoch
     fresh: bool
+    checkpoint: str = ""
 
 
 class Receive(msgspec.Struct, frozen=True, gc=False, tag="receive"):

@@ -9,8 +9,8 @@ silent, fails, or departs. The rules:
    leads. So the leader changes only when it goes.
 3. *The start.* The first pipelines begin together when ``start_pipelines`` are there, or ``gather`` seconds after the
    first if these are at least ``min_pipelines``. Everybody who comes later is given the state of a member
-   (``donations.py``), and is a member when all its stages have it. If the donor goes, another one gives it; if there is
-   no member left, a new start is made.
+   (``donations.py``), and is a member when all its stages have it. If the donor goes, another one gives it. If there is
+   no member left, the run is over, or a new start is made from the newest checkpoint (``resume``).
 4. *Enough.* With fewer than ``min_pipelines`` nobody begins another turn. Newcomers count, all of whose stages are
    there: they need a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
 5. *One job per number.* Who enrols for a pipeline that is there waits until that one is heard of (then it is refused)
@@ -96,6 +96,9 @@ class Membership:
         self.donations = Donations(num_stages)
         self.meetings = Meetings(num_stages)
         self._reach = Reach(terms.apart)
+        self._newest: w.Published | None = None
+        self.resumed: w.Published | None = None
+        """The checkpoint from which a new start was made."""
 
     # ------------------------------------------------------------------- looks
 
@@ -206,7 +209,7 @@ class Membership:
     def on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
         """``event`` happened at ``now``; what follows. No event is refused by an exception."""
         decisions = self._on(event, now)
-        return decisions if self.recovering else decisions + self._check_enough(now)
+        return decisions if self.recovering else [*decisions, *self._check_lost(), *self._check_enough(now)]
 
     def _on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
         if isinstance(event, w.Resumed):
@@ -247,6 +250,9 @@ class Membership:
                 return self._failed(worker, reason, now)
             case w.Departed(_, _, finished):
                 return self._departed(worker, finished, now)
+            case w.Published():
+                self._newest = event
+                return []
             case w.Misses(_, _, epoch, pipelines):
                 if epoch == self.epoch.number:
                     self._reach.misses(worker.pipeline, pipelines)
@@ -310,14 +316,16 @@ class Membership:
         enough = len(complete) >= self.terms.min_pipelines
         all_there = enough and len(complete) >= self.terms.to_start
         gathered = enough and now >= min(here.arrived or 0.0 for here in complete.values()) + self.terms.gather
-        if not (all_there or gathered):
+        if not (all_there or gathered) or (self.epoch.number and not self._may_resume):
             return []
         self.meetings.begin_anew()
+        self.resumed = self._newest if self.epoch.number else None
+        checkpoint = "" if self.resumed is None else self.resumed.path
         for i in complete:
             self._pipelines[i].member = self._pipelines[i].fresh = True
-        again = "again, since nobody was left" if self.epoch.number else "together"
+        again = f"again from {checkpoint}, since nobody was left" if self.epoch.number else "together"
         decisions = self._new_epoch(f"pipelines {', '.join(map(str, sorted(complete)))} start {again}", complete)
-        decisions += [w.Started(i, self.epoch, fresh=True) for i in sorted(complete)]
+        decisions += [w.Started(i, self.epoch, True, checkpoint) for i in sorted(complete)]
         return decisions
 
     def _received(self, worker: Worker, transfer: str, now: float) -> list[MemberDecision]:
@@ -337,7 +345,9 @@ class Membership:
     def _repeat(self, pipeline: int) -> list[MemberDecision]:
         """What ``pipeline`` was told, for one of its workers asks again."""
         if self._pipelines[pipeline].member:
-            return [w.Started(pipeline, self.epoch, self._pipelines[pipeline].fresh)]
+            fresh = self._pipelines[pipeline].fresh
+            checkpoint = self.resumed.path if fresh and self.resumed is not None else ""
+            return [w.Started(pipeline, self.epoch, fresh, checkpoint)]
         if self.donations.snapshot_taken(pipeline):
             donation = self.donations.of(pipeline)
             assert donation is not None
@@ -411,6 +421,25 @@ class Membership:
             self.over = w.RunOver("all pipelines have finished their training", failed=False)
             return [self.over]
         return []
+
+    @property
+    def _may_resume(self) -> bool:
+        return self.terms.resume and self._newest is not None
+
+    def _check_lost(self) -> list[MemberDecision]:
+        """Is nobody left who could go on?"""
+        if self.over is not None or not self.epoch.number or self.epoch.members or self._may_resume:
+            return []
+        newest, lost = self._newest, f"all pipelines are lost ({self.epoch.reason})"
+        if newest is None:
+            advice = "no checkpoint was written; start it again, under a new scheduler"
+        else:
+            advice = (
+                f"the newest checkpoint is {newest.path}, after update {newest.update}; go on from it with "
+                "fit(ckpt_path=...), under a new scheduler. With --resume a run does so by itself"
+            )
+        self.over = w.RunOver(f"{lost}; {advice}", failed=True)
+        return [self.over]
 
     def _from_a_stranger(self, event: MemberEvent) -> list[MemberDecision]:
         """Its process has not enrolled here, or must not."""

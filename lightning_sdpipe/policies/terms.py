@@ -19,6 +19,8 @@ class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hold_limit: float = 1800.0
     recovery_grace: float = 10.0
     settle: float = 1.5
+    resume: bool = False
+    """If nobody is left, pipelines start again from the newest checkpoint; else the run is over then."""
     apart: float = 60.0
     """For how long a pipeline that others cannot reach is not let in again, at first."""
 

@@ -89,6 +89,8 @@ class Elastic:
         )
         self._early = Early()
         self._rival_since: dict[int, float] = {}
+        self._update = -1
+        """How far the furthest member is."""
 
     # ------------------------------------------------------------------ inputs
 
@@ -112,6 +114,8 @@ class Elastic:
             sorted(core.ever),
             [(member.pipeline, member.incarnation) for member in core.buried(GONE_IN_STATUS)],
             core.over.reason if core.over is not None and core.over.failed else None,
+            None if self._update < 0 else self._update,
+            None if core.resumed is None else core.resumed.path,
         )
 
     def deadline(self) -> float:
@@ -238,6 +242,7 @@ class Elastic:
         match request:
             case e.Beat(epoch=epoch, held=held):
                 self._answers.beats(request, now)
+                self._update = max(self._update, request.update)
                 if request.misses:
                     self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
                 say(peer, e.Noted(request.number))
@@ -269,9 +274,11 @@ class Elastic:
             case e.TellCompleted(sequence=sequence):
                 say(peer, e.Noted(request.number))
                 self._answers.completed(worker, sequence)
-            case e.Publish():
+            case e.Publish(path=path, update=update, done=done):
                 if core.is_member(worker.pipeline, incarnation) and not core.recovering:  # else it asks again
                     say(peer, e.Noted(request.number))
+                    if done:
+                        self._decide(w.Published(worker, incarnation, path, update), now)
             case e.Depart(finished=finished, failed=failed):
                 say(peer, e.Noted(request.number))
                 event = w.Failed(worker, incarnation, failed) if failed else None
@@ -314,13 +321,15 @@ class Elastic:
         run = self._run
         match decision:
             case w.Epoch():
+                if not decision.members:
+                    self._update = -1
                 logger.info("epoch %d of membership: %s", decision.number, decision.reason)
                 members = [member.pipeline for member in decision.members]
                 self._answers.members_are(members)
                 run.members_are(members, now)
                 self._tell(members, e.NewEpoch(decision))
-            case w.Started(pipeline, epoch, fresh):
-                self._tell([pipeline], e.Start(epoch, fresh))
+            case w.Started(pipeline, epoch, fresh, checkpoint):
+                self._tell([pipeline], e.Start(epoch, fresh, checkpoint))
             case w.Receive(pipeline=pipeline):
                 self._tell([pipeline], e.Get(decision))
             case w.Donate(donor=donor):

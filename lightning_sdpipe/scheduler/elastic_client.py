@@ -156,6 +156,9 @@ class ElasticClient:
         self._donations: dict[int, int] = {}
         """The number of the newest of each newcomer that was heard of."""
         self._update = -1
+        self._updates = -1
+        self._newest: tuple[str, int] | None = None
+        """The checkpoint that this worker wrote last."""
         self._completed: OrderedDict[int, None] = OrderedDict()
         self._asked_for: set[int] = set()
         self._told_last: dict[Key, e.Request] = {}
@@ -305,6 +308,15 @@ class ElasticClient:
             self._tell(("snapshot", now.transfer), e.TellSnapshot, now.transfer, update, "taken")
         return now
 
+    @property
+    def update(self) -> int:
+        """How many updates this worker has made, for people; set it at each."""
+        return self._updates
+
+    @update.setter
+    def update(self, update: int) -> None:
+        self._updates = update
+
     def publish(self, path: str, update: int) -> None:
         """Returns if this worker may put a checkpoint of the state after ``update`` updates at ``path``.
 
@@ -312,8 +324,14 @@ class ElasticClient:
             MustEndError: the run goes on without this process.
             SchedulerError: the scheduler says nothing.
         """
-        request = self._make(e.Publish, path, update)
+        request = self._make(e.Publish, path, update, False)
         self._ask(("number", request.number), request, None, f"the scheduler to let it write {path}")
+
+    def published(self, path: str, update: int) -> None:
+        """That checkpoint is in its place."""
+        with self._changed:
+            self._newest = path, update
+        self._tell(("published", ""), e.Publish, path, update, True)
 
     # -------------------------------------------------------------- meeting, trying again
 
@@ -466,7 +484,7 @@ class ElasticClient:
             misses = missed if missed_in == epoch else ()
             exchange, left, number = self._exchange, self._left, self._number
             fields = self.worker, self.incarnation, number, holds, epoch, self._enrolled, held, exchange, left, misses
-            return e.Beat(*fields)
+            return e.Beat(*fields, self._updates)
 
     def _unanswered(self) -> list[e.Request]:
         with self._changed:
@@ -604,6 +622,8 @@ class ElasticClient:
             self._donations.clear()
         if member:
             self._send(self._make(e.Resume, fingerprint, epoch, holds, met))
+            if self._newest is not None:
+                self.published(*self._newest)
         elif enrolled:
             self._send(self._make(e.Enrol, fingerprint))
         for request in self._unanswered():

@@ -42,7 +42,8 @@ class Resume(ElasticRequest, frozen=True, gc=False, tag="resume"):
 class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):
     """The worker lives. ``epoch`` is the newest that it heard of (0: none); ``enrolled`` says that it wants to take
     part, and ``held`` that it begins no turn, since it was told so. It is in ``exchange``, if any; those of groups and
-    of meetings that it left last are numbered ``left``. In ``epoch`` it cannot reach the pipelines ``misses``."""
+    of meetings that it left last are numbered ``left``. In ``epoch`` it cannot reach the pipelines ``misses``.
+    It has made ``update`` updates (-1: it does not say)."""
 
     holds: tuple[int, ...]
     epoch: int
@@ -51,6 +52,7 @@ class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):
     exchange: Exchanging | None = None
     left: tuple[int, int] = (-1, -1)
     misses: tuple[int, ...] = ()
+    update: int = -1
 
 
 class TellSnapshot(ElasticRequest, frozen=True, gc=False, tag="snapshot"):
@@ -90,11 +92,11 @@ class TellCompleted(ElasticRequest, frozen=True, gc=False, tag="completed"):
 
 
 class Publish(ElasticRequest, frozen=True, gc=False, tag="publish"):
-    """The worker wants to put a checkpoint, of the state after ``update`` updates, at ``path``: whatever was written
-    there before is older."""
+    """The worker wants to put a checkpoint, of the state after ``update`` updates, at ``path``, or has ``done`` so."""
 
     path: str
     update: int
+    done: bool
 
 
 class Depart(ElasticRequest, frozen=True, gc=False, tag="depart"):
@@ -162,10 +164,11 @@ class Line(ElasticReply, frozen=True, gc=False, tag="line"):
 
 
 class Start(ElasticReply, frozen=True, gc=False, tag="start"):
-    """The worker's pipeline is a member; ``fresh``: nobody could give it a state."""
+    """See :class:`~lightning_sdpipe.policies.members.Started`."""
 
     epoch: Epoch
     fresh: bool
+    checkpoint: str = ""
 
 
 class Get(ElasticReply, frozen=True, gc=False, tag="get"):

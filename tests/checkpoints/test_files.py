@@ -83,6 +83,9 @@ class Writers:
                     raise WorkerFailedError("it was replaced")
                 during()
 
+            def published(self, path: Path) -> None:
+                """It is not asked for here."""
+
         made = WholeFiles()
         made.publisher = One()
         return made

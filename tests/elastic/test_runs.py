@@ -236,6 +236,30 @@ def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_n
         check_that_nothing_is_lost(run)
 
 
+def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--resume") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 25)
+        for job in list(run.jobs):
+            job.signal(signal.SIGKILL)
+        run.wait(lambda: all(job.ended() for job in run.jobs), "the end of all")
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait(lambda: all(len(run.rows(pipeline)) == 2 for pipeline in range(2)), "their first turns")
+        run.wait_for_turns([0, 1], 10)
+        codes = run.finish()
+        assert codes == {0: [0], 1: [0]}, run.said()
+        started = {run.rows(pipeline)[-1][0]["started"] for pipeline in range(2)}
+        assert len(started) == 1
+        assert min(started) >= 10
+        assert "start again from" in run.said()
+        assert f"step={min(started)}.ckpt" in run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])
+
+
 def test_the_scheduler_is_killed_and_started_again(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
     with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2") as run:
