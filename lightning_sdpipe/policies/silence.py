@@ -74,6 +74,8 @@ class Silence:
         }
         self._suspects = lost != late
         self.due = min((at for i, at in since.items() if i not in late), default=math.inf) + self._limit
+        if self._suspects:  # another start may come of one
+            self.due = min(self.due, now + self._limit / 4)
         found = [
             (worker, now - at)
             for worker, at in self._heard.items()
