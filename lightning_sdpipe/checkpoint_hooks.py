@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe.checkpoints import beside_optimizer
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
-from lightning_sdpipe.checkpoints.files import with_whole_files
+from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.collectives import Collectives
+from lightning_sdpipe.errors import NotWrittenError
 from lightning_sdpipe.trainer import finetuning
 from lightning_sdpipe.trainer.split import Split
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointHooks(Collectives):
@@ -25,6 +29,8 @@ class CheckpointHooks(Collectives):
     _data_seed: int
     _split: Split | None = None
     _loaded_split: Split | None = None
+    _lacks_checkpoint = False
+    """Was the last one not written?"""
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -71,6 +77,19 @@ class CheckpointHooks(Collectives):
         self.training.sync.load_parameter_states(beside_optimizer.taken_from(self.optimizers[0]))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if (files := whole_files(self.checkpoint_io)) is not None:
+            files.publisher = self._run.publisher
+        try:
+            self._save_checkpoint(checkpoint, filepath, storage_options)
+        except NotWrittenError as error:
+            if self.on_checkpoint_error == "stop":
+                raise
+            log.error("training goes on, but %s.", error)
+            self._lacks_checkpoint = True
+        else:
+            self._lacks_checkpoint = False
+
+    def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if self._assembled is not None and self._checkpoints.distributed:
             self._checkpoints.save(checkpoint, Path(filepath), self.checkpoint_io)
         elif self.is_global_zero and is_distributed(filepath):  # a file would be moved into that directory
@@ -85,6 +104,8 @@ class CheckpointHooks(Collectives):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
+        if self._lacks_checkpoint:  # what is to be removed may be the last one
+            return
         if self.is_global_zero:
             self._checkpoints.wait()
         super().remove_checkpoint(filepath)

@@ -127,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds after which an elastic run begins with fewer than that, if there are --min-pipelines",
     )
     scheduler.add_argument(
+        "--resume",
+        action="store_true",
+        help="if all pipelines of an elastic run are lost at once, those that come go on from its newest checkpoint; "
+        "else the run is over then",
+    )
+    scheduler.add_argument(
         "--hold-limit",
         type=float,
         default=1800.0,
@@ -192,7 +198,13 @@ def _scheduler(options: argparse.Namespace) -> int:
         worker_timeout=options.worker_timeout,
         log=options.log,
         journal=options.journal,
-        elastic=Terms(options.min_pipelines, options.start_pipelines, options.gather, options.hold_limit),
+        elastic=Terms(
+            options.min_pipelines,
+            options.start_pipelines,
+            options.gather,
+            options.hold_limit,
+            resume=options.resume,
+        ),
         lifeline_port=options.lifeline_port,
     )
     with stop_signals(signal.SIGINT, signal.SIGTERM) as stop, server:

@@ -28,6 +28,10 @@ class NonFiniteError(RuntimeError):
         )
 
 
+class NotWrittenError(OSError):
+    """A checkpoint was not written; the message names the file, what it needs and what is free."""
+
+
 class WorkerFailedError(RuntimeError):
     """Another worker of the run failed first; the message names it and its reason."""
 

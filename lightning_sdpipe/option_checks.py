@@ -99,6 +99,11 @@ def _check_values(given: Mapping[str, Any]) -> None:
             f"num_micro_batches={micro_batches} does not go with schedule='pipedream', which does not split "
             "mini-batches. Leave it out, or use schedule='1f1b'."
         )
+    if given["on_checkpoint_error"] == "continue" and given["save_distributed_checkpoint"]:
+        raise ConfigurationError(
+            "on_checkpoint_error='continue' does not go with save_distributed_checkpoint, of which every rank writes a "
+            "part. Use 'stop', or leave one of the two out."
+        )
     if given["timeout"] <= timedelta(0):
         raise ConfigurationError(f"timeout={given['timeout']} is not allowed; give more than nothing.")
 

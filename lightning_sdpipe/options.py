@@ -79,6 +79,8 @@ class SDPipeOptions(DDPStrategy):
         on_nonfinite: ``"stop"`` ends the run when the loss, the gradients or the parameters of a pipeline are not
             finite, before its model reaches the others; in 16-bit mixed precision, where losses and gradients may
             overflow, only when parameters are not. ``"continue"`` does not look.
+        on_checkpoint_error: ``"stop"`` ends the run when a checkpoint cannot be written (a full disk); ``"continue"``
+            says so each time, and keeps the last one that is whole. By default elastic runs continue, and others stop.
         timeout: how long any transfer or answer may take before the run ends with an error.
         start_method: how the other processes of a machine start; as for
             :class:`~lightning.pytorch.strategies.DDPStrategy`, like all that follow.
@@ -116,6 +118,7 @@ class SDPipeOptions(DDPStrategy):
         save_distributed_checkpoint: bool | Literal["async"] = False,
         gather_module: bool | None = None,
         on_nonfinite: Literal["stop", "continue"] = "stop",
+        on_checkpoint_error: Literal["stop", "continue"] | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
@@ -158,6 +161,7 @@ class SDPipeOptions(DDPStrategy):
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self.gather_module = gather_module
         self.on_nonfinite = on_nonfinite
+        self.on_checkpoint_error = on_checkpoint_error or ("stop" if job is None else "continue")
         self._run_timeout = timeout
         self._method = method_of(self.sync)
         self.exchange = exchange if exchange is not None else Exchange()

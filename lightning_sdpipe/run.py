@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning_sdpipe import p2p
 from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.checkpoints import random_states
+from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.launching.environment import where_to_listen
 from lightning_sdpipe.membership import Member, Membership
@@ -119,6 +120,11 @@ class Run:
     def leads(self) -> bool:
         """Is this the pipeline whose first rank logs and writes checkpoints?"""
         return True
+
+    @property
+    def publisher(self) -> Publisher | None:
+        """Who is asked before a checkpoint takes its place; None if only this process ever writes any."""
+        return None
 
     @property
     def sampler(self) -> dict[str, int]:

@@ -59,6 +59,54 @@ def machines(count: int) -> Iterator[list[Machine]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+@dataclass(frozen=True)
+class Switch:
+    """A namespace with a bridge, to which each of ``machines`` has a cable."""
+
+    name: str
+    machines: list[Machine]
+
+    def plug(self, machine: Machine, on: bool) -> None:
+        """Joins its cable, or pulls it."""
+        run("-n", self.name, "link", "set", self._port(machine), "up" if on else "down")
+
+    def part(self, machine: Machine) -> None:
+        """From now on it cannot reach any other that this was called for."""
+        run("-n", self.name, "link", "set", self._port(machine), "type", "bridge_slave", "isolated", "on")
+
+    def _port(self, machine: Machine) -> str:
+        return f"port{self.machines.index(machine)}"
+
+
+@contextmanager
+def switched(count: int) -> Iterator[Switch]:
+    """So many machines that reach each other. Skips the test where that cannot be made."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and the command ip (package iproute2)")
+    switch = f"sdpipe-{os.getpid()}-switch"
+    found = [
+        Machine(f"sdpipe-{os.getpid()}-{i}", f"sd{os.getpid()}c{i}"[-15:], f"10.233.1.{i + 1}") for i in range(count)
+    ]
+    try:
+        run("netns", "add", switch)
+        run("-n", switch, "link", "add", "br0", "type", "bridge")
+        run("-n", switch, "link", "set", "br0", "up")
+        for number, machine in enumerate(found):
+            port = f"port{number}"
+            run("netns", "add", machine.name)
+            run("-n", machine.name, "link", "set", "lo", "up")
+            cable = ("link", "add", machine.interface, "type", "veth", "peer", "name", port, "netns", switch)
+            run("-n", machine.name, *cable)
+            run("-n", machine.name, "addr", "add", f"{machine.address}/24", "dev", machine.interface)
+            run("-n", machine.name, "link", "set", machine.interface, "up")
+            run("-n", switch, "link", "set", port, "master", "br0")
+            run("-n", switch, "link", "set", port, "up")
+        yield Switch(switch, found)
+    finally:
+        for name in (switch, *(machine.name for machine in found)):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
 def run(*arguments: str, command: str = "ip") -> None:
     """Runs ``ip`` or ``tc``; skips the test if it may not."""
     outcome = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)

@@ -70,6 +70,11 @@ from lightning_sdpipe.heterogeneity import Delays
             "is not known; use one of ['async'], or bool .*; did you mean 'async'?",
         ),
         ({"gather_module": "yes"}, "gather_module='yes' is not allowed: give bool or None."),
+        (
+            {"on_checkpoint_error": "continue", "save_distributed_checkpoint": True},
+            "on_checkpoint_error='continue' does not go with save_distributed_checkpoint, of which every rank writes a "
+            "part. Use 'stop', or leave one of the two out.",
+        ),
         ({"on_nonfinite": "warn"}, "on_nonfinite='warn' is not known; use one of ['stop', 'continue']."),
         ({"timeout": 10}, "timeout=10 is not allowed: give timedelta, such as timedelta(minutes=10)."),
         ({"timeout": timedelta(0)}, "timeout=0:00:00 is not allowed; give more than nothing."),

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Epoch
+from lightning_sdpipe.policies.members import Epoch, Exchanging
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,25 @@ KEPT = 3
 """Epochs whose groups are kept at least."""
 _POISON = 2**30  # a tag that nobody sends with
 
+_TRYING = 4.0  # seconds, to reach all others; the scheduler's next epoch comes after 5
+_TRYING_TO_CONNECT = timedelta(seconds=1)  # of which gloo takes five, where it listens
+_TRIED = 2**16  # elements that are sent to and fro then: some networks lose large packets only
+
 MakeStore = Callable[[str, Callable[[], bool]], Store]
 """A store of that name that all processes reach; its waits end when what it is given says so."""
+
+
+class Reports(Protocol):
+    """The scheduler; see :class:`~lightning_sdpipe.scheduler.elastic_client.ElasticClient`."""
+
+    def holds(self, epochs: Iterable[int]) -> None:
+        """This worker has process groups of these epochs."""
+
+    def exchanges(self, exchange: Exchanging | None) -> None:
+        """It is in that one, or in none."""
+
+    def misses(self, epoch: int, pipelines: Iterable[int]) -> None:
+        """In that epoch it cannot reach these."""
 
 
 class EpochGroups:
@@ -47,7 +65,7 @@ class EpochGroups:
         worker: it.
         make_store: see :data:`MakeStore`.
         timeout: of a transfer, when a group is there.
-        report: is told which epochs this worker has groups of, whenever that changes.
+        report: where what is known here is told.
     """
 
     def __init__(
@@ -55,7 +73,7 @@ class EpochGroups:
         worker: Worker,
         make_store: MakeStore,
         timeout: timedelta,
-        report: Callable[[Sequence[int]], None],
+        report: Reports,
         among: Callable[[Replicas], Mover] = GroupMean,
     ) -> None:
         self._worker = worker
@@ -69,6 +87,7 @@ class EpochGroups:
         self._groups: dict[int, Replicas] = {}  # of gloo, by themselves: parts of no world
         self._epoch: Epoch | None = None  # the newest
         self._in_use: Group | None = None
+        self._moved = 0  # pieces of it
         self._closed = False
 
     def enter(self, epoch: Epoch) -> None:
@@ -85,6 +104,8 @@ class EpochGroups:
             # A thread for each: who is connecting to somebody that has gone on to the next epoch waits in vain.
             name = f"group of epoch {epoch.number}"
             threading.Thread(target=self._make, args=[epoch], name=name, daemon=True).start()
+            if epoch.tries:
+                threading.Thread(target=self._try, args=[epoch], name=f"trying {name}", daemon=True).start()
 
     @property
     def held(self) -> list[int]:
@@ -126,8 +147,21 @@ class EpochGroups:
             self._in_use = group
             replicas = None if group is None else self._groups.get(group.epoch)
             gone = group is not None and not {m.pipeline for m in group.members} <= self._present()
+            self._moved = 0
+            self._tell_of_exchange()
         if gone and group is not None and replicas is not None and _holds(replicas, group):
             self._poison(group.epoch)
+
+    def moved(self) -> None:
+        """A piece of the exchange that this worker is in has been taken over."""
+        with self._lock:
+            self._moved += 1
+            self._tell_of_exchange()
+
+    def _tell_of_exchange(self) -> None:
+        used = self._in_use
+        pipelines = () if used is None else tuple(member.pipeline for member in used.members)
+        self._report.exchanges(None if used is None else Exchanging(used.sequence, pipelines, self._moved))
 
     def give_up(self, group: Group) -> None:
         """An exchange in ``group`` has broken off: its process group is of no more use."""
@@ -166,7 +200,7 @@ class EpochGroups:
             peer = (group.rank() + 1) % group.size()
             with suppress(RuntimeError):  # what is to come: the timeout
                 group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
-            self._report(self.held)
+            self._report.holds(self.held)
 
     def _make(self, epoch: Epoch) -> None:
         stage, pipeline = self._worker.stage, self._worker.pipeline
@@ -192,8 +226,38 @@ class EpochGroups:
                     self._exchanges.pop(earlier, None)
                     old.append(self._groups.pop(earlier))
             self._lock.notify_all()
-        self._report(self.held)
+        self._report.holds(self.held)
         del old
+
+    def _try(self, epoch: Epoch) -> None:
+        """Whom of this stage can this worker reach? A process group of two is made with each, and used."""
+        number, stage, own = epoch.number, self._worker.stage, self._worker.pipeline
+        others = {i for i in epoch.pipelines if i != own}
+        until = time.monotonic() + _TRYING
+        reached: set[int] = set()
+
+        def is_over() -> bool:
+            return self._closed or number != self._newest or time.monotonic() > until
+
+        def reach(other: int) -> None:
+            store = self._make_store(f"try-{number}-{stage}-{min(own, other)}-{max(own, other)}", is_over)
+            try:
+                there = int(own < other)
+                group: Any = dist.ProcessGroupGloo(store, 1 - there, 2, _TRYING_TO_CONNECT)
+                sent = group.send([torch.zeros(_TRIED)], there, 0)
+                group.recv([torch.zeros(_TRIED)], there, 0).wait(timedelta(seconds=_TRYING))
+                sent.wait(timedelta(seconds=_TRYING))
+            except Exception as error:  # whatever it is: they cannot exchange
+                log.info("pipeline %d is not reached: %s", other, str(error).splitlines()[0])
+            else:
+                reached.add(other)
+
+        threads = [threading.Thread(target=reach, args=[other], daemon=True) for other in others]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        self._report.misses(number, others - reached)
 
 
 def _holds(replicas: Replicas, group: Group) -> bool:

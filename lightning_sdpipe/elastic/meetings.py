@@ -21,10 +21,10 @@ from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.members import Met
+from lightning_sdpipe.policies.stuck import MEETINGS
 
 MOST_BYTES = 1 << 15
 """Of what a worker says at a meeting."""
-_TAGS = 2**30  # apart from those of groups
 _AVERAGED, _NOT = b"\x01", b"\x00"
 
 
@@ -123,13 +123,13 @@ class Meetings:
         if len(weights) == 1:
             return True
         workers = tuple(Worker(self._worker.stage, pipeline) for pipeline in weights)
-        group = Group(workers, tuple(weights.values()), _TAGS + met.sequence, "pause", epoch=met.epoch)
+        group = Group(workers, tuple(weights.values()), MEETINGS + met.sequence, "pause", epoch=met.epoch)
         self._epochs.use(group)
         begun = False
         try:
             mover = self._epochs.mover(group)
             begun = True
-            finish(mover.start(tensors, group))
+            finish(mover.start(tensors, group), self._epochs.moved)
         except WorkerFailedError:
             if begun:
                 self._epochs.give_up(group)

@@ -10,6 +10,8 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.assembly import Assembled
+from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.elastic import beginning, leading, refusals, transfer
 from lightning_sdpipe.elastic.epochs import EpochGroups
@@ -123,7 +126,7 @@ class ElasticRun(Run):
         if self._groups is None:
             self._groups = ProcessGroups.open(self._mesh, options._run_timeout)
         self._epochs = EpochGroups(
-            self._worker, self._make_store, options._run_timeout, self._line.line.holds, among_groups(options.exchange)
+            self._worker, self._make_store, options._run_timeout, self._line.line, among_groups(options.exchange)
         )
         self._words = Words(self._groups)
 
@@ -153,6 +156,23 @@ class ElasticRun(Run):
                     leading.go_on(self._trainer)
                     leading.show_progress(self._trainer, underway=True)
         return self._leads
+
+    @property
+    def publisher(self) -> Publisher | None:
+        return self if self._membership is not None else None  # else the run is over
+
+    @property
+    def mark(self) -> str:
+        """See :class:`~lightning_sdpipe.checkpoints.files.Publisher`."""
+        return f"{self._turns.state['run']:x}-"
+
+    def publish(self, path: Path) -> None:
+        """See :class:`~lightning_sdpipe.checkpoints.files.Publisher`."""
+        self._line.line.publish(str(path.absolute()), self._trainer.global_step)
+
+    def published(self, path: Path) -> None:
+        """See :class:`~lightning_sdpipe.checkpoints.files.Publisher`."""
+        self._line.line.published(str(path.absolute()), self._trainer.global_step)
 
     @property
     def sampler(self) -> dict[str, int]:
@@ -226,7 +246,9 @@ class ElasticRun(Run):
         self._epochs.enter(answer.epoch)
         if state is not None:
             self._go_on_from(state, trainer)
-        elif len(answer.epoch.members) > 1:
+        elif answer.checkpoint:
+            self._go_on_from_file(answer.checkpoint, trainer)
+        if state is None and len(answer.epoch.members) > 1:
             self._begin_together(answer, trainer)
         if self.leads:
             leading.show_progress(trainer, underway=False)
@@ -235,7 +257,12 @@ class ElasticRun(Run):
 
     def _receive(self, what: Receive) -> dict[str, Any]:
         store = self._transfer_store(what.transfer)
-        return transfer.take(store, self._options._run_timeout, f"pipeline {what.donor}")
+        return transfer.take(store, self._transfers_last, f"pipeline {what.donor}")
+
+    @property
+    def _transfers_last(self) -> timedelta:
+        """Of each part of a state, at most."""
+        return timedelta(seconds=self._line.line.limit)
 
     def _go_on_from(self, state: dict[str, Any], trainer: Trainer) -> None:
         """Has Lightning resume from ``state``, whatever checkpoint the run began with."""
@@ -248,6 +275,22 @@ class ElasticRun(Run):
         def resume_start(*_: Any, **__: Any) -> None:
             del connector.resume_start
             connector._loaded_checkpoint = state
+
+        connector.resume_start = resume_start
+
+    def _go_on_from_file(self, path: str, trainer: Trainer) -> None:
+        """Has Lightning resume from the newest checkpoint of the run, since nobody was left."""
+        if not Path(path).exists():
+            raise ConfigurationError(
+                f"All pipelines were lost, and the run goes on from {path} (--resume), which is not there on this "
+                "machine. Write checkpoints to a file system that all machines share."
+            )
+        log.warning("Nobody was left of the run: it goes on from %s.", path)
+        connector: Any = trainer._checkpoint_connector
+
+        def resume_start(*_: Any, **more: Any) -> None:
+            del connector.resume_start
+            connector.resume_start(path, **more)
 
         connector.resume_start = resume_start
 
@@ -286,11 +329,12 @@ class ElasticRun(Run):
             "names": leading.names(self._trainer),
         }
         self._line.line.snapshot_taken(word.text, self._training.updates)
-        transfer.give(state, self._transfer_store(word.text), self._options._run_timeout)
+        transfer.give(state, self._transfer_store(word.text), self._transfers_last)
         self._words.done()  # nobody comes to the next meeting before all have said so
 
     def _between(self) -> None:
         _ = self.leads
+        self._line.line.update = self._trainer.global_step
 
     def _transfer_store(self, name: str) -> Store:
         return self._make_store(f"{name}-{self._worker.stage}")

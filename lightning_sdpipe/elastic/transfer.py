@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 CONNECTING = timedelta(seconds=10)
 """For both sides to make their group."""
-_CHUNK = 2**26  # bytes that are sent at once
+_CHUNK = 2**23  # bytes that are sent at once, and must arrive in time
 
 _WHAT_TO_KEEP = (
     "Let callbacks, learning-rate schedules and on_save_checkpoint keep numbers, strings, tensors, and lists and dicts "

@@ -7,7 +7,7 @@ either what it was or a mean of models that existed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -69,8 +69,9 @@ class Scratch:
         self._free = scratch
 
 
-def finish(pending: Pending) -> float:
-    """Goes through all pieces that are left; after a failure those that are not committed are dropped.
+def finish(pending: Pending, moved: Callable[[], None] = lambda: None) -> float:
+    """Goes through all pieces that are left, and calls ``moved`` after each; after a failure those that are not
+    committed are dropped.
 
     Returns:
         Seconds that were waited for the other members.
@@ -78,6 +79,7 @@ def finish(pending: Pending) -> float:
     try:
         while pending.wait():
             pending.commit()
+            moved()
     except BaseException:
         pending.abort()
         raise

@@ -28,6 +28,8 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
     members: tuple[Member, ...]
     reason: str
     lost: tuple[int, ...] = ()
+    tries: bool = False
+    """Every worker says whom of its stage it cannot reach."""
 
     @property
     def leader(self) -> int:
@@ -44,6 +46,14 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
     def pipelines(self) -> tuple[int, ...]:
         """Of the members, sorted: their ranks in a process group of this epoch."""
         return tuple(sorted(member.pipeline for member in self.members))
+
+
+class Exchanging(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A worker averages with those of its stage in ``pipelines``, and has ``moved`` so many pieces."""
+
+    sequence: int
+    pipelines: tuple[int, ...]
+    moved: int
 
 
 # ------------------------------------------------------------------------------------------------- what is heard
@@ -123,10 +133,26 @@ class Heard(_FromWorker, frozen=True, tag="heard"):
 
 
 class Unreachable(msgspec.Struct, frozen=True, gc=False, tag="unreachable"):
-    """Workers of ``stage`` in ``pipelines`` have found no process group that holds them all."""
+    """Workers of ``stage`` in ``pipelines`` have found no process group that holds them all, though they ``waited``; or
+    an exchange between them broke off, though none is gone."""
 
     stage: int
     pipelines: tuple[int, ...]
+    waited: bool = True
+
+
+class Misses(_FromWorker, frozen=True, tag="misses"):
+    """In that epoch, which tries, the worker could not reach those of its stage in ``pipelines``."""
+
+    epoch: int
+    pipelines: tuple[int, ...]
+
+
+class Published(_FromWorker, frozen=True, tag="published"):
+    """The leader has written the state after ``update`` updates to ``path``."""
+
+    path: str
+    update: int
 
 
 class Passed(msgspec.Struct, frozen=True, gc=False, tag="passed"):
@@ -134,7 +160,20 @@ class Passed(msgspec.Struct, frozen=True, gc=False, tag="passed"):
 
 
 MemberEvent: TypeAlias = (
-    Enrolled | Resumed | Snapshot | Received | Missed | Meets | Died | Failed | Departed | Heard | Unreachable | Passed
+    Enrolled
+    | Resumed
+    | Snapshot
+    | Received
+    | Missed
+    | Meets
+    | Died
+    | Failed
+    | Departed
+    | Heard
+    | Unreachable
+    | Misses
+    | Published
+    | Passed
 )
 
 
@@ -142,11 +181,13 @@ MemberEvent: TypeAlias = (
 
 
 class Started(msgspec.Struct, frozen=True, gc=False, tag="started"):
-    """``pipeline`` is a member from ``epoch`` on, and trains. ``fresh``: nobody could give it a state."""
+    """``pipeline`` is a member from ``epoch`` on, and trains. ``fresh``: nobody could give it a state; it goes on from
+    the file ``checkpoint``, if that is named."""
 
     pipeline: int
     epoch: Epoch
     fresh: bool
+    checkpoint: str = ""
 
 
 class Receive(msgspec.Struct, frozen=True, gc=False, tag="receive"):

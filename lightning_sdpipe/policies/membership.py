@@ -9,8 +9,8 @@ silent, fails, or departs. The rules:
    leads. So the leader changes only when it goes.
 3. *The start.* The first pipelines begin together when ``start_pipelines`` are there, or ``gather`` seconds after the
    first if these are at least ``min_pipelines``. Everybody who comes later is given the state of a member
-   (``donations.py``), and is a member when all its stages have it. If the donor goes, another one gives it; if there is
-   no member left, a new start is made.
+   (``donations.py``), and is a member when all its stages have it. If the donor goes, another one gives it. If there is
+   no member left, the run is over, or a new start is made from the newest checkpoint (``resume``).
 4. *Enough.* With fewer than ``min_pipelines`` nobody begins another turn. Newcomers count, all of whose stages are
    there: they need a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
 5. *One job per number.* Who enrols for a pipeline that is there waits until that one is heard of (then it is refused)
@@ -20,7 +20,9 @@ silent, fails, or departs. The rules:
 7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others. A pipeline's
    failure is forgotten when it has come back and met others. A SchedulerError counts for nothing: whoever was lost, the
    scheduler for instance, causes several. Nor does what a newcomer fails with while others train.
-8. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
+8. *Out of reach* (``reach.py``). Pipelines that find no process group in common make another one, and say whom they
+   cannot reach; if that goes on, one of them is put out.
+9. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
    of the newest epoch that anybody heard of. Who is not in that one has been replaced, and must end. Nobody starts anew
    within its first ``settle`` seconds, in which members make themselves heard.
 
@@ -32,7 +34,7 @@ once, and by everybody awaited.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -42,6 +44,7 @@ from lightning_sdpipe.policies.donations import Donations
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.meetings import Meetings
 from lightning_sdpipe.policies.members import Epoch, Member, MemberDecision, MemberEvent
+from lightning_sdpipe.policies.reach import Reach
 from lightning_sdpipe.policies.returning import Returning
 from lightning_sdpipe.policies.terms import Terms, differences
 
@@ -92,6 +95,10 @@ class Membership:
         self._returning: Returning | None = None
         self.donations = Donations(num_stages)
         self.meetings = Meetings(num_stages)
+        self._reach = Reach(terms.apart)
+        self._newest: w.Published | None = None
+        self.resumed: w.Published | None = None
+        """The checkpoint from which a new start was made."""
 
     # ------------------------------------------------------------------- looks
 
@@ -125,6 +132,11 @@ class Membership:
         """The last ``most`` starts that must not come back."""
         return [*self._tombs][-most:]
 
+    @property
+    def claimed(self) -> Collection[int]:
+        """Pipelines that are there, and of which another start has come."""
+        return self._rivals.keys()
+
     def doubts(self, worker: Worker, incarnation: int) -> bool:
         """Would it help to hear that this process lives? Another job claims its number."""
         return worker.pipeline in self._rivals and self.is_here(worker, incarnation)
@@ -150,7 +162,9 @@ class Membership:
                 said[i] = f"receives from {donation.donor}"
             else:
                 absent = sorted(set(range(self._num_stages)) - here.stages)
-                said[i] = f"waits for its stages {absent}" if absent else "waits"
+                out = self._reach.out_until(i) > -math.inf and bool(self.epoch.members)
+                waits = "waits, since others could not reach it" if out else "waits"
+                said[i] = f"waits for its stages {absent}" if absent else waits
         return said
 
     def missing(self) -> str:
@@ -185,6 +199,9 @@ class Membership:
             due = min(due, max(self._settled, first + (self.terms.gather if enough else self.terms.hold_limit)))
             if len(complete) >= self.terms.to_start:
                 due = min(due, self._settled)
+        elif self.epoch.members:
+            out = [self._reach.out_until(i) for i in complete if self.donations.of(i) is None]
+            due = min([due, *(until for until in out if until > -math.inf)])
         return due
 
     # ------------------------------------------------------------------ events
@@ -192,7 +209,7 @@ class Membership:
     def on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
         """``event`` happened at ``now``; what follows. No event is refused by an exception."""
         decisions = self._on(event, now)
-        return decisions if self.recovering else decisions + self._check_enough(now)
+        return decisions if self.recovering else [*decisions, *self._check_lost(), *self._check_enough(now)]
 
     def _on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
         if isinstance(event, w.Resumed):
@@ -204,11 +221,8 @@ class Membership:
         match event:
             case w.Enrolled():
                 return self._enrolled(event, now)
-            case w.Unreachable(stage, pipelines):
-                if not self.epoch.members:
-                    return []
-                there = ", ".join(map(str, pipelines))
-                return self._new_epoch(f"pipelines {there} have no process group of stage {stage} in common")
+            case w.Unreachable():
+                return self._unreachable(event, now)
             case w.Heard(worker, incarnation):
                 return self._heard(worker, incarnation)
         worker, incarnation = event.worker, event.incarnation
@@ -222,6 +236,7 @@ class Membership:
                 return self._received(worker, transfer, now)
             case w.Missed(_, _, transfer):
                 if self.donations.failed(worker.pipeline, transfer):
+                    self._reach.got_none(worker.pipeline, now)
                     return self.donations.end(worker.pipeline) + self._admit(now)
                 return self._repeat(worker.pipeline)
             case w.Meets(_, _, key, value):
@@ -235,6 +250,13 @@ class Membership:
                 return self._failed(worker, reason, now)
             case w.Departed(_, _, finished):
                 return self._departed(worker, finished, now)
+            case w.Published():
+                self._newest = event
+                return []
+            case w.Misses(_, _, epoch, pipelines):
+                if epoch == self.epoch.number:
+                    self._reach.misses(worker.pipeline, pipelines)
+                return []
 
     # -------------------------------------------------------------- coming
 
@@ -286,7 +308,7 @@ class Membership:
         """Those that are complete start, or are found a donor."""
         complete = self._complete()
         if self.epoch.members:
-            waiting = [i for i in complete if self.donations.of(i) is None]
+            waiting = [i for i in complete if self.donations.of(i) is None and self._reach.out_until(i) <= now]
             givers = [i for i in self.members if not self._pipelines[i].finished]
             return [d for i in waiting for d in self.donations.choose(i, givers)] if givers else []
         if not complete or now < self._settled or self.over is not None:
@@ -294,14 +316,16 @@ class Membership:
         enough = len(complete) >= self.terms.min_pipelines
         all_there = enough and len(complete) >= self.terms.to_start
         gathered = enough and now >= min(here.arrived or 0.0 for here in complete.values()) + self.terms.gather
-        if not (all_there or gathered):
+        if not (all_there or gathered) or (self.epoch.number and not self._may_resume):
             return []
         self.meetings.begin_anew()
+        self.resumed = self._newest if self.epoch.number else None
+        checkpoint = "" if self.resumed is None else self.resumed.path
         for i in complete:
             self._pipelines[i].member = self._pipelines[i].fresh = True
-        again = "again, since nobody was left" if self.epoch.number else "together"
+        again = f"again from {checkpoint}, since nobody was left" if self.epoch.number else "together"
         decisions = self._new_epoch(f"pipelines {', '.join(map(str, sorted(complete)))} start {again}", complete)
-        decisions += [w.Started(i, self.epoch, fresh=True) for i in sorted(complete)]
+        decisions += [w.Started(i, self.epoch, True, checkpoint) for i in sorted(complete)]
         return decisions
 
     def _received(self, worker: Worker, transfer: str, now: float) -> list[MemberDecision]:
@@ -312,6 +336,7 @@ class Membership:
                 return []  # its other stages have not yet
             return self._repeat(pipeline)
         self.donations.end(pipeline)
+        self._reach.has_come(pipeline)
         here = self._pipelines[pipeline]
         here.member = True
         decisions = self._new_epoch(f"pipeline {pipeline} has come", {pipeline: here})
@@ -320,7 +345,9 @@ class Membership:
     def _repeat(self, pipeline: int) -> list[MemberDecision]:
         """What ``pipeline`` was told, for one of its workers asks again."""
         if self._pipelines[pipeline].member:
-            return [w.Started(pipeline, self.epoch, self._pipelines[pipeline].fresh)]
+            fresh = self._pipelines[pipeline].fresh
+            checkpoint = self.resumed.path if fresh and self.resumed is not None else ""
+            return [w.Started(pipeline, self.epoch, fresh, checkpoint)]
         if self.donations.snapshot_taken(pipeline):
             donation = self.donations.of(pipeline)
             assert donation is not None
@@ -343,6 +370,26 @@ class Membership:
             decisions += self._new_epoch(f"pipeline {pipeline} {verb} ({reason})", lost=(pipeline,))
         self._rivals.pop(pipeline, None)  # who still lives asks again
         return decisions + self._check_over() + self._admit(now) + self._meet()
+
+    def _unreachable(self, event: w.Unreachable, now: float) -> list[MemberDecision]:
+        """All shall make another process group, and say whom they cannot reach; or one of them goes."""
+        stage, pipelines = event.stage, event.pipelines
+        if not self.epoch.members:
+            return []
+        there = ", ".join(map(str, pipelines))
+        found = self._reach.found_none(pipelines, self.members, event.waited, now)
+        if found is None:
+            reason = f"pipelines {there} have no process group of stage {stage} in common"
+            return self._new_epoch(reason, tries=True)
+        who, others = found
+        self._reach.put_out(who, now)
+        missed = f"cannot reach pipelines {', '.join(map(str, others))}" if others else f"is the youngest of {there}"
+        return self._goes(
+            who,
+            f"stage {stage} finds no process group with others, and {missed}, though all reach the scheduler; look at "
+            "the network between their machines, and at GLOO_SOCKET_IFNAME",
+            now,
+        )
 
     def _failed(self, worker: Worker, reason: str, now: float) -> list[MemberDecision]:
         joins = not self._pipelines[worker.pipeline].member and bool(self.members)
@@ -374,6 +421,25 @@ class Membership:
             self.over = w.RunOver("all pipelines have finished their training", failed=False)
             return [self.over]
         return []
+
+    @property
+    def _may_resume(self) -> bool:
+        return self.terms.resume and self._newest is not None
+
+    def _check_lost(self) -> list[MemberDecision]:
+        """Is nobody left who could go on?"""
+        if self.over is not None or not self.epoch.number or self.epoch.members or self._may_resume:
+            return []
+        newest, lost = self._newest, f"all pipelines are lost ({self.epoch.reason})"
+        if newest is None:
+            advice = "no checkpoint was written; start it again, under a new scheduler"
+        else:
+            advice = (
+                f"the newest checkpoint is {newest.path}, after update {newest.update}; go on from it with "
+                "fit(ckpt_path=...), under a new scheduler. With --resume a run does so by itself"
+            )
+        self.over = w.RunOver(f"{lost}; {advice}", failed=True)
+        return [self.over]
 
     def _from_a_stranger(self, event: MemberEvent) -> list[MemberDecision]:
         """Its process has not enrolled here, or must not."""
@@ -480,10 +546,9 @@ class Membership:
         if self.over is None and self.holds and now >= self._held_since + self.terms.hold_limit:
             self.over = w.RunOver(f"{self.holds} for {self.terms.hold_limit:g} s", failed=True)
             return [self.over]
-        if self.epoch.members:
-            return []
+        self._reach.let_in(now)
         decisions = self._admit(now)
-        if not decisions and complete and self.over is None:
+        if not self.epoch.members and not decisions and complete and self.over is None:
             first = min(here.arrived or 0.0 for here in complete.values())
             if now >= first + self.terms.hold_limit:
                 self.over = w.RunOver(f"for {self.terms.hold_limit:g} s {self.missing()}", failed=True)
@@ -491,13 +556,17 @@ class Membership:
         return decisions
 
     def _new_epoch(
-        self, reason: str, more: Mapping[int, _Pipeline] | None = None, lost: tuple[int, ...] = ()
+        self,
+        reason: str,
+        more: Mapping[int, _Pipeline] | None = None,
+        lost: tuple[int, ...] = (),
+        tries: bool = False,
     ) -> list[MemberDecision]:
         stay = [member for member in self.epoch.members if self.is_member(member.pipeline, member.incarnation)]
         come = sorted((more or {}).items(), key=lambda item: item[0])
         stay += [Member(i, here.incarnation) for i, here in come]
         self.ever |= {member.pipeline for member in stay}
-        self.epoch = Epoch(self.epoch.number + 1, tuple(stay), reason, lost)
+        self.epoch = Epoch(self.epoch.number + 1, tuple(stay), reason, lost, tries)
         return [self.epoch]
 
     def _check_enough(self, now: float) -> list[MemberDecision]:

@@ -19,11 +19,15 @@ class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hold_limit: float = 1800.0
     recovery_grace: float = 10.0
     settle: float = 1.5
+    resume: bool = False
+    """If nobody is left, pipelines start again from the newest checkpoint; else the run is over then."""
+    apart: float = 60.0
+    """For how long a pipeline that others cannot reach is not let in again, at first."""
 
     def __post_init__(self) -> None:
         check_integer("min_pipelines", self.min_pipelines, 1, "pipelines")
         check_integer("start_pipelines", self.start_pipelines, self.min_pipelines, "pipelines", optional=True)
-        for name in ("gather", "hold_limit", "recovery_grace", "settle"):
+        for name in ("gather", "hold_limit", "recovery_grace", "settle", "apart"):
             value = getattr(self, name)
             if not value >= 0:
                 raise refusal(name, value, "seconds from 0")

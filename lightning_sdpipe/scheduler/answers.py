@@ -7,6 +7,7 @@ made again among those that are left.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ import msgspec
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.members import Met
+from lightning_sdpipe.policies.stuck import Stuck
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler.regrouping import Broken, Regrouping
 from lightning_sdpipe.scheduler.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 REMAKE_AFTER = 5.0
 """Seconds that an answer waits for a process group before the epoch is announced anew."""
@@ -64,7 +68,9 @@ class Answers:
     run: the rest of the scheduler.
     incarnations: of the processes that are there.
     epoch: the number of the newest epoch.
-    unreachable: workers of a stage share no process group; called outside of any answer.
+    unreachable: workers of a stage share no process group, or (False) an exchange of theirs broke off; called outside
+        of any answer.
+    limit: seconds in which an exchange must move.
     """
 
     def __init__(
@@ -72,11 +78,13 @@ class Answers:
         run: Run,
         incarnations: Mapping[Worker, int],
         epoch: Callable[[], int],
-        unreachable: Callable[[int, Sequence[int], float], None],
+        unreachable: Callable[[int, Sequence[int], bool, float], None],
+        limit: float,
     ) -> None:
         self.transport = Transport()
         self._run, self._here, self._epoch, self._unreachable = run, incarnations, epoch, unreachable
         self._regrouping = Regrouping()
+        self._stuck = Stuck(limit)
         self._since: dict[int, int] = {}
         """Of each member: the first group that it can be in."""
         self._kept: dict[int, _Kept] = {}
@@ -92,22 +100,40 @@ class Answers:
         for worker in workers:
             self.transport.forget(worker)
             self._regrouping.goes(worker)
+            self._stuck.forget(worker)
             self._since.pop(worker.pipeline, None)
 
     def deadline(self) -> float:
-        """When somebody has waited for a process group for long."""
-        return min([kept.until for kept in self._kept.values()] + [kept.until for kept in self._met], default=math.inf)
+        """When somebody has waited for a process group for long, or in an exchange."""
+        return min([self._stuck.due, *(kept.until for kept in self._waiting())])
+
+    def _waiting(self) -> list[_Kept | _KeptMet]:
+        """For a process group."""
+        return [*self._kept.values(), *self._met]
+
+    def beats(self, beat: e.Beat, now: float) -> None:
+        """What a worker says of its process groups and its exchange."""
+        self.transport.holds(beat.worker, beat.holds)
+        self._stuck.hear(beat.worker, beat.exchange, beat.left, now)
 
     def remake(self, now: float) -> None:
-        """Announces the epoch anew to those who have waited for long."""
-        for kept in self._kept.values():
-            if kept.until <= now:
+        """Announces the epoch anew if somebody has waited for a process group for long, once for all who do; and has
+        those exchanges broken off that are stuck."""
+        waiting: list[tuple[float, int, Sequence[int]]] = [
+            (kept.until, kept.group.stage, [worker.pipeline for worker in kept.group.members])
+            for kept in self._kept.values()
+        ]
+        waiting += [(kept.until, kept.met.stage, kept.met.pipelines) for kept in self._met]
+        if (first := min(waiting, default=None)) is not None and first[0] <= now:
+            for kept in self._waiting():
                 kept.until = now + REMAKE_AFTER
-                self._unreachable(kept.group.stage, [worker.pipeline for worker in kept.group.members], now)
-        for late in self._met:
-            if late.until <= now:
-                late.until = now + REMAKE_AFTER
-                self._unreachable(late.met.stage, late.met.pipelines, now)
+            self._unreachable(first[1], first[2], True, now)
+        if self._stuck.due <= now:
+            for sequence, workers in self._stuck.look(now, self._here):
+                names = ", ".join(map(str, workers))
+                logger.warning("workers %s have been stuck in exchange %d, which is broken off", names, sequence)
+                for worker in workers:
+                    self._run.say(e.peer_of(worker, self._here[worker]), e.Broke(sequence))
 
     def proceed(self, now: float) -> None:
         """Answers whoever can be."""
@@ -194,11 +220,12 @@ class Answers:
         if broken.together and broken.done:
             self._tell_outcome(group, e.Skip(group.sequence, min(broken.done).pipeline), sorted(broken.said))
             return
+        if broken.said and not any(self.is_gone(worker, group.sequence) for worker in group.members):
+            self._unreachable(group.stage, sorted(worker.pipeline for worker in broken.said), False, now)
+            broken.said -= {worker for worker in broken.said if self.is_gone(worker, group.sequence)}  # who was put out
         members, weights = broken.weights()
         if not members:
             return
-        if not any(self.is_gone(worker, group.sequence) for worker in group.members):
-            self._unreachable(group.stage, [worker.pipeline for worker in members], now)
         again = self._run.regroup(group, members, weights, now)
 
         def answer(dressed: Group) -> None:

@@ -80,15 +80,17 @@ class Elastic:
         """0 until somebody listens for lifelines."""
         self.on_decided: Callable[[float, w.MemberEvent, list[w.MemberDecision]], None] = lambda *_: None
         self._run = run
-        self._beat = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT)
+        self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
         self._capacity = num_pipelines
         self._store = Rendezvous()
         self._presence = Presence(limit)
         self._answers = answers.Answers(
-            run, self._presence.incarnations, lambda: membership.epoch.number, self._unreachable
+            run, self._presence.incarnations, lambda: membership.epoch.number, self._unreachable, limit
         )
         self._early = Early()
         self._rival_since: dict[int, float] = {}
+        self._update = -1
+        """How far the furthest member is."""
 
     # ------------------------------------------------------------------ inputs
 
@@ -97,7 +99,7 @@ class Elastic:
         """Is this an elastic run, as far as is known?"""
         return bool(self._presence.incarnations) or self.membership.epoch.number > 0
 
-    def status(self) -> Members | None:
+    def status(self, now: float) -> Members | None:
         """Who is in the run; None if nobody has enrolled."""
         core = self.membership
         if not self.in_use and not core.ever:
@@ -107,11 +109,13 @@ class Elastic:
             core.epoch.reason,
             next(iter(core.members), None),
             core.states(),
-            core.holds,
+            core.holds or self._presence.waits(now),
             {member.pipeline: member.incarnation for member in core.epoch.members},
             sorted(core.ever),
             [(member.pipeline, member.incarnation) for member in core.buried(GONE_IN_STATUS)],
             core.over.reason if core.over is not None and core.over.failed else None,
+            None if self._update < 0 else self._update,
+            None if core.resumed is None else core.resumed.path,
         )
 
     def deadline(self) -> float:
@@ -123,7 +127,8 @@ class Elastic:
         if self.membership.deadline() <= now:
             self._decide(w.Passed(), now)
         if self._presence.next_look <= now:
-            for worker, incarnation, seconds in self._presence.silent(now):
+            core = self.membership
+            for worker, incarnation, seconds in self._presence.silent(now, core.members, core.claimed):
                 self._decide(w.Died(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
         self._answers.remake(now)
         self._proceed(now)
@@ -216,7 +221,7 @@ class Elastic:
             self._presence.comes(worker, incarnation, now)
             if not was_here:
                 nonce = self._presence.new_line(worker, incarnation)
-                self._run.say(peer, e.Line(self.lifeline_port, nonce, self._beat))
+                self._run.say(peer, e.Line(self.lifeline_port, nonce, self._beat, self._limit))
         if isinstance(request, e.Enrol) and not core.is_member(worker.pipeline, incarnation):
             self._run.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
 
@@ -235,8 +240,11 @@ class Elastic:
     def _from_one_of_us(self, peer: bytes, request: e.Request, now: float) -> None:
         worker, incarnation, say, core = request.worker, request.incarnation, self._run.say, self.membership
         match request:
-            case e.Beat(holds=holds, epoch=epoch, held=held):
-                self._answers.transport.holds(worker, holds)
+            case e.Beat(epoch=epoch, held=held):
+                self._answers.beats(request, now)
+                self._update = max(self._update, request.update)
+                if request.misses:
+                    self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
                 say(peer, e.Noted(request.number))
                 if not core.recovering:
                     if epoch < core.epoch.number and core.is_member(worker.pipeline, incarnation):
@@ -266,6 +274,11 @@ class Elastic:
             case e.TellCompleted(sequence=sequence):
                 say(peer, e.Noted(request.number))
                 self._answers.completed(worker, sequence)
+            case e.Publish(path=path, update=update, done=done):
+                if core.is_member(worker.pipeline, incarnation) and not core.recovering:  # else it asks again
+                    say(peer, e.Noted(request.number))
+                    if done:
+                        self._decide(w.Published(worker, incarnation, path, update), now)
             case e.Depart(finished=finished, failed=failed):
                 say(peer, e.Noted(request.number))
                 event = w.Failed(worker, incarnation, failed) if failed else None
@@ -308,13 +321,15 @@ class Elastic:
         run = self._run
         match decision:
             case w.Epoch():
+                if not decision.members:
+                    self._update = -1
                 logger.info("epoch %d of membership: %s", decision.number, decision.reason)
                 members = [member.pipeline for member in decision.members]
                 self._answers.members_are(members)
                 run.members_are(members, now)
                 self._tell(members, e.NewEpoch(decision))
-            case w.Started(pipeline, epoch, fresh):
-                self._tell([pipeline], e.Start(epoch, fresh))
+            case w.Started(pipeline, epoch, fresh, checkpoint):
+                self._tell([pipeline], e.Start(epoch, fresh, checkpoint))
             case w.Receive(pipeline=pipeline):
                 self._tell([pipeline], e.Get(decision))
             case w.Donate(donor=donor):
@@ -349,8 +364,8 @@ class Elastic:
         for peer in self._presence.peers(pipelines):
             self._run.say(peer, message)
 
-    def _unreachable(self, stage: int, pipelines: Sequence[int], now: float) -> None:
-        self._decide(w.Unreachable(stage, tuple(pipelines)), now)
+    def _unreachable(self, stage: int, pipelines: Sequence[int], waited: bool, now: float) -> None:
+        self._decide(w.Unreachable(stage, tuple(pipelines), waited), now)
 
     def _shares_a_group(self, worker: Worker, now: float) -> bool:
         """Does ``worker`` share a process group with those of its stage that take part, or has it waited for long?"""

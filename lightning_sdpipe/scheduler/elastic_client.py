@@ -49,7 +49,8 @@ import zmq
 from lightning_sdpipe.errors import MustEndError, RefusedError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Donate, Epoch, Met, Receive
+from lightning_sdpipe.policies.members import Donate, Epoch, Exchanging, Met, Receive
+from lightning_sdpipe.policies.stuck import MEETINGS
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler.connection import Connection
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
@@ -64,7 +65,7 @@ REMEMBERED = 1024
 """Groups of which it is known that their result is in the model."""
 TAKEN = 64
 """Last snapshots that are remembered."""
-MEETINGS = 8
+MET = 8
 """Last meetings that are reported to a scheduler which was started again."""
 
 
@@ -142,8 +143,12 @@ class ElasticClient:
         self._enrolled = self._member = False
         self._epoch = Epoch(0, (), "nobody has come yet")
         self._holds: tuple[int, ...] = ()
+        self._exchange: Exchanging | None = None
+        self._left = (-1, -1)
+        self._misses: tuple[int, tuple[int, ...]] = (0, ())
+        """Of the epoch of that number."""
         self._holds_up = ""
-        self._met: deque[Met] = deque(maxlen=MEETINGS)
+        self._met: deque[Met] = deque(maxlen=MET)
         self._receive: Receive | None = None
         self._donate: dict[int, Donate] = {}
         """Snapshots to take, by the newcomer that they are for."""
@@ -151,6 +156,9 @@ class ElasticClient:
         self._donations: dict[int, int] = {}
         """The number of the newest of each newcomer that was heard of."""
         self._update = -1
+        self._updates = -1
+        self._newest: tuple[str, int] | None = None
+        """The checkpoint that this worker wrote last."""
         self._completed: OrderedDict[int, None] = OrderedDict()
         self._asked_for: set[int] = set()
         self._told_last: dict[Key, e.Request] = {}
@@ -242,6 +250,27 @@ class ElasticClient:
             self._holds = tuple(sorted(epochs))
         self._line.beat_now()
 
+    def exchanges(self, exchange: Exchanging | None) -> None:
+        """This worker is in ``exchange`` now, or in none; cheap."""
+        with self._changed:
+            before, self._exchange = self._exchange, exchange
+            if before is not None and (exchange is None or exchange.sequence != before.sequence):
+                groups, meetings = self._left
+                of_meeting = before.sequence >= MEETINGS
+                self._left = (groups, before.sequence) if of_meeting else (before.sequence, meetings)
+
+    def misses(self, epoch: int, pipelines: Iterable[int]) -> None:
+        """In that epoch, which tries (:attr:`~lightning_sdpipe.policies.members.Epoch.tries`), this worker cannot reach
+        those of its stage in ``pipelines``."""
+        with self._changed:
+            self._misses = epoch, tuple(sorted(pipelines))
+        self._line.beat_now()
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which a transfer that does not move is given up, as the scheduler said."""
+        return min(self._timeout, self._line.limit)
+
     @property
     def donation(self) -> Donate | None:
         """The transfer that this worker is to take a snapshot for, whatever update was proposed: for a pipeline whose
@@ -278,6 +307,31 @@ class ElasticClient:
         if now is not None:
             self._tell(("snapshot", now.transfer), e.TellSnapshot, now.transfer, update, "taken")
         return now
+
+    @property
+    def update(self) -> int:
+        """How many updates this worker has made, for people; set it at each."""
+        return self._updates
+
+    @update.setter
+    def update(self, update: int) -> None:
+        self._updates = update
+
+    def publish(self, path: str, update: int) -> None:
+        """Returns if this worker may put a checkpoint of the state after ``update`` updates at ``path``.
+
+        Raises:
+            MustEndError: the run goes on without this process.
+            SchedulerError: the scheduler says nothing.
+        """
+        request = self._make(e.Publish, path, update, False)
+        self._ask(("number", request.number), request, None, f"the scheduler to let it write {path}")
+
+    def published(self, path: str, update: int) -> None:
+        """That checkpoint is in its place."""
+        with self._changed:
+            self._newest = path, update
+        self._tell(("published", ""), e.Publish, path, update, True)
 
     # -------------------------------------------------------------- meeting, trying again
 
@@ -426,8 +480,11 @@ class ElasticClient:
         with self._changed:
             self._number += 1
             holds, epoch = self._holds, self._epoch.number
-            held = bool(self._holds_up)
-            return e.Beat(self.worker, self.incarnation, self._number, holds, epoch, self._enrolled, held)
+            held, (missed_in, missed) = bool(self._holds_up), self._misses
+            misses = missed if missed_in == epoch else ()
+            exchange, left, number = self._exchange, self._left, self._number
+            fields = self.worker, self.incarnation, number, holds, epoch, self._enrolled, held, exchange, left, misses
+            return e.Beat(*fields, self._updates)
 
     def _unanswered(self) -> list[e.Request]:
         with self._changed:
@@ -565,6 +622,8 @@ class ElasticClient:
             self._donations.clear()
         if member:
             self._send(self._make(e.Resume, fingerprint, epoch, holds, met))
+            if self._newest is not None:
+                self.published(*self._newest)
         elif enrolled:
             self._send(self._make(e.Enrol, fingerprint))
         for request in self._unanswered():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -44,6 +45,8 @@ class Line:
         self._connection, self._address = connection, address
         self._beat, self._unanswered, self._hear = beat, unanswered, hear
         self._interval = FIRST_BEAT
+        self.limit = math.inf
+        """Seconds after which a transfer that does not move is given up, as the scheduler says."""
         self._outgoing: deque[e.Request] = deque()
         self._beat_at = self._repeat_at = 0.0
         self._lifeline: Lifeline | None = None
@@ -137,7 +140,7 @@ class Line:
                 self._connection.established()
             self._heard_at = time.monotonic()
             if isinstance(reply, e.Line):
-                self._interval = reply.beat
+                self._interval, self.limit = reply.beat, reply.limit
                 self._connect(reply, poller)
             elif isinstance(reply, e.ElasticReply):
                 self._hear(reply)

@@ -13,7 +13,7 @@ import msgspec
 
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Donate, Epoch, Met, Receive
+from lightning_sdpipe.policies.members import Donate, Epoch, Exchanging, Met, Receive
 
 
 class ElasticRequest(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -41,12 +41,18 @@ class Resume(ElasticRequest, frozen=True, gc=False, tag="resume"):
 
 class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):
     """The worker lives. ``epoch`` is the newest that it heard of (0: none); ``enrolled`` says that it wants to take
-    part, and ``held`` that it begins no turn, since it was told so."""
+    part, and ``held`` that it begins no turn, since it was told so. It is in ``exchange``, if any; those of groups and
+    of meetings that it left last are numbered ``left``. In ``epoch`` it cannot reach the pipelines ``misses``.
+    It has made ``update`` updates (-1: it does not say)."""
 
     holds: tuple[int, ...]
     epoch: int
     enrolled: bool
     held: bool = False
+    exchange: Exchanging | None = None
+    left: tuple[int, int] = (-1, -1)
+    misses: tuple[int, ...] = ()
+    update: int = -1
 
 
 class TellSnapshot(ElasticRequest, frozen=True, gc=False, tag="snapshot"):
@@ -83,6 +89,14 @@ class TellCompleted(ElasticRequest, frozen=True, gc=False, tag="completed"):
     """The worker has the result of the group ``sequence``."""
 
     sequence: int
+
+
+class Publish(ElasticRequest, frozen=True, gc=False, tag="publish"):
+    """The worker wants to put a checkpoint, of the state after ``update`` updates, at ``path``, or has ``done`` so."""
+
+    path: str
+    update: int
+    done: bool
 
 
 class Depart(ElasticRequest, frozen=True, gc=False, tag="depart"):
@@ -141,18 +155,20 @@ class Waits(ElasticReply, frozen=True, gc=False, tag="waits"):
 
 class Line(ElasticReply, frozen=True, gc=False, tag="line"):
     """Connect to ``port`` of the scheduler's machine (0: it has none), say ``nonce``, and keep that connection; beat
-    every ``beat`` seconds."""
+    every ``beat`` seconds. A transfer that has not moved for ``limit`` seconds is given up."""
 
     port: int
     nonce: bytes
     beat: float
+    limit: float
 
 
 class Start(ElasticReply, frozen=True, gc=False, tag="start"):
-    """The worker's pipeline is a member; ``fresh``: nobody could give it a state."""
+    """See :class:`~lightning_sdpipe.policies.members.Started`."""
 
     epoch: Epoch
     fresh: bool
+    checkpoint: str = ""
 
 
 class Get(ElasticReply, frozen=True, gc=False, tag="get"):
@@ -259,6 +275,7 @@ Request: TypeAlias = (
     | Meet
     | AskRegroup
     | TellCompleted
+    | Publish
     | Depart
     | Put
     | Fetch

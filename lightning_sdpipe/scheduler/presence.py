@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.silence import Silence
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler.lifelines import NONCE_BYTES
 
@@ -18,16 +18,20 @@ MOST_LINES = 1 << 16
 
 
 class Presence:
-    """A process is silent when nothing of it has come for ``limit`` seconds."""
+    """``limit`` is in seconds; what silence for so long means is decided by
+    :class:`~lightning_sdpipe.policies.silence.Silence`."""
 
     def __init__(self, limit: float) -> None:
         self.incarnations: dict[Worker, int] = {}
         """Of those that are there."""
-        self.next_look = math.inf
-        """When somebody may have been silent for too long."""
         self._limit = limit
-        self._heard: dict[Worker, float] = {}
+        self._silence = Silence(limit)
         self._lines: OrderedDict[bytes, tuple[Worker, int]] = OrderedDict()
+
+    @property
+    def next_look(self) -> float:
+        """When somebody may have been silent for too long."""
+        return self._silence.due
 
     def comes(self, worker: Worker, incarnation: int, now: float) -> None:
         """That process is there."""
@@ -36,8 +40,7 @@ class Presence:
 
     def hear(self, worker: Worker, now: float) -> None:
         """Something of ``worker`` came."""
-        self._heard[worker] = now
-        self.next_look = min(self.next_look, now + self._limit)
+        self._silence.hear(worker, now)
 
     def new_line(self, worker: Worker, incarnation: int) -> bytes:
         """The nonce by which that process's connection is known."""
@@ -57,7 +60,8 @@ class Presence:
             worker for worker, own in self.incarnations.items() if worker.pipeline == pipeline and own == incarnation
         ]
         for worker in gone:
-            del self.incarnations[worker], self._heard[worker]
+            del self.incarnations[worker]
+            self._silence.forget(worker)
         for nonce in [nonce for nonce, (w, own) in self._lines.items() if (w.pipeline, own) == (pipeline, incarnation)]:
             del self._lines[nonce]
         return gone
@@ -68,15 +72,29 @@ class Presence:
             if worker.pipeline in pipelines and stage in (None, worker.stage):
                 yield e.peer_of(worker, incarnation)
 
-    def silent(self, now: float) -> list[tuple[Worker, int, float]]:
-        """Who has been silent for too long, and for how many seconds; call it when :attr:`next_look` has come."""
-        if now - self.next_look > self._limit / 4:
+    def silent(
+        self, now: float, members: Collection[int], replaced: Collection[int]
+    ) -> list[tuple[Worker, int, float]]:
+        """Who is lost because of silence, and for how many seconds that has lasted; see
+        :meth:`~lightning_sdpipe.policies.silence.Silence.look`. Call it when :attr:`next_look` has come."""
+        silence = self._silence
+        if now - silence.due > self._limit / 4:
             # We were away ourselves (a machine asleep, a stopped process): first hear what has come meanwhile.
-            logger.warning("the scheduler was held up for %.1f s; nobody is called lost for that", now - self.next_look)
-            self._heard = dict.fromkeys(self._heard, now)
-        late = [
-            (w, self.incarnations[w], now - heard) for w, heard in self._heard.items() if now - heard >= self._limit
-        ]
-        others = [heard for heard in self._heard.values() if now - heard < self._limit]
-        self.next_look = min(others) + self._limit if others else math.inf
-        return late
+            logger.warning("the scheduler was held up for %.1f s; nobody is called lost for that", now - silence.due)
+            silence.excuse(now)
+        before = silence.of_all_since
+        lost = silence.look(now, members, replaced)
+        if before is None and silence.of_all_since is not None:
+            logger.warning(
+                "nothing was heard of any pipeline for %.1f s: this scheduler seems to be cut off from them; none is "
+                "called lost for that",
+                now - silence.of_all_since,
+            )
+        elif before is not None and silence.of_all_since is None:
+            logger.warning("pipelines are heard of again, after %.1f s", now - before)
+        return [(worker, self.incarnations[worker], seconds) for worker, seconds in lost]
+
+    def waits(self, now: float) -> str:
+        """Since when nothing has come of anybody, for people, if that is for long."""
+        since = self._silence.of_all_since
+        return "" if since is None else f"nothing was heard of any pipeline for {now - since:.0f} s"

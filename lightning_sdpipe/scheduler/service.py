@@ -104,6 +104,8 @@ class SchedulerService:
         self._recovery = Recovery(num_stages * num_pipelines, recovery_grace)
         self._outbox: list[Addressed] = []
         self._next_roll_call = now + worker_timeout / 4
+        self._cut_off = False
+        """Have all workers been silent for too long?"""
         self.elastic: Elastic | None = None
         if elastic is not None:
             membership = Membership(num_stages, elastic, now)
@@ -226,7 +228,7 @@ class SchedulerService:
                 {session.worker: round(now - session.heard, 3) for session in self._sessions},
                 self._sync_graphs(),
             ),
-            members=None if self.elastic is None else self.elastic.status(),
+            members=None if self.elastic is None else self.elastic.status(now),
         )
 
     def validate(self) -> None:
@@ -443,11 +445,21 @@ class SchedulerService:
             # We were away ourselves (a machine asleep, a stopped process): first hear what has come meanwhile.
             logger.warning("the scheduler was held up for %.1f s; nobody is called lost for that", late)
             return
+        newest = max((session.heard for session in self._sessions if session.beats), default=now)
+        if now - newest >= self._worker_timeout:  # of all: it is this scheduler that is cut off
+            self._cut_off = True
+            return
+        if self._cut_off:
+            logger.warning("workers are heard of again; nobody is called lost for the silence of all")
+            self._cut_off = False
+            for session in self._sessions:
+                session.heard = now
+            return
         for session in self._sessions:
             worker, silent = session.worker, now - session.heard
             if self.elastic is not None and self.elastic.in_use:
                 continue  # which looks itself, and sooner
-            if not (session.active and self._is_silent(session, now)):
+            if not (session.active and self._is_silent(session, newest)):
                 continue
             logger.warning("worker %s was silent for %.1f s: the others go on without it", worker, silent)
             self._let_time_pass(now)
@@ -459,17 +471,18 @@ class SchedulerService:
                 if other.active:
                     self._say(other.peer, lost)
             self._carry_out(decisions, now)
-        self._end_if_all_wait_for_the_lost(now)
+        self._end_if_all_wait_for_the_lost(now, newest)
 
-    def _is_silent(self, session: Session, now: float) -> bool:
-        return session.beats and now - session.heard >= self._worker_timeout
+    def _is_silent(self, session: Session, newest: float) -> bool:
+        """For the limit before another worker was heard of at ``newest``."""
+        return session.beats and newest - session.heard >= self._worker_timeout
 
-    def _end_if_all_wait_for_the_lost(self, now: float) -> None:
+    def _end_if_all_wait_for_the_lost(self, now: float, newest: float) -> None:
         """In an elastic run they would train its batches; here nobody may. Who waits for a lease is away, but beats."""
         if self.elastic is not None and self.elastic.in_use:
             return
         awaited = self._decider.dealer.awaited()
-        lost = [s for s in self._sessions if s.worker.pipeline in awaited and self._is_silent(s, now)]
+        lost = [s for s in self._sessions if s.worker.pipeline in awaited and self._is_silent(s, newest)]
         if awaited and {session.worker.pipeline for session in lost} == set(awaited) and self.failure is None:
             silent = now - lost[0].heard
             reason = f"it was silent for {silent:.1f} s, and the others wait for batches that only it may train"

@@ -133,6 +133,10 @@ class Members(msgspec.Struct, frozen=True):
     """Pipelines and incarnations of them that must not come back; the last ones."""
     over: str | None
     """Why the run has failed, if it has."""
+    update: int | None = None
+    """How many updates the furthest member has made: ``trainer.global_step``."""
+    resumed: str | None = None
+    """The checkpoint from which it went on when nobody was left."""
 
 
 class Status(msgspec.Struct, frozen=True):

@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hold-limit", type=float, help="seconds of waiting for --min-pipelines that end the run (1800)"
     )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint if all pipelines are lost at once"
+    )
     parser.add_argument("--worker-timeout", type=float, help="seconds of silence until a process counts as lost (30)")
     parser.add_argument("--policy", help="of the scheduler; that of the script's sync= by default")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
@@ -81,6 +84,8 @@ def _run(options: argparse.Namespace) -> int:
     for name in ("gather", "hold_limit", "worker_timeout"):
         if (value := getattr(options, name)) is not None:
             of_scheduler += [f"--{name.replace('_', '-')}", str(value)]
+    if options.resume:
+        of_scheduler.append("--resume")
     policy_file = None
     if options.policy is None:
         policy_file = logs / "policy.json"

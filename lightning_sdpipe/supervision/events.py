@@ -32,7 +32,8 @@ class Seen:
 
     ``lives`` has the pipelines that train, each with what tells this life of it from others; ``leader`` leads them.
     ``update`` is how far the furthest is, ``ever`` are those that ever trained, ``gone`` lives that it has given up.
-    ``failure`` is what ended the run, if anything.
+    ``failure`` is what ended the run, if anything; ``resumed`` the checkpoint from which it went on when nobody was
+    left.
     """
 
     asked: float
@@ -42,6 +43,7 @@ class Seen:
     ever: frozenset[int] = frozenset()
     gone: frozenset[str] = frozenset()
     failure: str | None = None
+    resumed: str | None = None
 
 
 @dataclass(frozen=True)

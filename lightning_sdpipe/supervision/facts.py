@@ -11,19 +11,15 @@ def seen(status: Status, asked: float) -> Seen:
     members = status.members
     if members is None:
         return Seen(asked, {}, failure=status.failure)
-    steps = []
-    for pipeline in members.lives:
-        known = [step for stage in status.stages if (step := stage.iterations[pipeline]) is not None]
-        if len(known) == len(status.stages):
-            steps.append(min(known))
     return Seen(
         asked,
         {pipeline: _life(incarnation) for pipeline, incarnation in members.lives.items()},
         members.leader,
-        max(steps, default=None),
+        members.update,
         frozenset(members.ever),
         frozenset(_life(incarnation) for _, incarnation in members.gone),
         status.failure or members.over,
+        members.resumed,
     )
 
 

@@ -59,6 +59,8 @@ class Rules:
         self._raised: list[tuple[int, Raised]] = []
         self._shown: int | None = None
         self._leader: int | None = None
+        self._lives: frozenset[str] = frozenset()
+        """Who trained when that was seen last."""
         self._scheduler_again = 0
         self._all_came = self._anybody_came = self._blemished = False
         self._over_since = math.inf
@@ -224,6 +226,10 @@ class Rules:
             self._end(f"the scheduler ended it: {event.failure}", FAILED)
             return
         self._leader = event.leader
+        if event.lives:
+            if event.resumed is not None and self._lives.isdisjoint(event.lives.values()):
+                self._out.append(Say(f"nobody was left; training goes on from {event.resumed}"))
+            self._lives = frozenset(event.lives.values())
         for pipeline in self._pipelines:
             if pipeline.phase is not Phase.RUNNING:
                 continue

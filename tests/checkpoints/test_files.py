@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -16,8 +20,10 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.checkpoints import files
 from lightning_sdpipe.checkpoints.distributed import DistributedWriter
 from lightning_sdpipe.checkpoints.files import WholeFiles
+from lightning_sdpipe.errors import NotWrittenError, WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.mesh import Mesh
 from tests.workers import run_workers
@@ -43,14 +49,130 @@ def names(directory: Path) -> list[str]:
 
 
 def test_what_was_there_stays_when_the_disk_is_full(tmp_path: Path) -> None:
-    files, path = WholeFiles(), tmp_path / "saved" / "last.ckpt"
-    files.save_checkpoint(checkpoint(10), path)
-    with disk_of(50_000), pytest.raises((OSError, RuntimeError)):
-        files.save_checkpoint(checkpoint(100_000), path)
+    whole, path = WholeFiles(), tmp_path / "saved" / "last.ckpt"
+    whole.save_checkpoint(checkpoint(10), path)
+    message = (
+        r"last.ckpt was not written \(File too large\): its tensors take 400,000 bytes, and [\d,]+ bytes are free in"
+    )
+    with disk_of(50_000), pytest.raises(NotWrittenError, match=message):
+        whole.save_checkpoint(checkpoint(100_000), path)
     assert names(path.parent) == ["last.ckpt"]
-    assert files.load_checkpoint(path, weights_only=True)["epoch"] == 10
-    files.save_checkpoint(checkpoint(20), path)
-    assert files.load_checkpoint(path, weights_only=True)["epoch"] == 20
+    assert whole.load_checkpoint(path, weights_only=True)["epoch"] == 10
+    whole.save_checkpoint(checkpoint(20), path)
+    assert whole.load_checkpoint(path, weights_only=True)["epoch"] == 20
+
+
+class Writers:
+    """Processes of one run that follow each other as the one that writes; all are this process, by other names."""
+
+    mark = "2a-"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1
+        monkeypatch.setattr(files, "_own_name", lambda: f"host-{self.now}")
+
+    def files(self, number: int, during: Callable[[], None] = lambda: None) -> WholeFiles:
+        """Those of one; ``during`` happens when it has been allowed to put its own in place."""
+        writers = self
+
+        class One:
+            mark = Writers.mark
+
+            def publish(self, path: Path) -> None:
+                if number < writers.now:
+                    raise WorkerFailedError("it was replaced")
+                during()
+
+            def published(self, path: Path) -> None:
+                """It is not asked for here."""
+
+        made = WholeFiles()
+        made.publisher = One()
+        return made
+
+
+class Stopped:
+    """What is being packed when its process is stopped, and wakes when its successor has written."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self.meanwhile = meanwhile
+
+    def __reduce__(self) -> Any:
+        self.meanwhile()
+        return int, (0,)
+
+
+def test_who_wakes_up_late_writes_nothing_into_what_its_successor_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers, path = Writers(monkeypatch), tmp_path / "last.ckpt"
+
+    def successor() -> None:
+        writers.now = 2
+        writers.files(2).save_checkpoint(checkpoint(20_000), path)
+
+    with pytest.raises(WorkerFailedError, match="replaced"):
+        writers.files(1).save_checkpoint({**checkpoint(10_000), "late": Stopped(successor)}, path)
+    assert names(tmp_path) == ["last.ckpt"]
+    loaded = WholeFiles().load_checkpoint(path, weights_only=True)
+    assert (loaded["epoch"], len(loaded["state_dict"]["weight"])) == (20_000, 20_000)
+
+
+def test_who_is_stopped_between_being_allowed_and_renaming_finds_nothing_to_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers, path = Writers(monkeypatch), tmp_path / "last.ckpt"
+
+    def successor() -> None:
+        writers.now = 2
+        writers.files(2).save_checkpoint(checkpoint(20), path)
+
+    with pytest.raises(FileNotFoundError):
+        writers.files(1, during=successor).save_checkpoint(checkpoint(10), path)
+    assert names(tmp_path) == ["last.ckpt"]
+    assert WholeFiles().load_checkpoint(path, weights_only=True)["epoch"] == 20
+
+
+def test_what_the_killed_left_is_removed_and_what_others_write_is_not(tmp_path: Path) -> None:
+    host, path = socket.gethostname(), tmp_path / "last.ckpt"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    mine, alive = f"{os.getpid()}-abcd", f"{os.getppid()}-abcd"
+    for name in (f"{host}-{ended.pid}-abcd", f"{host}-{mine}", f"{host}-{alive}", f"elsewhere-{ended.pid}-abcd"):
+        (tmp_path / f".last.ckpt.{name}.writing").touch()
+    WholeFiles().save_checkpoint(checkpoint(10), path)
+    left = [
+        f".last.ckpt.{name}.writing" for name in (f"elsewhere-{ended.pid}-abcd", f"{host}-{mine}", f"{host}-{alive}")
+    ]
+    assert names(tmp_path) == sorted([*left, "last.ckpt"])
+
+
+def test_what_is_no_fault_of_the_disk_stays_what_it_is(tmp_path: Path) -> None:
+    def fails() -> None:
+        raise RuntimeError("no such state")
+
+    with pytest.raises(RuntimeError, match="no such state"):
+        WholeFiles().save_checkpoint({"state": Stopped(fails)}, tmp_path / "last.ckpt")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_full_disk_ends_the_run_or_is_said_each_time_and_the_last_whole_one_is_kept(
+    tmp_path: Path, ends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = SDPipeStrategy(on_checkpoint_error=None if ends else "continue")
+    strategy._checkpoints = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment]  # no training is under way
+    strategy.save_checkpoint(checkpoint(10), tmp_path / "1.ckpt")
+    for number in (2, 3):
+        with disk_of(50_000), pytest.raises(NotWrittenError) if ends else nullcontext():
+            strategy.save_checkpoint(checkpoint(100_000), tmp_path / f"{number}.ckpt")
+        if not ends:
+            strategy.remove_checkpoint(tmp_path / "1.ckpt")  # as ModelCheckpoint does, which takes it for written
+            assert caplog.text.count(f"{number}.ckpt was not written") == 1
+    assert names(tmp_path) == ["1.ckpt"]
+    strategy.save_checkpoint(checkpoint(10), tmp_path / "4.ckpt")
+    strategy.remove_checkpoint(tmp_path / "3.ckpt")
+    assert names(tmp_path) == ["1.ckpt", "4.ckpt"]
 
 
 def test_a_local_address_is_a_path(tmp_path: Path) -> None:
@@ -59,9 +181,9 @@ def test_a_local_address_is_a_path(tmp_path: Path) -> None:
 
 
 def test_what_lies_elsewhere_is_written_as_lightning_does() -> None:
-    files = WholeFiles()
-    files.save_checkpoint(checkpoint(10), "memory://saved/last.ckpt")
-    assert files.load_checkpoint("memory://saved/last.ckpt", weights_only=True)["epoch"] == 10
+    whole = WholeFiles()
+    whole.save_checkpoint(checkpoint(10), "memory://saved/last.ckpt")
+    assert whole.load_checkpoint("memory://saved/last.ckpt", weights_only=True)["epoch"] == 10
     fsspec.filesystem("memory").rm("/saved", recursive=True)
 
 

@@ -129,7 +129,7 @@ class Diary(Callback):
 def fit(directory: Path, samples: int, options: dict[str, Any], accelerator: Any = "cpu") -> None:
     """What the user's script does: it trains until the test says stop."""
     torch.set_num_threads(1)
-    strategy = SDPipeStrategy(timeout=FINDING_OUT, **options)
+    strategy = SDPipeStrategy(**{"timeout": FINDING_OUT, **options})
     trainer = L.Trainer(
         accelerator=accelerator,
         strategy=strategy,
@@ -209,7 +209,7 @@ class Job:
 
 class ElasticRun:
     """A run in ``directory``, whose scheduler is a process of its own: on this machine, or each pipeline on one of
-    ``machines``, the scheduler on the first of them, and encrypted."""
+    ``machines``, the scheduler on that of the number ``center``, and encrypted."""
 
     def __init__(
         self,
@@ -218,10 +218,11 @@ class ElasticRun:
         num_pipelines: int,
         *options: str,
         machines: Sequence[Machine] = (),
+        center: int = 0,
     ) -> None:
         self.directory, self.num_stages, self.num_pipelines = directory, num_stages, num_pipelines
-        self.machines = machines
-        self.address = f"tcp://{machines[0].address if machines else '127.0.0.1'}:{free_port()}"
+        self.machines, self.center = machines, center
+        self.address = f"tcp://{machines[center].address if machines else '127.0.0.1'}:{free_port()}"
         self._options = ["--journal", str(directory / "journal"), *options]
         if machines:
             write_keys(directory / "keys")
@@ -235,7 +236,7 @@ class ElasticRun:
         with open(self.directory / "scheduler.txt", "a") as output:
             command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *mesh, *self._options]
             if self.machines:
-                command = ["ip", "netns", "exec", self.machines[0].name, *command]
+                command = ["ip", "netns", "exec", self.machines[self.center].name, *command]
             self.scheduler = subprocess.Popen(command, stdout=output, stderr=output)
 
     def start(self, pipeline: int, work: Callable[[], None]) -> Job:
@@ -300,9 +301,14 @@ class ElasticRun:
 
 @contextmanager
 def elastic_run(
-    directory: Path, num_stages: int, num_pipelines: int, *options: str, machines: Sequence[Machine] = ()
+    directory: Path,
+    num_stages: int,
+    num_pipelines: int,
+    *options: str,
+    machines: Sequence[Machine] = (),
+    center: int = 0,
 ) -> Iterator[ElasticRun]:
-    run = ElasticRun(directory, num_stages, num_pipelines, *options, machines=machines)
+    run = ElasticRun(directory, num_stages, num_pipelines, *options, machines=machines, center=center)
     try:
         yield run
     finally:

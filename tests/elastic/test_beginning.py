@@ -170,6 +170,9 @@ class OneWorker:
     def wait_for_newest(self) -> None:
         pass
 
+    def moved(self) -> None:
+        pass
+
     def mover(self, group: Group) -> OneWorker:
         return self
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -12,16 +14,34 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from lightning_sdpipe.elastic import epochs
 from lightning_sdpipe.elastic.epochs import EpochGroups
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.policies.members import Epoch, Member
+from lightning_sdpipe.policies.members import Epoch, Exchanging, Member
 from tests.exchange.threads import together
 
 
-def epoch(number: int, *pipelines: int) -> Epoch:
-    return Epoch(number, tuple(Member(i, 100 + i) for i in pipelines), "tested")
+class Reports:
+    """What a worker tells the scheduler."""
+
+    def __init__(self) -> None:
+        self.missed: dict[int, list[int]] = {}
+        self.exchanged: list[Exchanging | None] = []
+
+    def holds(self, epochs: Iterable[int]) -> None:
+        pass
+
+    def exchanges(self, exchange: Exchanging | None) -> None:
+        self.exchanged.append(exchange)
+
+    def misses(self, epoch: int, pipelines: Iterable[int]) -> None:
+        self.missed[epoch] = sorted(pipelines)
+
+
+def epoch(number: int, *pipelines: int, tries: bool = False) -> Epoch:
+    return Epoch(number, tuple(Member(i, 100 + i) for i in pipelines), "tested", tries=tries)
 
 
 def group(number: int, *pipelines: int) -> Group:
@@ -35,7 +55,7 @@ def test_a_group_of_somebody_that_was_lost_before_fails_at_once_and_those_that_a
 
     def work(pipeline: int) -> tuple[float, list[int], list[float]]:
         groups = EpochGroups(
-            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=20), lambda held: None
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=20), Reports()
         )
         groups.enter(epoch(2, 0, 1))
         tensor = torch.full((3,), float(pipeline))
@@ -63,7 +83,7 @@ def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_th
 
     def work(pipeline: int) -> tuple[list[int], list[float]]:
         groups = EpochGroups(
-            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=20), lambda held: None
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=20), Reports()
         )
         groups.enter(epoch(1, 0, 1))
         mover = groups.mover(group(1, 0, 1))
@@ -93,7 +113,7 @@ def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up() -> None:
 
     def work(pipeline: int) -> str:
         groups = EpochGroups(
-            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=60), lambda held: None
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=60), Reports()
         )
         groups.enter(epoch(1, 0, 1))
         mover = groups.mover(group(1, 0, 1))
@@ -108,3 +128,35 @@ def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up() -> None:
         return "went on"
 
     assert together(2, work) == ["went on", "lost"]
+
+
+def test_who_cannot_be_reached_is_told_in_an_epoch_that_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs, "_TRYING", 1.0)
+    stores: defaultdict[str, Store] = defaultdict(dist.HashStore)
+    first = threading.Lock()
+
+    def store(name: str, pipeline: int) -> Store:
+        with first:
+            return stores[name if name != "try-1-0-0-2" else f"{name}-{pipeline}"]  # 0 and 2 do not find each other
+
+    def work(pipeline: int) -> list[int]:
+        reports = Reports()
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: store(name, pipeline), timedelta(seconds=20), reports
+        )
+        groups.enter(epoch(1, 0, 1, 2, tries=True))
+        until = time.monotonic() + 20
+        while 1 not in reports.missed and time.monotonic() < until:
+            time.sleep(0.01)
+        return reports.missed[1]
+
+    assert together(3, work) == [[2], [], [0]]
+
+
+def test_what_a_worker_exchanges_is_told_with_how_far_it_is() -> None:
+    reports = Reports()
+    groups = EpochGroups(Worker(0, 0), lambda name, cancelled: dist.HashStore(), timedelta(seconds=20), reports)
+    groups.use(group(1, 0, 1))
+    groups.moved()
+    groups.use(None)
+    assert reports.exchanged == [Exchanging(7, (0, 1), 0), Exchanging(7, (0, 1), 1), None]

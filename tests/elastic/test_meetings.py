@@ -74,6 +74,9 @@ class Epochs:
     def wait_for_newest(self) -> None:
         pass
 
+    def moved(self) -> None:
+        pass
+
     def mover(self, group: Group) -> Any:
         return self
 

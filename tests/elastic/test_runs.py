@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_sdpipe import EightBit, Exchange
 from lightning_sdpipe.elastic import run as elastic_worker
@@ -20,8 +22,9 @@ from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.members import Met
 from lightning_sdpipe.sync import PHDPSGD, LocalSGD, SemiDecentralized
+from tests.elastic import jobs
 from tests.elastic.jobs import ElasticRun, Model, elastic_run, fit, sums
-from tests.namespaces import machines
+from tests.namespaces import machines, switched
 from tests.namespaces import run as ip
 
 pytestmark = pytest.mark.distributed
@@ -198,6 +201,65 @@ def test_leaders_go_and_others_lead_on(tmp_path: Path) -> None:
         assert set(range(10, last["ended"] + 1, 10)) == saved
 
 
+def fit_and_stop_while_writing(directory: Path) -> None:
+    """Pipeline 0 is stopped when it has written a checkpoint, and not yet put it in its place."""
+    jobs.ModelCheckpoint = partial(jobs.ModelCheckpoint, save_last=True)  # type: ignore[misc]
+    save, stopped = torch.save, directory / "stopped"
+
+    def stops(state: Any, file: Any) -> None:
+        save(state, file)
+        if "last.ckpt" in str(getattr(file, "name", "")) and not stopped.exists():
+            stopped.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    torch.save = stops
+    fit(directory, samples=SAMPLES, options={})
+
+
+def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_next_one(tmp_path: Path) -> None:
+    work = partial(fit_and_stop_while_writing, tmp_path)
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--worker-timeout", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait(lambda: "pipeline 0 is gone" in run.said(), "the loss of the leader")
+        run.wait(lambda: any(tmp_path.rglob("last.ckpt")), "a checkpoint of the next leader")
+        (path,) = tmp_path.rglob("last.ckpt")
+        before = torch.load(path, weights_only=False)["global_step"]
+        run.jobs[0].signal(signal.SIGCONT)
+        run.wait(run.jobs[0].ended, "the end of the one that woke up")
+        assert torch.load(path, weights_only=False)["global_step"] >= before
+        codes = run.finish()
+        assert codes == {0: [1], 1: [0]}, run.said()
+        assert not [left for left in path.parent.iterdir() if left.suffix == ".writing"]
+        last = max(int(saved.stem.split("=")[-1]) for saved in path.parent.glob("*step=*"))
+        assert torch.load(path, weights_only=False)["global_step"] == last
+        check_that_nothing_is_lost(run)
+
+
+def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--resume") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 25)
+        for job in list(run.jobs):
+            job.signal(signal.SIGKILL)
+        run.wait(lambda: all(job.ended() for job in run.jobs), "the end of all")
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait(lambda: all(len(run.rows(pipeline)) == 2 for pipeline in range(2)), "their first turns")
+        run.wait_for_turns([0, 1], 10)
+        codes = run.finish()
+        assert codes == {0: [0], 1: [0]}, run.said()
+        started = {run.rows(pipeline)[-1][0]["started"] for pipeline in range(2)}
+        assert len(started) == 1
+        assert min(started) >= 10
+        assert "start again from" in run.said()
+        assert f"step={min(started)}.ckpt" in run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])
+
+
 def test_the_scheduler_is_killed_and_started_again(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
     with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2") as run:
@@ -276,3 +338,41 @@ def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tm
         assert run.finish() == {0: [0], 1: [0]}, run.said()
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1])
+
+
+def test_a_scheduler_is_cut_off_for_longer_than_the_limit_of_silence(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    options = ("--start-pipelines", "2", "--worker-timeout", "2")
+    with switched(3) as switch, elastic_run(tmp_path, 1, 2, *options, machines=switch.machines, center=2) as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 10)
+        switch.plug(switch.machines[2], False)
+        run.wait(lambda: "seems to be cut off" in run.said(), "the scheduler to notice")
+        time.sleep(2.0)
+        switch.plug(switch.machines[2], True)
+        run.wait_for_turns([0, 1], 10)
+        assert run.finish() == {0: [0], 1: [0]}, run.said()
+        assert "is gone" not in run.said()
+        assert [len(run.rows(pipeline)) for pipeline in range(2)] == [1, 1]
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])
+
+
+def test_of_two_machines_that_cannot_reach_each_other_the_younger_is_put_out(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"timeout": timedelta(minutes=5)})
+    options = ("--start-pipelines", "3", "--worker-timeout", "2")
+    with switched(3) as switch, elastic_run(tmp_path, 1, 3, *options, machines=switch.machines, center=2) as run:
+        for pipeline in range(3):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1, 2], 10)
+        parted = time.monotonic()
+        for machine in switch.machines[:2]:
+            switch.part(machine)
+        run.wait(run.jobs[1].ended, "the end of pipeline 1")
+        assert time.monotonic() - parted < 45, "of 2 s, and some epochs"
+        run.wait_for_turns([0, 2], 10)
+        assert "cannot reach pipelines 0" in run.said()
+        assert run.finish() == {0: [0], 1: [1], 2: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 2])

@@ -172,7 +172,9 @@ def test_the_module_afterwards(tmp_path: Path) -> None:
     assert all(torch.equal(saved[0][name], other[name]) for other in saved for name in saved[0])
 
 
-@supported("Checkpoints", "a crash, or a full disk, while a checkpoint is written leaves the one before it")
+@supported("Checkpoints", "a crash, or a full disk, while a checkpoint is written leaves the one before it",
+           "a full disk ends the run with the file, and the bytes that are needed and free; "
+           '`SDPipeStrategy(on_checkpoint_error="continue")` goes on')  # fmt: skip
 @pytest.mark.parametrize("distributed", [False, True])
 def test_crash(tmp_path: Path, distributed: bool) -> None:
     path = tmp_path / "last.ckpt"

@@ -173,13 +173,79 @@ def test_a_donor_that_fails_a_newcomer_is_asked_last() -> None:
     assert again.donor == 0
 
 
-def test_a_new_start_is_made_when_nobody_is_left_to_give_a_state() -> None:
+def test_the_run_is_over_when_nobody_is_left_to_give_a_state() -> None:
     run = Run()
     run.enrol(0)
     run.enrol(1)
+    *_, over = run.say(w.Died, 0, "ended")
+    assert over == w.RunOver(
+        "all pipelines are lost (pipeline 0 lost (stage 0 ended)); no checkpoint was written; start it again, under a "
+        "new scheduler",
+        failed=True,
+    )
+    (denied,) = run.enrol(2)
+    assert isinstance(denied, w.Denied)
+
+
+def test_the_newest_checkpoint_is_named_when_nobody_is_left() -> None:
+    run = Run()
+    run.enrol(0)
+    run.say(w.Published, 0, "/shared/last.ckpt", 40)
+    *_, over = run.say(w.Departed, 0, False)
+    assert isinstance(over, w.RunOver)
+    assert "the newest checkpoint is /shared/last.ckpt, after update 40; go on from it" in over.reason
+
+
+def test_a_new_start_is_made_from_the_newest_checkpoint_when_that_was_asked_for() -> None:
+    run = Run(resume=True)
+    run.enrol(0)
+    run.say(w.Published, 0, "/shared/1.ckpt", 40)
+    run.say(w.Published, 0, "/shared/2.ckpt", 80)
+    run.enrol(1)
     *_, started = run.say(w.Died, 0, "ended")
-    assert started == w.Started(1, run.core.epoch, fresh=True)
-    assert "again" in run.core.epoch.reason
+    assert started == w.Started(1, run.core.epoch, True, "/shared/2.ckpt")
+    assert run.core.epoch.reason == "pipelines 1 start again from /shared/2.ckpt, since nobody was left"
+    assert run.enrol(1) == [started], "the answer may have been lost"
+    run.comes(2)
+    *_, epoch = run.say(w.Died, 1, "ended")
+    assert isinstance(epoch, Epoch), "a newcomer has the state"
+
+
+def test_without_any_checkpoint_there_is_nothing_to_resume_from() -> None:
+    run = Run(resume=True)
+    run.enrol(0)
+    *_, over = run.say(w.Died, 0, "ended")
+    assert isinstance(over, w.RunOver)
+
+
+def test_a_bug_that_ends_the_last_two_is_named_rather_than_that_nobody_is_left() -> None:
+    run = Run(start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    run.say(w.Failed, 0, "ValueError: 3")
+    *_, over = run.say(w.Failed, 1, "ValueError: 3")
+    assert isinstance(over, w.RunOver)
+    assert "same exception" in over.reason
+
+
+def test_a_pipeline_that_others_cannot_reach_is_let_in_again_after_a_pause() -> None:
+    run = Run(start_pipelines=3)
+    for pipeline in range(3):
+        run.enrol(pipeline)
+    now, decisions = 0.0, list[MemberDecision]()
+    while 1 in run.core.members:
+        assert (now == 0.0) or run.core.epoch.tries
+        run.say(w.Misses, 0, run.core.epoch.number, (1,))
+        run.say(w.Misses, 1, run.core.epoch.number, (0,))
+        now += 5.0
+        decisions = run.on(w.Unreachable(0, (0, 1, 2)), now)
+    (gone,) = (decision for decision in decisions if isinstance(decision, w.Gone))
+    assert "cannot reach pipelines 0" in gone.reason
+    assert run.enrol(1, incarnation=900, now=now) == []
+    assert "others could not reach it" in run.core.waits_for(Worker(0, 1), 900)
+    assert run.core.deadline() == now + 60.0
+    (donate,) = run.on(w.Passed(), now + 60.0)
+    assert isinstance(donate, w.Donate)
+    assert run.core.deadline() == float("inf")
 
 
 def test_below_the_least_all_are_held_until_there_are_enough() -> None:
@@ -407,7 +473,7 @@ def any_event(rng: random.Random, stages: int, transfers: list[str], epochs: lis
     pipeline = rng.randrange(4)
     worker, incarnation = Worker(rng.randrange(stages), pipeline), 10 * pipeline + rng.randrange(3)
     transfer, key = rng.choice(transfers), f"pause/{rng.randrange(3)}"
-    match rng.choice("eeeeeessssrrmMMMdfDhrup"):
+    match rng.choice("eeeeeessssrrmMMMdfDhruPxp"):
         case "e":
             return w.Enrolled(worker, incarnation, SAME if rng.random() < 0.95 else {"model": "other"})
         case "s":
@@ -427,7 +493,11 @@ def any_event(rng: random.Random, stages: int, transfers: list[str], epochs: lis
         case "h":
             return w.Heard(worker, incarnation)
         case "u":
-            return w.Unreachable(worker.stage, (pipeline,))
+            return w.Unreachable(worker.stage, (pipeline,), rng.random() < 0.8)
+        case "P":
+            return w.Published(worker, incarnation, "last.ckpt", rng.randrange(9))
+        case "x":
+            return w.Misses(worker, incarnation, epochs[-1].number, (rng.randrange(4),))
         case _:
             return w.Passed() if rng.random() < 0.7 else w.Resumed(worker, incarnation, SAME, rng.choice(epochs))
 
@@ -474,7 +544,8 @@ def keep_the_promises(seed: int) -> None:
     rng = random.Random(seed)
     stages, now = rng.randint(1, 3), 0.0
     core = Membership(
-        stages, Terms(rng.randint(1, 2), rng.choice([None, 2, 3]), 5.0, 40.0, 6.0, rng.choice([0.0, 1.0]))
+        stages,
+        Terms(rng.randint(1, 2), rng.choice([None, 2, 3]), 5.0, 40.0, 6.0, rng.choice([0.0, 1.0]), rng.random() < 0.8),
     )
     promises = Promises(core)
     for _ in range(rng.randint(5, 120)):

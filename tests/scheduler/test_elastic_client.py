@@ -249,11 +249,12 @@ def test_a_job_that_differs_or_claims_a_number_that_is_taken_is_refused() -> Non
 
 def test_a_process_that_was_declared_lost_must_end() -> None:
     ended = threading.Event()
-    with running(stages=2) as fleet:
+    with running(stages=2, terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
         told = Told(ended=lambda reason: ended.set())
         last = fleet.client(0, 7, told=told)
         first = fleet.client(0, 7, stage=1)
-        at_once(lambda: last.enrol(SAME), lambda: first.enrol(SAME))
+        others = [fleet.client(1, 8, stage=stage) for stage in range(2)]
+        at_once(*[lambda c=c: c.enrol(SAME) for c in (last, first, *others)])  # type: ignore[misc]
         first.close()
         assert ended.wait(10)
         with pytest.raises(MustEndError, match=r"pipeline 0 must end: stage 1 ended \(its connection closed\)"):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.elastic_world import live_through
+from tests.scheduler.elastic_world import World, live_through
 
 LONG = settings.default.max_examples >= 10_000
 HISTORIES = 10_000 if LONG else 12
@@ -21,6 +21,36 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 @given(st.integers(0, 2**32 - 1), st.integers(0, 8))
 def test_everybody_trains_again_after_any_faults(seed: int, faults: int) -> None:
     live_through(seed, faults)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seconds", [3.0, 30.0])
+def test_a_scheduler_that_is_cut_off_from_all_loses_nobody(seed: int, seconds: float) -> None:
+    world = World(seed)
+    world.run(8.0)
+    starts = {process.incarnation for process in world.processes}
+    world.cut_off(seconds)
+    world.run(world.now + seconds)
+    world.check_that_all_train(5.0)
+    assert {process.incarnation for process in world.processes} == starts
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_of_two_pipelines_that_cannot_reach_each_other_one_is_put_out_and_the_others_go_on(seed: int) -> None:
+    world = World(seed)
+    if world.pipelines < 2 or world.terms.min_pipelines > world.pipelines - 1:
+        return
+    world.loss = 0.0
+    world.run(8.0)
+    starts = {process.worker.pipeline: process.incarnation for process in world.processes}
+    one, other = world.rng.sample(range(world.pipelines), 2)
+    world.part(one, other)
+    world.run(world.now + 40.0)  # of silence in an exchange, epochs that try, and some of both
+    gone = {i for i, own in starts.items() if own not in {p.incarnation for p in world.processes}}
+    assert len(gone) == 1, gone
+    assert gone < {one, other}
+    world.apart.clear()
+    world.check_that_all_train(40.0)
 
 
 def test_a_history_is_the_same_again_for_the_same_seed() -> None:

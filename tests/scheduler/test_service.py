@@ -133,6 +133,21 @@ def test_a_restarted_worker_takes_the_place_of_the_old_one() -> None:
     assert len(d.say(m.Ready, A, 0, session=8)) == 2
 
 
+def test_a_scheduler_that_is_cut_off_from_all_calls_nobody_lost() -> None:
+    d = Dialogue()
+    for worker in (A, B):
+        d.join(worker)
+        d.say(m.Heartbeat, worker, True)
+    d.say(m.Heartbeat, A, True, now=4.0)
+    for now in (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0):
+        assert d.tick(now) == []
+    d.say(m.Heartbeat, A, True, now=15.0)
+    assert d.tick(16.0) == []
+    d.say(m.Heartbeat, B, True, now=17.0)
+    for now in (18.0, 20.0, 22.0):
+        assert d.tick(now) == []
+
+
 def test_a_silent_worker_is_lost_and_may_come_back() -> None:
     d = Dialogue()
     for worker in (A, B):
@@ -143,6 +158,7 @@ def test_a_silent_worker_is_lost_and_may_come_back() -> None:
     assert d.service.deadline() == 2.0
     for now in (2.0, 4.0, 6.0, 7.5):
         assert d.tick(now) == []
+    d.say(m.Heartbeat, A, True, now=8.5)
     assert d.tick(9.0) == [
         (b"0.0", m.Lost(B, 9.0)),
         (b"0.0", m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,))),

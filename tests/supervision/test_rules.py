@@ -416,3 +416,14 @@ def test_whatever_happens(data: st.DataObject, pipelines: int, stages: int, rest
         for who in sorted(machine.alive):
             machine.end(who, -9)
     assert machine.finished is not None
+
+
+def test_that_training_goes_on_from_a_checkpoint_is_said_once_for_each_new_start() -> None:
+    rules = Rules(Settings(1, 1), {0: 0})
+    rules.on(Begin(), 0.0)
+    said = []
+    for now, (life, resumed) in enumerate([("a", None), ("b", "1.ckpt"), ("b", "1.ckpt"), ("c", "1.ckpt")]):
+        decided = rules.on(Seen(float(now), {0: life}, resumed=resumed), float(now))
+        said.append([one.line for one in decided if isinstance(one, Say) and "nobody was left" in one.line])
+    line = "nobody was left; training goes on from 1.ckpt"
+    assert said == [[], [line], [], [line]]

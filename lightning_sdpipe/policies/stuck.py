@@ -1,0 +1,68 @@
+"""Which exchanges are stuck: what workers say of theirs goes in with the time, what is to be broken off comes out.
+
+Two members that cannot reach each other would wait for each other, and the others of their group for them. An exchange
+is stuck when all of its members that are there have begun it, some have not left it, and none of these has moved a
+piece for a limit. Before the last one has begun, the others only wait for a slow one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.members import Exchanging
+
+MEETINGS = 2**30
+"""Exchanges of meetings are numbered from there on, those of groups below it."""
+
+
+class Stuck:
+    """Of all stages; ``limit`` is in seconds."""
+
+    def __init__(self, limit: float) -> None:
+        self.due = math.inf
+        """When :meth:`look` may have something to say."""
+        self._limit = limit
+        self._in: dict[Worker, tuple[Exchanging, float]] = {}
+        """What each is in, and since when it has not moved."""
+        self._left: dict[Worker, tuple[int, int]] = {}
+
+    def hear(self, worker: Worker, exchange: Exchanging | None, left: tuple[int, int], now: float) -> None:
+        """``worker`` is in ``exchange``; those of groups and meetings that it left last are numbered ``left``."""
+        self._left[worker] = left
+        if exchange is None:
+            self._in.pop(worker, None)
+        elif worker not in self._in or self._in[worker][0] != exchange:
+            self._in[worker] = exchange, now
+            self.due = min(self.due, now + self._limit)
+
+    def forget(self, worker: Worker) -> None:
+        """It is gone."""
+        self._in.pop(worker, None)
+        self._left.pop(worker, None)
+
+    def look(self, now: float, here: Collection[Worker]) -> list[tuple[int, list[Worker]]]:
+        """The numbers of exchanges that are stuck, and who is in each; they are told again when that does not help.
+
+        Args:
+            now: the time.
+            here: workers that are not gone.
+        """
+        found: dict[tuple[int, int], list[Worker]] = {}
+        for worker, (exchange, _) in self._in.items():
+            found.setdefault((worker.stage, exchange.sequence), []).append(worker)
+        stuck = []
+        for (stage, sequence), inside in found.items():
+            members = {Worker(stage, i) for worker in inside for i in self._in[worker][0].pipelines}
+            begun = all(self._has_left(other, sequence) for other in members - {*inside} if other in here)
+            since = max(self._in[worker][1] for worker in inside)
+            if begun and now - since >= self._limit:
+                stuck.append((sequence, sorted(inside)))
+                for worker in inside:
+                    self._in[worker] = self._in[worker][0], now
+        self.due = now + self._limit / 4 if self._in else math.inf
+        return stuck
+
+    def _has_left(self, worker: Worker, sequence: int) -> bool:
+        return self._left.get(worker, (-1, -1))[sequence >= MEETINGS] >= sequence

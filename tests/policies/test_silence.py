@@ -1,0 +1,136 @@
+"""Whose silence means death: scripted times at which processes are heard of."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.silence import Silence
+
+LIMIT = 5.0
+
+
+class Heard:
+    """Processes that beat every half second, but for times in which they are cut off."""
+
+    def __init__(self, pipelines: int, stages: int = 1) -> None:
+        self.silence = Silence(LIMIT)
+        self.workers = [Worker(j, i) for i in range(pipelines) for j in range(stages)]
+        self.members = list(range(pipelines))
+        self.lost: dict[int, float] = {}
+        self.now = 0.0
+
+    def until(self, end: float, silent: tuple[int, ...] = (), stage: int | None = None, replaced: int = -1) -> None:
+        """Pipelines that are not ``silent``, or not in ``stage``, are heard of."""
+        while self.now < end:
+            self.now = round(self.now + 0.1, 3)
+            for number, worker in enumerate(self.workers):
+                beats = (round(10 * self.now) + number) % 5 == 0
+                speaks = worker.pipeline not in silent or stage not in (None, worker.stage)
+                if beats and speaks and worker.pipeline not in self.lost:
+                    self.silence.hear(worker, self.now)
+            if self.silence.due <= self.now:
+                for worker, _ in self.silence.look(self.now, self.members, [replaced]):
+                    self.lost[worker.pipeline] = self.now
+                    self.members.remove(worker.pipeline)
+
+
+def test_one_that_is_silent_for_the_limit_is_lost_on_the_word_of_another() -> None:
+    heard = Heard(3)
+    heard.until(10.0)
+    heard.until(16.0, silent=(1,))
+    assert list(heard.lost) == [1]
+    assert 14.5 <= heard.lost[1] <= 15.6
+
+
+def test_a_silent_stage_takes_its_pipeline_with_it() -> None:
+    heard = Heard(2, stages=2)
+    heard.until(10.0)
+    heard.until(17.0, silent=(1,), stage=0)
+    assert list(heard.lost) == [1]
+
+
+def test_all_that_fall_silent_together_are_taken_back() -> None:
+    heard = Heard(3)
+    heard.until(10.0)
+    heard.until(60.0, silent=(0, 1, 2))
+    assert heard.silence.of_all_since is not None
+    heard.until(61.0, silent=(1, 2))
+    assert heard.silence.of_all_since is None
+    heard.until(100.0, silent=(2,))  # for which TCP may have chosen a long pause
+    heard.until(120.0)
+    assert not heard.lost
+
+
+def test_all_that_fall_silent_within_one_limit_are_taken_back() -> None:
+    heard = Heard(3)
+    heard.until(10.0)
+    heard.until(12.0, silent=(0,))
+    heard.until(14.5, silent=(0, 1))
+    heard.until(30.0, silent=(0, 1, 2))
+    heard.until(50.0)
+    assert not heard.lost
+
+
+def test_who_does_not_come_back_after_a_silence_of_all_is_lost_when_that_has_lasted_as_long_again() -> None:
+    heard = Heard(3)
+    heard.until(10.0)
+    heard.until(22.0, silent=(0, 1, 2))
+    heard.until(33.0, silent=(2,))
+    assert not heard.lost
+    heard.until(37.0, silent=(2,))
+    assert list(heard.lost) == [2]
+
+
+def test_the_last_member_is_never_lost_whoever_else_is_heard_of() -> None:
+    heard = Heard(3)
+    heard.until(10.0)
+    heard.members = [0]  # the others wait for its state
+    heard.until(100.0, silent=(0,))
+    assert not heard.lost
+
+
+def test_newcomers_that_are_silent_are_lost_on_the_word_of_a_member() -> None:
+    heard = Heard(2)
+    heard.until(10.0)
+    heard.members = [0]
+    assert heard.silence.look(100.0, [0]) == [], "the member is as silent"
+    heard.silence.hear(Worker(0, 0), 100.0)
+    assert heard.silence.look(100.0, [0]) == []
+    heard.silence.hear(Worker(0, 0), 195.0)
+    ((worker, seconds),) = heard.silence.look(195.0, [0])
+    assert worker == Worker(0, 1)
+    assert seconds > 180
+
+
+def test_a_new_start_shows_that_the_silent_one_is_over() -> None:
+    heard = Heard(1)
+    heard.until(10.0)
+    heard.until(17.0, silent=(0,))
+    heard.until(19.0, silent=(0,), replaced=0)
+    assert list(heard.lost) == [0], "also when that comes after the limit"
+
+
+def test_what_happened_while_the_scheduler_itself_was_away_counts_for_nothing() -> None:
+    heard = Heard(2)
+    heard.until(10.0)
+    heard.silence.excuse(40.0)
+    heard.silence.hear(Worker(0, 0), 41.0)
+    assert heard.silence.look(41.0, [0, 1]) == []
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_scheduler_that_is_cut_off_for_longer_than_the_limit_loses_nobody(seed: int) -> None:
+    """Links go down one after another within the limit, and TCP comes back when it likes, as long again at most."""
+    rng = random.Random(seed)
+    count, lasts = rng.randint(1, 5), rng.uniform(LIMIT + 0.6, 60.0)
+    down = [10.0 + rng.uniform(0.0, LIMIT - 1.0) for _ in range(count)]
+    restored = max(down) + lasts
+    up = [restored + rng.uniform(0.0, 0.9 * lasts) for _ in range(count)]
+    heard = Heard(count)
+    while heard.now < max(up) + 20.0:
+        silent = tuple(i for i in range(count) if down[i] <= heard.now < up[i])
+        heard.until(heard.now + 0.1, silent)
+    assert not heard.lost
