@@ -73,19 +73,36 @@ class StandingScheduler:
         """
         command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *self._options, "--bind", self.address]
         reading, writing = os.pipe()
-        before = self._log.stat().st_size if self._log.exists() else 0
+        log = self._open_log()
+        before = os.fstat(log).st_size
         try:
-            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             self.child = Child(command, self._environment, (writing, log))
             line = self._first_line(reading)
+        except OSError as error:
+            raise SchedulerError(f"the scheduler did not start: {error}") from error
         finally:
             os.close(reading)
         if not line.startswith(_SAYS):
+            in_time = self.child.has_ended()
             self.child.signal(9)
             self.child.bury()
-            said = self._log.read_text(errors="replace")[before:].strip().rpartition("\n")[2]
-            raise SchedulerError(said or f"the scheduler did not start; {self._log} has what it printed")
+            said = self._said(before).removeprefix("sdpipe: ")
+            why = said or ("it ended without a word" if in_time else f"it did not listen within {START_TIMEOUT:g} s")
+            raise SchedulerError(f"the scheduler did not start: {why}; {self._log} has what it printed")
         self.started = True
+
+    def _open_log(self) -> int:
+        try:
+            return os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError:  # a full disk, perhaps; it serves without
+            return os.open(os.devnull, os.O_WRONLY)
+
+    def _said(self, before: int) -> str:
+        """The last line that is in the log from there on."""
+        try:
+            return self._log.read_bytes()[before:].decode(errors="replace").strip().rpartition("\n")[2]
+        except OSError:
+            return ""
 
     def _first_line(self, reading: int) -> str:
         line, until = b"", time.monotonic() + START_TIMEOUT

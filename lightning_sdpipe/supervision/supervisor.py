@@ -62,6 +62,11 @@ class _Job:
     ranks: dict[int, _Rank] = field(default_factory=dict)
 
 
+def _heeded() -> list[signal.Signals]:
+    """But not the end of a terminal if the one who started this has said so, with `nohup` for instance."""
+    return [number for number in _STOPS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
+
+
 class Supervisor:
     """One run of ``sdpipe run``.
 
@@ -113,7 +118,7 @@ class Supervisor:
         os.set_blocking(wake, False)
         looker = None
         try:
-            with stop_signals(*_STOPS, signal.SIGCHLD, signal.SIGWINCH) as signals:
+            with stop_signals(*_heeded(), signal.SIGCHLD, signal.SIGWINCH) as signals:
                 for descriptor, name in ((signals, "signals"), (woken, "woken")):
                     self._selector.register(descriptor, selectors.EVENT_READ, name)
                 if self._scheduler.can_start:
@@ -255,7 +260,7 @@ class Supervisor:
         try:
             self._scheduler.start()
         except SchedulerError as error:
-            self._terminal.say(f"the scheduler did not start: {error}")
+            self._terminal.say(str(error))
             self._scheduler.child = None
             self._events.append(SchedulerEnded(FAILED))
 

@@ -40,6 +40,10 @@ def obey(verb: str, what: str = "") -> None:
             sys.exit(int(what))
         case "print":
             print(json.loads(what), end="", flush=True)
+        case "repeat":
+            for _ in range(int(what) // 100):
+                print("x" * 99)
+            sys.stdout.flush()
         case "child":  # in its process group, and deaf to polite words
             helper = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
             Path(what).write_text(str(helper.pid))
