@@ -133,6 +133,8 @@ class Members(msgspec.Struct, frozen=True):
     """Pipelines and incarnations of them that must not come back; the last ones."""
     over: str | None
     """Why the run has failed, if it has."""
+    reasons: list[str] = []
+    """Why each of ``gone`` is."""
 
 
 class Status(msgspec.Struct, frozen=True):

@@ -17,10 +17,16 @@ class Child:
     """A running program, in a session of its own: Ctrl-C in a terminal does not reach it, and it leads a process group.
 
     It is killed when this process ends, even by SIGKILL, so it must be started by the main thread. ``outputs`` are the
-    descriptors that it writes to, closed here.
+    descriptors that it writes to, and ``more`` others that it gets by the same numbers; all are closed here.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], outputs: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        outputs: tuple[int, int],
+        more: Sequence[int] = (),
+    ) -> None:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", _TIED, str(os.getpid()), *command],
@@ -29,9 +35,10 @@ class Child:
                 stdout=outputs[0],
                 stderr=outputs[1],
                 start_new_session=True,
+                pass_fds=[*more],
             )
         finally:
-            for descriptor in {*outputs}:
+            for descriptor in {*outputs, *more}:
                 os.close(descriptor)
 
     @property

@@ -18,6 +18,7 @@ from lightning_sdpipe.scheduler.credentials import is_loopback, read_worker_keys
 from lightning_sdpipe.supervision.events import Seen
 from lightning_sdpipe.supervision.facts import seen
 from lightning_sdpipe.supervision.output import Log, own_terminal
+from lightning_sdpipe.supervision.script import command
 from lightning_sdpipe.supervision.standing import StandingScheduler
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.supervisor import Supervisor
@@ -105,9 +106,9 @@ def _run(options: argparse.Namespace) -> int:
             return Seen(asked, {})
         return seen(ask_status(scheduler.address, credentials=keys, timeout=_ANSWER), asked)
 
-    command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
+    script = [*(["-m"] if options.module else []), options.script, *options.arguments]
     try:
-        return Supervisor(settings, command, environment, scheduler, look, logs, terminal).run()
+        return Supervisor(settings, command(script), environment, scheduler, look, logs, terminal).run()
     finally:
         terminal.close()
 

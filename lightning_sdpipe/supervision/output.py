@@ -20,8 +20,6 @@ from lightning_sdpipe.supervision.writing import Writer
 
 _AT_ONCE = 1 << 16
 _LONGEST_LINE = 1 << 16
-TAIL = 1 << 16
-"""Bytes of what a process printed last that are kept, to find its exception in."""
 
 
 class Terminal:
@@ -114,36 +112,31 @@ class Stream:
         self._terminal = terminal
         self._shown = shown
         self._line = b""
-        self._tail = b""
         os.set_blocking(source, False)
 
     def read(self) -> bool:
         """What is there now, up to some amount; False at the end."""
+        return self._read() != b""
+
+    def _read(self) -> bytes | None:
         try:
             data = os.read(self.source, _AT_ONCE)
         except BlockingIOError:
-            return True
+            return None
         except OSError:  # how a pseudo-terminal says that nobody writes to it any more
             data = b""
         if data:
             self._take(data)
-        return bool(data)
+        return data
 
     def close(self) -> None:
         """After what can still be read at once. Something else may hold the other end, so its end is not awaited."""
-        while True:
-            before = self._tail
-            if not self.read() or self._tail is before:
-                break
+        while self._read():
+            pass
         if self._line:
             self._log.write(self._prefix, self._line)
             self._line = b""
         os.close(self.source)
-
-    @property
-    def tail(self) -> str:
-        """What was printed last."""
-        return self._tail.decode(errors="replace")
 
     def resize(self, size: bytes) -> None:
         """Where it is a terminal."""
@@ -153,7 +146,6 @@ class Stream:
     def _take(self, data: bytes) -> None:
         if self._shown():
             self._terminal.pass_on(self._descriptor, data)
-        self._tail = (self._tail + data)[-TAIL:]
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
             self._log.write(self._prefix, line)

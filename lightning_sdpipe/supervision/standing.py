@@ -83,11 +83,13 @@ class StandingScheduler:
         finally:
             os.close(reading)
         if not line.startswith(_SAYS):
-            in_time = self.child.has_ended()
+            until = time.monotonic() + 1.0
+            while not (ended := self.child.has_ended()) and not line and time.monotonic() < until:  # its output has
+                time.sleep(0.01)
             self.child.signal(9)
             self.child.bury()
             said = self._said(before).removeprefix("sdpipe: ")
-            why = said or ("it ended without a word" if in_time else f"it did not listen within {START_TIMEOUT:g} s")
+            why = said or ("it ended without a word" if ended else f"it did not listen within {START_TIMEOUT:g} s")
             raise SchedulerError(f"the scheduler did not start: {why}; {self._log} has what it printed")
         self.started = True
 

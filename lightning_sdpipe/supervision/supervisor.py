@@ -24,6 +24,7 @@ from lightning_sdpipe.supervision.events import (
     Finish,
     Launch,
     LaunchScheduler,
+    Raising,
     Say,
     SchedulerEnded,
     Seen,
@@ -34,14 +35,16 @@ from lightning_sdpipe.supervision.events import (
 )
 from lightning_sdpipe.supervision.looking import Looker
 from lightning_sdpipe.supervision.output import Log, Stream, Terminal, open_outputs
-from lightning_sdpipe.supervision.raised import Raised, last_raised
+from lightning_sdpipe.supervision.raised import Raised, decode
 from lightning_sdpipe.supervision.rules import FAILED, Rules
+from lightning_sdpipe.supervision.script import REPORT
 from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.state import Settings
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 5.0  # seconds that the scheduler gets to end
 _LONGEST_WAIT = 60.0
+_LONGEST_REPORT = 1 << 16
 _GLANCE = 0.05  # seconds between looks whether a worker has said what the scheduler shall decide by
 
 
@@ -49,8 +52,13 @@ _GLANCE = 0.05  # seconds between looks whether a worker has said what the sched
 class _Rank:
     """A process of a pipeline, and what it writes to."""
 
+    pipeline: int
+    rank: int
     child: Child
     streams: dict[int, Stream]
+    report: int
+    """Where it says which exception has left its script."""
+    raised: Raised | None = None
 
 
 @dataclass
@@ -146,6 +154,8 @@ class Supervisor:
                 if isinstance(key.data, Stream):
                     if not key.data.read():
                         self._selector.unregister(key.fd)
+                elif isinstance(key.data, _Rank):
+                    self._hear_report(key.data)
                 elif key.fd == signals:
                     self._hear(os.read(signals, 4096))
                 else:
@@ -170,28 +180,42 @@ class Supervisor:
                         stream.resize(size)
 
     def _find_ended(self) -> None:
-        for number, job in self._jobs.items():
+        for job in self._jobs.values():
             for rank, process in list(job.ranks.items()):
                 if process.child.has_ended():
                     del job.ranks[rank]
-                    self._events.append(self._bury(number, rank, process))
+                    self._events.append(self._bury(process))
         scheduler = self._scheduler.child
         if scheduler is not None and scheduler.has_ended():
             self._scheduler.child = None
             self._events.append(SchedulerEnded(scheduler.bury()))
 
-    def _bury(self, number: int, rank: int, process: _Rank) -> Ended:
+    def _bury(self, process: _Rank) -> Ended:
         code = process.child.bury()
+        self._hear_report(process)
         self._close(process)
-        errors = process.streams.get(2, process.streams[1])
-        raised = last_raised(errors.tail) if code == 1 else None  # with which the interpreter ends for an exception
-        return Ended(number, rank, code, raised)
+        return Ended(process.pipeline, process.rank, code, process.raised if code > 0 else None)
+
+    def _hear_report(self, process: _Rank) -> None:
+        try:
+            said = os.read(process.report, _LONGEST_REPORT)
+        except BlockingIOError:
+            return
+        self._forget(process.report)
+        process.raised = process.raised or decode(said)
+        if process.raised is not None and process.rank in self._jobs[process.pipeline].ranks:
+            self._events.append(Raising(process.pipeline, process.rank, process.raised))
 
     def _close(self, process: _Rank) -> None:
         for stream in process.streams.values():
-            if stream.source in self._selector.get_map():
-                self._selector.unregister(stream.source)
+            self._forget(stream.source)
             stream.close()
+        self._forget(process.report)
+        os.close(process.report)
+
+    def _forget(self, descriptor: int) -> None:
+        if descriptor in self._selector.get_map():
+            self._selector.unregister(descriptor)
 
     # --------------------------------------------------------------- decisions
 
@@ -246,15 +270,20 @@ class Supervisor:
             descriptor: Stream(source, descriptor, job.log, prefix, self._terminal, shown)
             for descriptor, source in sources.items()
         }
+        reading, report = os.pipe()
+        os.set_blocking(reading, False)
         try:
-            child = Child(self._command, environment, ends)
+            child = Child(self._command, environment | {REPORT: str(report)}, ends, [report])
         except OSError:
             for stream in streams.values():
                 stream.close()
+            os.close(reading)
             raise
         for stream in streams.values():
             self._selector.register(stream.source, selectors.EVENT_READ, stream)
-        return _Rank(child, streams)
+        process = _Rank(number, rank, child, streams, reading)
+        self._selector.register(reading, selectors.EVENT_READ, process)
+        return process
 
     def _launch_scheduler(self) -> None:
         try:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -35,6 +36,9 @@ def main(directory: Path) -> None:
 def obey(verb: str, what: str = "") -> None:
     match verb:
         case "raise":
+            raise ValueError(what)
+        case "linger":  # a thread keeps the interpreter from ending
+            threading.Thread(target=time.sleep, args=[60]).start()
             raise ValueError(what)
         case "exit":
             sys.exit(int(what))

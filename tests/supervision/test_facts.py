@@ -19,8 +19,8 @@ def test_an_elastic_run() -> None:
         msgspec.structs.replace(first, iterations=[12, None, 9]),
         msgspec.structs.replace(last, iterations=[11, None, 9]),
     ]
-    members = Members(4, "pipeline 1 lost", 2, {}, "", {2: 255, 0: 16}, [0, 1, 2], [(1, 32)], None)
+    members = Members(4, "pipeline 1 lost", 2, {}, "", {2: 255, 0: 16}, [0, 1, 2], [(1, 32)], None, ["stage 0 failed"])
     status = msgspec.structs.replace(status, stages=stages, members=members)
-    assert seen(status, 5.0) == Seen(5.0, {2: "ff", 0: "10"}, 2, 11, frozenset({0, 1, 2}), frozenset({"20"}))
+    assert seen(status, 5.0) == Seen(5.0, {2: "ff", 0: "10"}, 2, 11, frozenset({0, 1, 2}), {"20": "stage 0 failed"})
     over = msgspec.structs.replace(members, over="too few came")
     assert seen(msgspec.structs.replace(status, members=over), 6.0).failure == "too few came"

@@ -24,6 +24,7 @@ import pytest
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.supervision.events import Seen
 from lightning_sdpipe.supervision.output import Log, own_terminal
+from lightning_sdpipe.supervision.script import command
 from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.supervisor import Supervisor
@@ -57,9 +58,10 @@ def main(directory: str, pipelines: str, stages: str, restarts: str) -> int:
     settings = Settings(int(pipelines), int(stages), int(restarts), grace=1.0, farewell=5.0)
     terminal = own_terminal()
     terminal.log = Log(where / "supervisor.log", terminal.say)
-    command = [sys.executable, "-S", str(TOY), directory]
     try:
-        return Supervisor(settings, command, {"OMP_NUM_THREADS": "1"}, scheduler, look, where, terminal).run()
+        return Supervisor(
+            settings, command([str(TOY), directory]), {"OMP_NUM_THREADS": "1"}, scheduler, look, where, terminal
+        ).run()
     finally:
         terminal.close()
 
@@ -187,11 +189,13 @@ def test_a_killed_stage_comes_back_and_all_finish(tmp_path: Path) -> None:
 
 
 def test_a_script_with_a_bug_ends_the_run_by_name(tmp_path: Path) -> None:
+    (tmp_path / "nobody-trains").touch()
     with supervised(tmp_path) as run:
         run.all_run()
-        run.says("all 3 pipelines train")
         run.order("raise sample 17 is bad", 0)
-        assert run.says("pipeline 0 lost") == "pipeline 0 lost (stage 0: ValueError: sample 17 is bad); 2 of 3 go on"
+        assert (
+            run.says("pipeline 0 lost") == "pipeline 0 lost (stage 0: ValueError: sample 17 is bad); nobody trains yet"
+        )
         run.order("raise sample 5 is bad", 2)
         assert run.ends() == 1
         assert run.lines()[-1].startswith(
@@ -199,6 +203,19 @@ def test_a_script_with_a_bug_ends_the_run_by_name(tmp_path: Path) -> None:
             "ValueError: sample 5 is bad (toy.py:"
         )
         assert b"ValueError: sample 17" in run.err.getvalue(), "its progress and errors were the terminal's"
+        assert b"script.py" not in run.err.getvalue(), "as if the script were run by itself"
+
+
+def test_why_a_process_fails_is_said_though_it_does_not_end(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as run:
+        run.all_run()
+        run.says("all 2 pipelines train")
+        run.order("linger sample 17 is bad", 1)
+        assert run.says("pipeline 1 lost") == "pipeline 1 lost (stage 0: ValueError: sample 17 is bad); 1 of 2 go on"
+        run.says("pipeline 1 is back")
+        run.order("exit 0")
+        assert run.ends() == 0
+        assert not any("killed" in line or "silent" in line for line in run.lines())
 
 
 def test_a_script_that_never_trains(tmp_path: Path) -> None:
@@ -307,7 +324,7 @@ def test_why_a_scheduler_does_not_start(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(SchedulerError, match=refused):
         scheduler.start()
     monkeypatch.setattr(sys, "executable", "/bin/true")
-    with pytest.raises(SchedulerError, match="did not start: it ended without a word; .*log has"):
+    with pytest.raises(SchedulerError, match=r"did not start: it ended without a word; .*log has"):
         scheduler.start()
     scheduler.close()
 
