@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.scheduler.stop_signals import stop_signals
-from lightning_sdpipe.supervision.children import Child
+from lightning_sdpipe.supervision.children import Child, Keeper
 from lightning_sdpipe.supervision.events import (
     Begin,
     Decision,
@@ -112,6 +112,7 @@ class Supervisor:
         }
         self._selector = selectors.DefaultSelector()
         self._events: deque[Event] = deque()
+        self._keeper: Keeper | None = None
         self._shown = -1
         self._code: int | None = None
 
@@ -129,6 +130,7 @@ class Supervisor:
             with stop_signals(*_heeded(), signal.SIGCHLD, signal.SIGWINCH) as signals:
                 for descriptor, name in ((signals, "signals"), (woken, "woken")):
                     self._selector.register(descriptor, selectors.EVENT_READ, name)
+                self._keeper = Keeper()
                 if self._scheduler.can_start:
                     self._scheduler.start()
                 looker = Looker(self._look, wake)
@@ -140,6 +142,8 @@ class Supervisor:
             if looker is not None:
                 looker.close()
             self._end_everything()
+            if self._keeper is not None:
+                self._keeper.close()
             self._selector.close()
             os.close(woken)
             os.close(wake)
@@ -273,7 +277,7 @@ class Supervisor:
         reading, report = os.pipe()
         os.set_blocking(reading, False)
         try:
-            child = Child(self._command, environment | {REPORT: str(report)}, ends, [report])
+            child = Child(self._command, environment | {REPORT: str(report)}, ends, [report], self._keeper)
         except OSError:
             for stream in streams.values():
                 stream.close()

@@ -253,8 +253,10 @@ def test_no_orphans_of_a_killed_supervisor(tmp_path: Path) -> None:
     with supervised(tmp_path, 2, 2) as run:
         run.all_run()
         children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-        assert len(children) == 5, "and the scheduler"
+        assert len(children) == 6, "and the scheduler, and what kills the rest"
         run.seen |= {int(pid) for pid in children}
+        run.order(f"child {tmp_path / 'helper'}", 1)
+        run.seen.add(int(run.until(lambda: (tmp_path / "helper").exists() and (tmp_path / "helper").read_text())))
         run.process.kill()
         assert run.ends() == -signal.SIGKILL
 
@@ -264,7 +266,8 @@ def test_a_killed_scheduler_starts_again_at_its_address(tmp_path: Path) -> None:
         (toy,) = run.all_run()
         address = json.loads((tmp_path / "runs-0-0").read_text())["SDPIPE_SCHEDULER"]
         children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-        (scheduler,) = {int(pid) for pid in children} - {toy}
+        keeper = int(next(pid for pid in children if b"kept.py" in Path(f"/proc/{pid}/cmdline").read_bytes()))
+        (scheduler,) = {int(pid) for pid in children} - {toy, keeper}
         os.kill(scheduler, signal.SIGKILL)
         run.says("the scheduler ended (killed); it starts again")
         from lightning_sdpipe.scheduler.connection import ask_status
