@@ -43,8 +43,8 @@ class Child:
     """A running program, in a session of its own: Ctrl-C in a terminal does not reach it, and it leads a process group.
 
     It is killed when this process ends, even by SIGKILL, so it must be started by the main thread; with a ``keeper``,
-    so is what it has started, in its process group. ``outputs`` are the descriptors that it writes to, and ``more`` others
-    that it gets by the same numbers; all are closed here.
+    so is what it has started, in its process group. ``outputs`` are the descriptors that it writes to, and ``more``
+    others that it gets by the same numbers; all are closed here.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ import math
 import signal
 from collections.abc import Mapping
 
+from lightning_sdpipe.supervision.ends import INTERRUPTED, how, signal_name
 from lightning_sdpipe.supervision.events import (
     Begin,
     Decision,
@@ -44,8 +45,6 @@ from lightning_sdpipe.supervision.events import (
 from lightning_sdpipe.supervision.raised import Raised
 from lightning_sdpipe.supervision.state import GONE, Phase, PipelineState, Settings
 
-INTERRUPTED = 128
-"""Plus the number of a signal: the exit code of what it ended."""
 FAILED = 1
 
 
@@ -218,16 +217,7 @@ class Rules:
         return f"{others} of {self._settings.num_pipelines} go on"
 
     def _describe(self, end: Ended) -> str:
-        stage = f"stage {self._stage_of[end.rank]}"
-        if end.code == -signal.SIGKILL:
-            return f"{stage} killed"
-        if end.code == -signal.SIGTERM or end.code == INTERRUPTED + signal.SIGTERM:
-            return f"{stage} ended by SIGTERM"
-        if end.code < 0:
-            return f"{stage} ended by {_signal_name(-end.code)}"
-        if end.raised is not None:
-            return f"{stage}: {end.raised}"
-        return f"{stage} ended with exit code {end.code}"
+        return f"stage {self._stage_of[end.rank]}{how(end)}"
 
     # --------------------------------------------------------------- scheduler
 
@@ -330,7 +320,7 @@ class Rules:
         if self._ends_with is not None and self._kill_at > now:
             self._kill_at = now  # told twice
             return
-        name = "Ctrl-C" if event.signal == signal.SIGINT else _signal_name(event.signal)
+        name = "Ctrl-C" if event.signal == signal.SIGINT else signal_name(event.signal)
         self._end(name, INTERRUPTED + event.signal, event.signal)
 
     def _end(self, reason: str, code: int, by: int = signal.SIGTERM) -> None:
@@ -392,10 +382,3 @@ class Rules:
         if chosen is not None and chosen != self._shown:
             self._shown = chosen
             self._out.append(Show(chosen))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -62,16 +62,16 @@ class Writer:
     def _run(self) -> None:
         dropped, why = 0, ""
         while (next_one := self._next()) is not None:
+            data = b"" if isinstance(next_one, int) else next_one
+            dropped += next_one if isinstance(next_one, int) else 0
             try:
-                if isinstance(next_one, int):
-                    dropped, next_one = dropped + next_one, b""
                 if dropped:
                     because = f" ({why})" if why else ", since they were not taken"
                     self._write(f"\nsdpipe: {dropped} bytes of output were dropped here{because}\n".encode())
                     dropped, why = 0, ""
-                self._write(next_one)
+                self._write(data)
             except OSError as error:
-                dropped, why = dropped + len(next_one), error.strerror or str(error)
+                dropped, why = dropped + len(data), error.strerror or str(error)
 
     def _next(self) -> bytes | int | None:
         with self._changed:
