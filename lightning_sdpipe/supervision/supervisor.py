@@ -153,7 +153,8 @@ class Supervisor:
     def _turn(self, signals: int, woken: int, looker: Looker) -> None:
         now = time.monotonic()
         if not self._events:
-            wait = max(0.0, min(self._rules.deadline() - now, _LONGEST_WAIT if self._scheduler.started else _GLANCE))
+            hurry = self._scheduler.begins or not self._scheduler.started
+            wait = max(0.0, min(self._rules.deadline() - now, _GLANCE if hurry else _LONGEST_WAIT))
             for key, _ in self._selector.select(wait):
                 if isinstance(key.data, Stream):
                     if not key.data.read():
@@ -168,8 +169,9 @@ class Supervisor:
                     if answer is not None and self._rules.asks:
                         self._events.append(answer)
             self._find_ended()
-            if not self._scheduler.started and self._scheduler.can_start and self._rules.asks:
-                self._scheduler.start()
+            starts = not self._scheduler.started and self._scheduler.child is None and self._scheduler.can_start
+            if starts and self._rules.asks:
+                self._scheduler.begin()
         event = self._events.popleft() if self._events else Tick()
         for decision in self._rules.on(event, time.monotonic()):
             self._carry_out(decision)
@@ -189,6 +191,9 @@ class Supervisor:
                 if process.child.has_ended():
                     del job.ranks[rank]
                     self._events.append(self._bury(process))
+        if self._scheduler.begins:
+            self._check_scheduler()
+            return
         scheduler = self._scheduler.child
         if scheduler is not None and scheduler.has_ended():
             self._scheduler.child = None
@@ -291,11 +296,22 @@ class Supervisor:
 
     def _launch_scheduler(self) -> None:
         try:
-            self._scheduler.start()
+            self._scheduler.begin()
         except SchedulerError as error:
-            self._terminal.say(str(error))
-            self._scheduler.child = None
-            self._events.append(SchedulerEnded(FAILED))
+            self._scheduler_failed(error)
+
+    def _check_scheduler(self) -> None:
+        """Does it listen by now? Meanwhile the rest goes on."""
+        try:
+            self._scheduler.check()
+        except SchedulerError as error:
+            if not self._scheduler.started:  # it never did
+                raise
+            self._scheduler_failed(error)
+
+    def _scheduler_failed(self, error: SchedulerError) -> None:
+        self._terminal.say(str(error))
+        self._events.append(SchedulerEnded(FAILED))
 
     def _end_everything(self) -> None:
         """After the last decision only the scheduler runs; after an exception here, perhaps everything."""
