@@ -23,6 +23,7 @@ from statistics import fmean
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.connection import ask_status
@@ -32,7 +33,7 @@ from lightning_sdpipe.scheduler.credentials import (
     read_worker_keys,
     write_keys,
 )
-from lightning_sdpipe.scheduler.event_log import differences, read_log
+from lightning_sdpipe.scheduler.event_log import LIMIT, differences, read_log
 from lightning_sdpipe.scheduler.server import Server
 from lightning_sdpipe.scheduler.status import Status
 from lightning_sdpipe.scheduler.status_page import render, to_plain
@@ -146,6 +147,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     scheduler.add_argument("--log", type=Path, help="file that gets every event and decision, as lines of JSON")
     scheduler.add_argument(
+        "--log-limit",
+        type=int,
+        default=LIMIT >> 20,
+        metavar="MIB",
+        help="of that file and FILE.1, which has what came before; what is older is dropped (default: %(default)s)",
+    )
+    scheduler.add_argument(
         "--journal", type=Path, help="file with the batches that are dealt, for a scheduler that is started again"
     )
     scheduler.add_argument("--verbose", action="store_true", help="log every group and its reason")
@@ -188,6 +196,7 @@ def _scheduler(options: argparse.Namespace) -> int:
         format="%(asctime)s %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    check_integer("--log-limit", options.log_limit, 1, "MiB")
     by_file = None if options.policy_file is None else policy_file.read(options.policy_file)
     server = Server(
         by_file or registry.from_text(options.policy, options.set),
@@ -197,6 +206,7 @@ def _scheduler(options: argparse.Namespace) -> int:
         keys=None if options.key_file is None else read_scheduler_keys(options.key_file),
         worker_timeout=options.worker_timeout,
         log=options.log,
+        log_limit=options.log_limit << 20,
         journal=options.journal,
         elastic=Terms(
             options.min_pipelines,
@@ -241,14 +251,18 @@ def _watch(ask: Callable[[], Status], seconds: float) -> None:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    differs = False
+    differs, played = False, False
     for record in read_log(options.file):
         beginning, entries = record.beginning, record.entries
         decided = sum(len(entry.decisions) + len(entry.leases) + len(entry.members) for entry in entries)
         print(
             f"scheduler of {beginning.time}: {beginning.policy['type']} for {beginning.num_stages} × "
-            f"{beginning.num_pipelines}, {len(entries)} events, {decided} decisions"
+            f"{beginning.num_pipelines}, {record.events} events, {decided} decisions"
         )
+        if beginning.after:
+            print(f"its first {beginning.after} events are in no file any more, without which it cannot be played back")
+            continue
+        played = True
         first = next(differences(record.policy(), record.dealer(), entries, record.membership()), None)
         if first is None:
             print("the policy decides the same again")
@@ -257,6 +271,8 @@ def _replay(options: argparse.Namespace) -> int:
         print(f"event {first.number} at {first.entry.at:.6f}: {first.entry.event}")
         print(f"  recorded  {first.entry.decisions or first.entry.leases or first.entry.members}")
         print(f"  now       {first.decisions}")
+    if not played:
+        raise ConfigurationError(f"nothing of {options.file} can be played back; give --log-limit more next time")
     return int(differs)
 
 

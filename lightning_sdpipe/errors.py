@@ -43,6 +43,21 @@ class MustEndError(WorkerFailedError):
         super().__init__(f"this process of pipeline {pipeline} must end: {reason}")
 
 
+LOST_CONNECTION = "gloo/transport"
+"""In the text of an exception of gloo that has lost a connection: it names the line of its own source."""
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost frame in which ``error`` was raised, as in ``train.py:41 in training_step``; empty if none."""
+    frames = error.__traceback__
+    if frames is None:
+        return ""
+    while frames.tb_next is not None:
+        frames = frames.tb_next
+    code = frames.tb_frame.f_code
+    return f"{code.co_filename.rpartition('/')[2]}:{frames.tb_lineno} in {code.co_name}"
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """The end of a message about a wrong ``name``: the one that may have been meant, or all."""
     names = list(dict.fromkeys(names))

@@ -101,9 +101,10 @@ class EpochGroups:
         if used is not None and not {member.pipeline for member in used.members} <= present:
             self._poison(used.epoch)
         if self._worker.pipeline in present and len(present) > 1:
-            # A thread for each: who is connecting to somebody that has gone on to the next epoch waits in vain.
+            # A thread for each: who is connecting to somebody that has gone on to the next epoch waits in vain. The
+            # interpreter waits for them at its end: it would abort in one that comes out of gloo while it is torn down.
             name = f"group of epoch {epoch.number}"
-            threading.Thread(target=self._make, args=[epoch], name=name, daemon=True).start()
+            threading.Thread(target=self._make, args=[epoch], name=name).start()
             if epoch.tries:
                 threading.Thread(target=self._try, args=[epoch], name=f"trying {name}", daemon=True).start()
 
@@ -184,6 +185,11 @@ class EpochGroups:
         self._closed = True
 
     @property
+    def _is_over(self) -> bool:
+        """Are no groups needed any more, since this was closed, or the process ends?"""
+        return self._closed or not threading.main_thread().is_alive()
+
+    @property
     def _newest(self) -> int:
         return 0 if self._epoch is None else self._epoch.number
 
@@ -205,7 +211,7 @@ class EpochGroups:
     def _make(self, epoch: Epoch) -> None:
         stage, pipeline = self._worker.stage, self._worker.pipeline
         number, places = epoch.number, {i: place for place, i in enumerate(epoch.pipelines)}
-        store = self._make_store(f"epoch-{number}-{stage}", lambda: self._closed or number != self._newest)
+        store = self._make_store(f"epoch-{number}-{stage}", lambda: self._is_over or number != self._newest)
         try:
             group: Any = dist.ProcessGroupGloo(store, places[pipeline], len(places), CONNECTING)
         except Exception as error:  # a later epoch is on its way, or the scheduler, which says so where it is asked
@@ -215,7 +221,7 @@ class EpochGroups:
         replicas = Replicas(group, places, stage, pipeline)
         old: list[Any] = []
         with self._lock:
-            if self._closed:
+            if self._is_over:
                 return
             self._groups[number], self._movers[number] = replicas, GroupMean(replicas)
             self._exchanges[number] = self._among(replicas)

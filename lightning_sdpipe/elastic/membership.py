@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import LOST_CONNECTION, SchedulerError, WorkerFailedError, place_of
 from lightning_sdpipe.launching.watchdog import Watchdog
 from lightning_sdpipe.membership import SchedulerAddress
 from lightning_sdpipe.policies.events import Worker
@@ -79,8 +79,8 @@ class ElasticMembership:
             self.depart(finished=False)
             return
         self._departed = True  # and has not finished
-        if not isinstance(exception, WorkerFailedError):
-            self.line.failed(f"{type(exception).__name__}: {exception}")
+        if not isinstance(exception, WorkerFailedError) and LOST_CONNECTION not in str(exception):
+            self.line.failed(f"{type(exception).__name__}: {exception} ({place_of(exception)})")
 
     def depart(self, finished: bool) -> None:
         """This worker ends with notice."""

@@ -34,6 +34,7 @@ once, and by everybody awaited.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 
 import msgspec
@@ -56,6 +57,7 @@ REPEATED = 2
 """Pipelines that fail with one exception before it is taken for a bug of the script."""
 NO_BUG = f"{SchedulerError.__name__}: "
 """With what the reason of a failure begins that is not the script's."""
+_NUMBER = re.compile(r"\d+")
 
 
 class _Pipeline:
@@ -91,7 +93,7 @@ class Membership:
         self._expected: dict[str, str] | None = None
         self._held_since = math.inf
         self._failures: dict[int, str] = {}
-        """Of each pipeline the last, until it meets others again."""
+        """Of each pipeline the last, without its numbers (a wrong index, a rank), until it meets others again."""
         self._returning: Returning | None = None
         self.donations = Donations(num_stages)
         self.meetings = Meetings(num_stages)
@@ -396,8 +398,8 @@ class Membership:
         decisions = self._goes(worker.pipeline, f"stage {worker.stage} failed: {reason}", now)
         if joins or reason.startswith(NO_BUG):  # those that train would not follow who cannot join them
             return decisions
-        self._failures[worker.pipeline] = reason
-        hit = [pipeline for pipeline, failure in self._failures.items() if failure == reason]
+        self._failures[worker.pipeline] = kind = _NUMBER.sub("#", reason)
+        hit = [pipeline for pipeline, failure in self._failures.items() if failure == kind]
         if len(hit) >= REPEATED and self.over is None:
             who = " and ".join(map(str, sorted(hit)))
             self.over = w.RunOver(

@@ -203,4 +203,4 @@ def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: 
     finally:
         if connection is not None:
             connection.close()
-        context.term()
+        context.destroy(linger=0)  # with any socket that could not become a connection

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from pathlib import Path
 
 import msgspec
 import zmq
+import zmq.utils.z85
 
 from lightning_sdpipe.errors import ConfigurationError
 
 SCHEDULER_KEY_FILE = "scheduler.key"
 WORKER_KEY_FILE = "worker.key"
+_CHARACTERS, _BYTES = 40, 32
 
 
 class SchedulerKeys(msgspec.Struct, frozen=True, tag="sdpipe scheduler keys"):
@@ -25,6 +28,9 @@ class SchedulerKeys(msgspec.Struct, frozen=True, tag="sdpipe scheduler keys"):
     public: str
     secret: str
     worker_public: str
+
+    def __post_init__(self) -> None:
+        _check_keys(self.public, self.secret, self.worker_public)
 
     def __repr__(self) -> str:
         return "SchedulerKeys(…)"
@@ -36,6 +42,9 @@ class WorkerKeys(msgspec.Struct, frozen=True, tag="sdpipe worker keys"):
     public: str
     secret: str
     scheduler_public: str
+
+    def __post_init__(self) -> None:
+        _check_keys(self.public, self.secret, self.scheduler_public)
 
     def __repr__(self) -> str:
         return "WorkerKeys(…)"
@@ -89,6 +98,20 @@ def is_loopback(address: str) -> bool:
         return True
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _check_keys(*keys: str) -> None:
+    """Raises ConfigurationError, without a word of the key: it may be the secret one."""
+    for key in keys:
+        try:
+            whole = len(key) == _CHARACTERS and len(zmq.utils.z85.decode(key)) == _BYTES
+        except (ValueError, KeyError, UnicodeEncodeError, struct.error):
+            whole = False
+        if not whole:
+            raise ConfigurationError(
+                f"a key has {_CHARACTERS} characters of the alphabet z85, and one of these has {len(key)}, or others; "
+                "sdpipe keygen makes them"
+            )
 
 
 def _read(path: Path) -> SchedulerKeys | WorkerKeys:

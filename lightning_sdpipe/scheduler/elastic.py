@@ -104,6 +104,7 @@ class Elastic:
         core = self.membership
         if not self.in_use and not core.ever:
             return None
+        buried = core.buried(GONE_IN_STATUS)
         return Members(
             core.epoch.number,
             core.epoch.reason,
@@ -112,10 +113,11 @@ class Elastic:
             core.holds or self._presence.waits(now),
             {member.pipeline: member.incarnation for member in core.epoch.members},
             sorted(core.ever),
-            [(member.pipeline, member.incarnation) for member in core.buried(GONE_IN_STATUS)],
+            [(member.pipeline, member.incarnation) for member in buried],
             core.over.reason if core.over is not None and core.over.failed else None,
             None if self._update < 0 else self._update,
             None if core.resumed is None else core.resumed.path,
+            [core.tombstone(member.pipeline, member.incarnation) or "" for member in buried],
         )
 
     def deadline(self) -> float:

@@ -3,6 +3,9 @@
 A file begins with a line about the scheduler, its policy included; then comes a line for each event, with the decisions
 that followed from it. Times are those that the policy was given, so that it decides the same when they are played back
 to it. A scheduler that is started again goes on in the same file, with a first line of its own.
+
+A file that has come to half of the log's limit gets ``.1`` behind its name, in the place of the one before, and the log
+goes on in a new one. Its first line says how many events of this scheduler are in files before it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
@@ -32,6 +35,8 @@ log = logging.getLogger(__name__)
 FORMAT = "sdpipe-log/1"
 REMEMBERED = 4096
 """Events that are kept in memory, unless there are many workers."""
+LIMIT = 256 << 20
+"""Bytes of a log's files."""
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,8 +50,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     members: list[MemberDecision] = []
 
 
-class Beginning(msgspec.Struct, frozen=True, tag_field="format", tag=FORMAT):
-    """The first line of a scheduler: what it decides by, for whom, and what its clock and the wall's showed."""
+class Beginning(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format", tag=FORMAT):
+    """The first line of a scheduler, or of a file: what it decides by, for whom, and what its clock and the wall's
+    showed when it was started."""
 
     policy: dict[str, Any]
     num_stages: int
@@ -54,6 +60,8 @@ class Beginning(msgspec.Struct, frozen=True, tag_field="format", tag=FORMAT):
     at: float
     time: str
     elastic: Terms | None = None
+    after: int = 0
+    """Events of this scheduler in files before this one."""
 
 
 class Reader(Protocol):
@@ -64,13 +72,20 @@ class Reader(Protocol):
 
 
 class EventLog:
-    """Remembers the newest events, tells readers of each, and writes them to the file ``path``, if it is given one."""
+    """Remembers the newest events, tells readers of each, and writes them to the file ``path``, if it is given one.
 
-    def __init__(self, path: Path | None = None) -> None:
+    The file and the one before have at most ``limit`` bytes.
+    """
+
+    def __init__(self, path: Path | None = None, limit: int = LIMIT) -> None:
         self.recent: deque[tuple[float, Event, list[Decision]]] = deque(maxlen=REMEMBERED)
         self._readers: list[Callable[[float, Event, list[Decision]], None]] = []
         self._path = path
+        self._limit = limit
         self._file: int | None = None
+        self._size = self._written = 0
+        """Bytes of the file, and events of this scheduler in all files."""
+        self._beginning: Beginning | None = None
         self.journal: Callable[[Entry], None] | None = None
         """Hears of what is dealt before anybody else does."""
 
@@ -84,9 +99,13 @@ class EventLog:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.is_file():
+                cut_half_a_line(self._path)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._size = os.fstat(self._file).st_size
         except OSError as error:
             raise ConfigurationError(f"the scheduler's log {self._path} cannot be written: {error.strerror}") from error
+        self._beginning = beginning
         self._write(beginning)
 
     def remember(self, events: int) -> None:
@@ -135,11 +154,65 @@ class EventLog:
 
     def _write(self, line: Entry | Beginning) -> None:
         assert self._file is not None
+        text = msgspec.json.encode(line) + b"\n"
         try:
-            os.write(self._file, msgspec.json.encode(line) + b"\n")  # whole lines, that also a killed scheduler leaves
+            if self._size + len(text) > self._limit // 2 and self._size and isinstance(line, Entry):
+                self._begin_file()
+            write_whole(self._file, text)  # at once: a killed scheduler leaves it, too
         except OSError as error:
             log.error("the scheduler's log %s ends here: %s", self._path, error.strerror)
             self.close()
+            return
+        self._size += len(text)
+        self._written += isinstance(line, Entry)
+
+    def _begin_file(self) -> None:
+        assert self._path is not None
+        assert self._file is not None
+        assert self._beginning is not None
+        self._path.replace(before(self._path))
+        os.close(self._file)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        first = msgspec.json.encode(msgspec.structs.replace(self._beginning, after=self._written)) + b"\n"
+        write_whole(self._file, first)
+        self._size = len(first)
+
+
+def before(path: Path) -> Path:
+    """The file in which the log ``path`` has what came before."""
+    return path.with_name(f"{path.name}.1")
+
+
+def write_whole(file: int, data: bytes) -> None:
+    """To a descriptor, as the system may take less at once than it is given, when a disk is full.
+
+    Raises:
+        OSError: not all of it was written.
+    """
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def cut_half_a_line(path: Path) -> None:
+    """What a process was writing when it was killed, or the disk full, is no line for others to go on behind.
+
+    Raises:
+        OSError: it cannot be cut.
+    """
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        whole = end
+        while whole and not (chunk := _before(file, whole)).endswith(b"\n"):
+            whole -= len(chunk) - (chunk.rfind(b"\n") + 1)
+        if whole < end:
+            log.warning("%s ends with half a line of %d bytes, which is cut off", path, end - whole)
+            file.truncate(whole)
+
+
+def _before(file: BinaryIO, end: int) -> bytes:
+    start = max(0, end - (1 << 16))
+    file.seek(start)
+    return file.read(end - start)
 
 
 class Record(msgspec.Struct):
@@ -147,6 +220,11 @@ class Record(msgspec.Struct):
 
     beginning: Beginning
     entries: list[Entry]
+
+    @property
+    def events(self) -> int:
+        """How many it had heard of at the end, with those in files that are gone."""
+        return self.beginning.after + len(self.entries)
 
     def policy(self) -> Policy:
         """A new one with the same values."""
@@ -175,29 +253,36 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def read_log(path: Path) -> list[Record]:
-    """The records of a log file, one for each start of a scheduler; a last line that is cut off is left out.
+    """The records of a log, one for each start of a scheduler; a last line that is cut off is left out.
 
     Raises:
         ConfigurationError: the file cannot be read, or is no log.
     """
+    records: list[Record] = []
+    for file in [file for file in (before(path), path) if file.exists()] or [path]:
+        _read_file(file, records)
+    if not records:
+        raise ConfigurationError(f"{path} has no line of a scheduler's log; sdpipe scheduler --log writes one")
+    return records
+
+
+def _read_file(path: Path, records: list[Record]) -> None:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigurationError(f"the log {path} cannot be read: {error.strerror}") from error
-    records: list[Record] = []
     for number, line in enumerate(lines[:-1], 1):
         try:
             if line.startswith(b'{"format"'):
-                records.append(Record(msgspec.json.decode(line, type=Beginning), []))
+                beginning = msgspec.json.decode(line, type=Beginning)
+                if not (records and beginning.after == records[-1].events > 0):
+                    records.append(Record(beginning, []))
             else:
                 records[-1].entries.append(msgspec.json.decode(line, type=Entry))
         except (msgspec.DecodeError, IndexError) as error:
             raise ConfigurationError(
                 f"line {number} of {path} is not that of a scheduler's log ({error}); sdpipe scheduler --log writes one"
             ) from error
-    if not records:
-        raise ConfigurationError(f"{path} has no line of a scheduler's log; sdpipe scheduler --log writes one")
-    return records
 
 
 def differences(

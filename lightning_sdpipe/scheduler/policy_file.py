@@ -6,6 +6,7 @@ stays for a scheduler that is started again. It names where the worker finds its
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -17,27 +18,32 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 
 
 def offer(path: Path, policy: PolicyConfig) -> None:
-    """Writes the file, whole, unless it is there.
+    """Writes the file, whole, unless it is there: then nothing is written, as the disk may be full by now.
 
     Raises:
-        ConfigurationError: it is there and names another policy.
+        ConfigurationError: it is there and names another policy, or it cannot be written.
     """
     plain = json.loads(registry.to_json(policy))  # as it is read: lists, where the policy has tuples
     folders = [os.path.abspath(folder) for folder in sys.path]  # "" is the working directory
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps({"policy": plain, "path": folders}) + "\n")
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        there = json.loads(path.read_text())["policy"]
-        if there != plain:
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            draft.write_text(json.dumps({"policy": plain, "path": folders}) + "\n")
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+        except OSError as error:
             raise ConfigurationError(
-                f"this script's sync= asks for {json.dumps(plain)}, and the run's scheduler was started for "
-                f"{json.dumps(there)}, since another process of the run asked for that: all pipelines run one script "
-                "with equal values"
-            ) from None
-    finally:
-        draft.unlink()
+                f"the policy file {path} cannot be written ({error.strerror}); without it no scheduler is started"
+            ) from error
+        finally:
+            draft.unlink(missing_ok=True)
+    there = json.loads(path.read_text())["policy"]
+    if there != plain:
+        raise ConfigurationError(
+            f"this script's sync= asks for {json.dumps(plain)}, and the run's scheduler was started for "
+            f"{json.dumps(there)}, since another process of the run asked for that: all pipelines run one script "
+            "with equal values"
+        )
 
 
 def read(path: Path) -> PolicyConfig:

@@ -18,7 +18,7 @@ from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.authentication import KeyCheck
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
-from lightning_sdpipe.scheduler.event_log import Beginning, EventLog
+from lightning_sdpipe.scheduler.event_log import LIMIT, Beginning, EventLog
 from lightning_sdpipe.scheduler.journal import Journal
 from lightning_sdpipe.scheduler.lifelines import Lifelines
 from lightning_sdpipe.scheduler.service import Addressed, SchedulerService
@@ -46,6 +46,7 @@ class Server:
         worker_timeout: float = 30.0,
         recovery_grace: float = 10.0,
         log: Path | None = None,
+        log_limit: int = LIMIT,
         journal: Path | None = None,
         elastic: Terms | None = None,
         lifeline_port: int = 0,
@@ -61,7 +62,7 @@ class Server:
             )
         self.address = ""
         now = clock()
-        self._log = EventLog(log)
+        self._log = EventLog(log, log_limit)
         self._beginning = Beginning(
             registry.to_plain(policy),
             num_stages,

@@ -137,6 +137,8 @@ class Members(msgspec.Struct, frozen=True):
     """How many updates the furthest member has made: ``trainer.global_step``."""
     resumed: str | None = None
     """The checkpoint from which it went on when nobody was left."""
+    reasons: list[str] = []
+    """Why each of ``gone`` is."""
 
 
 class Status(msgspec.Struct, frozen=True):

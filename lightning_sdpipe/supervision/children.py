@@ -10,17 +10,52 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_TIED = str(Path(__file__).with_name("tied.py"))
+_TIED, _KEPT = (str(Path(__file__).with_name(name)) for name in ("tied.py", "kept.py"))
+
+
+class Keeper:
+    """A process that kills the groups of running children when this process ends, even by SIGKILL."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", _KEPT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    def knows(self, group: int, lives: bool) -> None:
+        """``group`` is to be killed, if it ``lives``."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # something has killed it; the kernel does the most part then
+            self._process.stdin.write(f"{'+' if lives else '-'}{group}\n".encode())
+
+    def close(self) -> None:
+        """Kills what it has not been told to forget."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 class Child:
     """A running program, in a session of its own: Ctrl-C in a terminal does not reach it, and it leads a process group.
 
-    It is killed when this process ends, even by SIGKILL, so it must be started by the main thread. ``outputs`` are the
-    descriptors that it writes to, closed here.
+    It is killed when this process ends, even by SIGKILL, so it must be started by the main thread; with a ``keeper``,
+    so is what it has started, in its process group. ``outputs`` are the descriptors that it writes to, and ``more``
+    others that it gets by the same numbers; all are closed here.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], outputs: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        outputs: tuple[int, int],
+        more: Sequence[int] = (),
+        keeper: Keeper | None = None,
+    ) -> None:
+        self._keeper = keeper
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", _TIED, str(os.getpid()), *command],
@@ -29,10 +64,13 @@ class Child:
                 stdout=outputs[0],
                 stderr=outputs[1],
                 start_new_session=True,
+                pass_fds=[*more],
             )
         finally:
-            for descriptor in {*outputs}:
+            for descriptor in {*outputs, *more}:
                 os.close(descriptor)
+        if keeper is not None:
+            keeper.knows(self.pid, lives=True)
 
     @property
     def pid(self) -> int:
@@ -57,6 +95,8 @@ class Child:
         """Once it has ended: kills what it has left, and returns its exit code, or −1 times the signal."""
         if self._process.returncode is None:
             self._kill_group()
+            if self._keeper is not None:
+                self._keeper.knows(self.pid, lives=False)
         return self._process.wait()
 
     def _kill_group(self) -> None:

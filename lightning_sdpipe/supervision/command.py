@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -16,7 +17,8 @@ from lightning_sdpipe.scheduler.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import is_loopback, read_worker_keys, write_keys
 from lightning_sdpipe.supervision.events import Seen
 from lightning_sdpipe.supervision.facts import seen
-from lightning_sdpipe.supervision.output import own_terminal
+from lightning_sdpipe.supervision.output import Log, own_terminal
+from lightning_sdpipe.supervision.script import command
 from lightning_sdpipe.supervision.standing import StandingScheduler
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.supervisor import Supervisor
@@ -30,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except (ConfigurationError, SchedulerError) as error:
-        print(f"sdpipe run: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # of a full disk, for example
+            print(f"sdpipe run: {error}", file=sys.stderr)
         return 2
 
 
@@ -76,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     settings = _check(options)
+    terminal = own_terminal()  # before anything is opened that could take the place of a closed output
     logs = _make_directory(options.logs)
+    terminal.log = Log(logs / "supervisor.log", terminal.say)
     environment = _environment(settings)
     of_scheduler = ["--num-stages", str(settings.num_stages), "--num-pipelines", str(settings.num_pipelines)]
     of_scheduler += ["--journal", str(logs / "scheduler.journal"), "--log", str(logs / "scheduler.jsonl")]
@@ -98,7 +103,6 @@ def _run(options: argparse.Namespace) -> int:
         of_scheduler += ["--key-file", str(scheduler_keys)]
         environment["SDPIPE_KEY_FILE"], keys = str(worker_keys), read_worker_keys(worker_keys)
     scheduler = StandingScheduler(of_scheduler, options.bind, environment, logs / "scheduler.log", policy_file)
-    terminal = own_terminal()
     shape = f"{settings.num_pipelines} pipelines × {settings.num_stages} stages"
     terminal.say(f"{shape}; scheduler at {scheduler.address}; logs in {logs}")
 
@@ -107,8 +111,11 @@ def _run(options: argparse.Namespace) -> int:
             return Seen(asked, {})
         return seen(ask_status(scheduler.address, credentials=keys, timeout=_ANSWER), asked)
 
-    command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
-    return Supervisor(settings, command, environment, scheduler, look, logs, terminal).run()
+    script = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    try:
+        return Supervisor(settings, command(script), environment, scheduler, look, logs, terminal).run()
+    finally:
+        terminal.close()
 
 
 def _check(options: argparse.Namespace) -> Settings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_sdpipe.supervision.raised import Raised
@@ -18,7 +18,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Ended:
-    """A process has ended: with ``code``, or by the signal −``code``; ``raised`` is what its interpreter printed."""
+    """A process has ended: with ``code``, or by the signal −``code``; ``raised`` left its script before."""
 
     pipeline: int
     rank: int
@@ -27,13 +27,22 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Raising:
+    """The exception ``raised`` has left the script of a process, which has yet to end."""
+
+    pipeline: int
+    rank: int
+    raised: Raised
+
+
+@dataclass(frozen=True)
 class Seen:
     """What the scheduler answered to a question that was asked at ``asked``.
 
     ``lives`` has the pipelines that train, each with what tells this life of it from others; ``leader`` leads them.
-    ``update`` is how far the furthest is, ``ever`` are those that ever trained, ``gone`` lives that it has given up.
-    ``failure`` is what ended the run, if anything; ``resumed`` the checkpoint from which it went on when nobody was
-    left.
+    ``update`` is how far the furthest is, ``ever`` are those that ever trained; ``gone`` has lives that it has given
+    up, and why. ``failure`` is what ended the run, if anything; ``resumed`` the checkpoint from which it went on when
+    nobody was left.
     """
 
     asked: float
@@ -41,7 +50,7 @@ class Seen:
     leader: int | None = None
     update: int | None = None
     ever: frozenset[int] = frozenset()
-    gone: frozenset[str] = frozenset()
+    gone: Mapping[str, str] = field(default_factory=dict)
     failure: str | None = None
     resumed: str | None = None
 
@@ -65,7 +74,7 @@ class Tick:
     """Time has passed."""
 
 
-Event: TypeAlias = Begin | Ended | Seen | SchedulerEnded | Told | Tick
+Event: TypeAlias = Begin | Ended | Raising | Seen | SchedulerEnded | Told | Tick
 
 # ------------------------------------------------------------------ decisions
 

@@ -17,7 +17,7 @@ def seen(status: Status, asked: float) -> Seen:
         members.leader,
         members.update,
         frozenset(members.ever),
-        frozenset(_life(incarnation) for _, incarnation in members.gone),
+        {_life(member[1]): reason for member, reason in zip(members.gone, members.reasons, strict=True)},
         status.failure or members.over,
         members.resumed,
     )

@@ -6,62 +6,77 @@ import contextlib
 import fcntl
 import os
 import pty
+import signal
 import struct
-import sys
 import termios
+import time
 import tty
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from lightning_sdpipe.scheduler.event_log import write_whole
+from lightning_sdpipe.supervision.writing import Writer
+
 _AT_ONCE = 1 << 16
 _LONGEST_LINE = 1 << 16
-TAIL = 1 << 16
-"""Bytes of what a process printed last that are kept, to find its exception in."""
 
 
 class Terminal:
-    """The user's: lines of the supervisor, between what a process prints."""
+    """The user's: lines of the supervisor, between what a process prints. Nothing waits for it, or fails because of it.
 
-    def __init__(self, out: BinaryIO, err: BinaryIO) -> None:
-        self._streams = {1: out, 2: err}
+    Lines of the supervisor go into the file ``log`` as well, once it is set.
+    """
+
+    def __init__(self) -> None:
+        writer = Writer(1)
+        self._writers = {1: writer, 2: writer if os.path.sameopenfile(1, 2) else Writer(2)}  # one keeps the order
         self._in_line = False
+        self.log: Log | None = None
 
     def say(self, line: str) -> None:
         """A line of its own."""
         before = b"\n" if self._in_line else b""
         self._in_line = False
-        self._write(2, before + f"sdpipe: {line}\n".encode())
+        self._writers[2].put(before + f"sdpipe: {line}\n".encode(), important=True)
+        if self.log is not None:
+            self.log.write("", time.strftime("%Y-%m-%d %H:%M:%S ").encode() + line.encode())
 
     def pass_on(self, descriptor: int, data: bytes) -> None:
         """What a process has written to 1 or 2."""
         self._in_line = not data.endswith(b"\n")
-        self._write(descriptor, data)
+        self._writers[descriptor].put(data)
 
-    def _write(self, descriptor: int, data: bytes) -> None:
-        stream = self._streams[descriptor]
-        with contextlib.suppress(BrokenPipeError):  # whoever read it has gone; the logs have it all
-            stream.write(data)
-            stream.flush()
+    def close(self) -> None:
+        """Waits for a reader that reads."""
+        for writer in self._writers.values():
+            writer.close()
+        if self.log is not None:
+            self.log.close()
 
     def is_terminal(self, descriptor: int) -> bool:
-        return self._streams[descriptor].isatty()
+        return os.isatty(descriptor)
 
     def size(self) -> bytes | None:
-        """Rows and columns as the system writes them; None if it is no terminal."""
-        for stream in self._streams.values():
-            if stream.isatty():
-                return fcntl.ioctl(stream.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
+        """Rows and columns as the system writes them; None if it is no terminal, or gone."""
+        for descriptor in self._writers:
+            if os.isatty(descriptor):
+                with contextlib.suppress(OSError):
+                    return fcntl.ioctl(descriptor, termios.TIOCGWINSZ, b"\0" * 8)
         return None
 
 
 class Log:
-    """The file of one pipeline; lines of its stages, each with the stage's number."""
+    """The file of one pipeline; lines of its stages, each with the stage's number.
+
+    What cannot be written is counted, and the count is written when there is space again.
+    """
 
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
         self.path = path
-        self._file: BinaryIO | None = path.open("ab")
+        self._file: BinaryIO | None = path.open("ab", buffering=0)
         self._complain = complain
+        self._missing = 0
 
     def write(self, prefix: str, line: bytes) -> None:
         """A line without its end. Of a progress bar that was drawn again and again, its last state."""
@@ -69,13 +84,14 @@ class Log:
         if self._file is None or (line and not shown):
             return
         try:
-            self._file.write(prefix.encode() + shown + b"\n")
-            self._file.flush()
+            if self._missing:
+                write_whole(self._file.fileno(), f"\n--- {self._missing} lines could not be written ---\n".encode())
+                self._missing = 0
+            write_whole(self._file.fileno(), prefix.encode() + shown + b"\n")
         except OSError as error:
-            self._complain(f"{self.path} cannot be written any more ({error.strerror}); the run goes on without it")
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
+            self._missing += 1
+            if self._missing == 1:
+                self._complain(f"{self.path} cannot be written now ({error.strerror}); the run goes on without it")
 
     def close(self) -> None:
         if self._file is not None:
@@ -96,36 +112,31 @@ class Stream:
         self._terminal = terminal
         self._shown = shown
         self._line = b""
-        self._tail = b""
         os.set_blocking(source, False)
 
     def read(self) -> bool:
         """What is there now, up to some amount; False at the end."""
+        return self._read() != b""
+
+    def _read(self) -> bytes | None:
         try:
             data = os.read(self.source, _AT_ONCE)
         except BlockingIOError:
-            return True
+            return None
         except OSError:  # how a pseudo-terminal says that nobody writes to it any more
             data = b""
         if data:
             self._take(data)
-        return bool(data)
+        return data
 
     def close(self) -> None:
         """After what can still be read at once. Something else may hold the other end, so its end is not awaited."""
-        while True:
-            before = self._tail
-            if not self.read() or self._tail is before:
-                break
+        while self._read():
+            pass
         if self._line:
             self._log.write(self._prefix, self._line)
             self._line = b""
         os.close(self.source)
-
-    @property
-    def tail(self) -> str:
-        """What was printed last."""
-        return self._tail.decode(errors="replace")
 
     def resize(self, size: bytes) -> None:
         """Where it is a terminal."""
@@ -135,7 +146,6 @@ class Stream:
     def _take(self, data: bytes) -> None:
         if self._shown():
             self._terminal.pass_on(self._descriptor, data)
-        self._tail = (self._tail + data)[-TAIL:]
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
             self._log.write(self._prefix, line)
@@ -162,8 +172,17 @@ def open_outputs(terminal: Terminal | None) -> tuple[dict[int, int], tuple[int, 
 
 
 def own_terminal() -> Terminal:
-    """Of this process."""
-    return Terminal(sys.stdout.buffer, sys.stderr.buffer)
+    """Of this process, which is not stopped for writing to it from the background.
+
+    Call it before other files are opened: one of them could get the number of an output that was closed.
+    """
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number, which is this one
+    return Terminal()
 
 
 def _pseudo_terminal(terminal: Terminal) -> tuple[int, int]:

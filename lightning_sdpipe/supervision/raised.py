@@ -1,22 +1,13 @@
-"""Which exception ended a Python process, read from what it printed.
-
-The process may have failed before it could tell anybody, while it imported the script for instance; the interpreter's
-own last words are there in any case.
-"""
+"""Which exception ended a process of a script, as the process itself says."""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.errors import LOST_CONNECTION, SchedulerError, place_of
 
-_BEGINNING = "Traceback (most recent call last):"
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
-_EXCEPTION = re.compile(r"^(?P<kind>[A-Za-z_][\w.<>]*)(?:: (?P<message>.*))?$")
-_ASIDE = re.compile(r"Exception (ignored|in thread) |Error in atexit\.")  # from there on, the process lives
-_CHAIN = re.compile(r"(The above exception was the direct|During handling of the above exception)")
-_STYLE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # newer interpreters colour what goes to a terminal
 _NUMBER = re.compile(r"\d+")
 _LONGEST = 300
 
@@ -24,8 +15,6 @@ _OF_OTHERS = (
     *("WorkerFailedError", "RunAborted", "MustEndError", "RunOverError"),
     *("SIGTERMException", "KeyboardInterrupt"),
 )
-
-
 _NO_BUG = SchedulerError.__name__
 """One pipeline or scheduler that is lost may cause it in several others; what is refused is another class."""
 
@@ -44,7 +33,7 @@ class Raised:
     @property
     def follows_another(self) -> bool:
         """Whether another process failed first, and this one because of it."""
-        return self.kind.rpartition(".")[2] in _OF_OTHERS
+        return self.kind.rpartition(".")[2] in _OF_OTHERS or LOST_CONNECTION in self.message
 
     @property
     def may_be_a_bug(self) -> bool:
@@ -62,36 +51,25 @@ class Raised:
     def _key(self) -> tuple[str, str, str]:
         return self.kind, self.place, _NUMBER.sub("#", self.message)
 
+    def encode(self) -> bytes:
+        """For :func:`decode`, in another process; short enough for a pipe to take it at once."""
+        return json.dumps(asdict(self)).encode() + b"\n"
 
-def last_raised(output: str) -> Raised | None:
-    """The exception of the last traceback in ``output`` that may have ended the process; None if there is no whole one.
 
-    Others are those of threads, of finalisers and of what is called at the exit.
-    """
-    lines = [_STYLE.sub("", line).rstrip("\r") for line in output.split("\n")]
-    beginnings = _beginnings(lines)
-    if not beginnings:
+def decode(said: bytes) -> Raised | None:
+    """What :meth:`Raised.encode` made; None if it is not whole."""
+    try:
+        return Raised(**json.loads(said)) if said.endswith(b"\n") else None
+    except (ValueError, TypeError):
         return None
-    place = ""
-    for line in lines[beginnings[-1] + 1 :]:
-        if frame := _FRAME.match(line):
-            function = f" in {frame['function']}" if frame["function"] else ""
-            place = f"{frame['file'].rpartition('/')[2]}:{frame['line']}{function}"
-        elif line and not line.startswith(" "):
-            found = _EXCEPTION.match(line)
-            return Raised(found["kind"], found["message"] or "", place) if found else None
-    return None
 
 
-def _beginnings(lines: list[str]) -> list[int]:
-    """Where tracebacks begin that may have ended the process."""
-    found: list[int] = []
-    aside = False
-    for number, line in enumerate(lines):
-        if line.endswith(_BEGINNING):
-            before = next((said for said in reversed(lines[:number]) if said), "")
-            if not _CHAIN.match(before):
-                aside = _ASIDE.search(before) is not None  # perhaps behind a progress bar
-            if not aside:
-                found.append(number)
-    return found
+def describe(error: BaseException) -> Raised:
+    """``error`` as it left the script."""
+    kind = type(error)
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    try:
+        message = str(error).partition("\n")[0]
+    except Exception as own:  # which must not hide the one that is told
+        message = f"its text raised {type(own).__name__}"
+    return Raised(f"{module}{kind.__qualname__}", message[: 2 * _LONGEST], place_of(error))

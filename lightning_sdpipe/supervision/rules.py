@@ -9,9 +9,9 @@ A pipeline is M processes that live and die together::
   what they know, then they are killed. So the pipeline's own reason is told, and not that of who waited for it.
 - It starts again at once; if it fails again before it has trained, after twice as long each time, up to
   ``longest_delay``. Each start again takes one from the pipeline's budget.
-- The run ends by name when that helps nobody: two pipelines raise the same exception (a bug of the script would kill
-  one after another), fewer than ``min_pipelines`` are left, a script ends without having trained, or the scheduler says
-  that the run is over.
+- The run ends by name when that helps nobody: before anybody trains, two pipelines raise the same exception (a bug of
+  the script would kill one after another; later, the scheduler finds it), fewer than ``min_pipelines`` are left, a
+  script ends without having trained, or the scheduler says that the run is over.
 - Once a pipeline has finished, the training is over: those that still train come to its end too, and who does not train
   is not started again, since it would begin a run of its own.
 
@@ -24,6 +24,7 @@ import math
 import signal
 from collections.abc import Mapping
 
+from lightning_sdpipe.supervision.ends import INTERRUPTED, how, signal_name
 from lightning_sdpipe.supervision.events import (
     Begin,
     Decision,
@@ -32,6 +33,7 @@ from lightning_sdpipe.supervision.events import (
     Finish,
     Launch,
     LaunchScheduler,
+    Raising,
     Say,
     SchedulerEnded,
     Seen,
@@ -43,8 +45,6 @@ from lightning_sdpipe.supervision.events import (
 from lightning_sdpipe.supervision.raised import Raised
 from lightning_sdpipe.supervision.state import GONE, Phase, PipelineState, Settings
 
-INTERRUPTED = 128
-"""Plus the number of a signal: the exit code of what it ended."""
 FAILED = 1
 
 
@@ -79,6 +79,8 @@ class Rules:
                     self._launch(pipeline)
             case Ended():
                 self._ended(event, now)
+            case Raising():
+                self._raising(event, now)
             case Seen():
                 self._seen(event, now)
             case SchedulerEnded():
@@ -121,7 +123,7 @@ class Rules:
         pipeline.alive.discard(event.rank)
         pipeline.ended_at = now
         if not pipeline.pressed:
-            pipeline.ends.append(event)
+            pipeline.ends = [end for end in pipeline.ends if end.rank != event.rank] + [event]
         if event.code and pipeline.phase is Phase.RUNNING:
             if pipeline.trained and any(end.code == 0 for end in pipeline.ends):
                 self._failed_after_training(pipeline, event)
@@ -137,6 +139,17 @@ class Rules:
             self._finished_training(pipeline, now)
         else:  # the scheduler knows whether it has trained; perhaps that was too short to be seen
             pipeline.due = now + self._settings.silence
+
+    def _raising(self, event: Raising, now: float) -> None:
+        """Its process will end, and perhaps not soon; that another one failed first, it may say better itself."""
+        pipeline = self._pipelines[event.pipeline]
+        after = pipeline.trained and any(end.code == 0 for end in pipeline.ends)
+        if event.raised.follows_another or pipeline.phase is not Phase.RUNNING or after or self._ends_with is not None:
+            return
+        end = Ended(event.pipeline, event.rank, FAILED, event.raised)
+        pipeline.ends.append(end)
+        self._begin_to_end(pipeline, now)
+        self._say_why(pipeline, end)
 
     def _failed_after_training(self, pipeline: PipelineState, event: Ended) -> None:
         """Another stage has already come to the end of the script."""
@@ -206,16 +219,7 @@ class Rules:
         return f"{others} of {self._settings.num_pipelines} go on"
 
     def _describe(self, end: Ended) -> str:
-        stage = f"stage {self._stage_of[end.rank]}"
-        if end.code == -signal.SIGKILL:
-            return f"{stage} killed"
-        if end.code == -signal.SIGTERM or end.code == INTERRUPTED + signal.SIGTERM:
-            return f"{stage} ended by SIGTERM"
-        if end.code < 0:
-            return f"{stage} ended by {_signal_name(-end.code)}"
-        if end.raised is not None:
-            return f"{stage}: {end.raised}"
-        return f"{stage} ended with exit code {end.code}"
+        return f"stage {self._stage_of[end.rank]}{how(end)}"
 
     # --------------------------------------------------------------- scheduler
 
@@ -240,8 +244,8 @@ class Rules:
                 self._came(pipeline, life, event, now)
             elif event.asked >= self._over_since and self._comes_too_late(pipeline, event):
                 self._turn_away(pipeline, now)
-            elif pipeline.life in event.gone:
-                self._is_given_up(pipeline, now)
+            elif pipeline.life is not None and (reason := event.gone.get(pipeline.life)) is not None:
+                self._is_given_up(pipeline, reason, now)
 
     def _came(self, pipeline: PipelineState, life: str, event: Seen, now: float) -> None:
         pipeline.life, pipeline.trained, self._anybody_came = life, True, True
@@ -257,15 +261,16 @@ class Rules:
     def _comes_too_late(pipeline: PipelineState, event: Seen) -> bool:
         return not pipeline.trained and (pipeline.lost_at is not None or pipeline.number not in event.ever)
 
-    def _is_given_up(self, pipeline: PipelineState, now: float) -> None:
-        """The scheduler goes on without it. Its processes are told so when they wake, and have to end."""
+    def _is_given_up(self, pipeline: PipelineState, reason: str, now: float) -> None:
+        """The scheduler goes on without it. Its processes are told so, perhaps when they wake, and have to end."""
         if not pipeline.doubted:  # a process may have ended in this moment, which is the better reason
             pipeline.doubted = True
             return
+        reason = next(iter(reason.splitlines()), "no reason is known")
         pipeline.stops_training()
         pipeline.silent_since = pipeline.lost_at = now
         pipeline.told = True
-        self._out.append(Say(f"pipeline {pipeline.number} lost (silent); {self._who_goes_on()}"))
+        self._out.append(Say(f"pipeline {pipeline.number} lost ({reason}); {self._who_goes_on()}"))
 
     def _judge_the_finished(self, pipeline: PipelineState, event: Seen, now: float) -> None:
         if pipeline.number in event.ever:
@@ -291,12 +296,12 @@ class Rules:
     # --------------------------------------------------------------------- end
 
     def _is_a_bug(self, pipeline: PipelineState) -> bool:
-        """Whether another pipeline has failed with the same exception; then the run ends."""
+        """Whether another pipeline has failed with the same exception; then the run ends. Of those that have trained,
+        the scheduler knows."""
         raised = self._reason(pipeline).raised
         killed = any(end.code < 0 for end in pipeline.ends)
-        others_train = any(other.trained and other.phase is Phase.RUNNING for other in self._pipelines)
-        joins = others_train and not pipeline.trained  # those that train would not follow it
-        if raised is None or not raised.may_be_a_bug or killed or joins:
+        joins = any(other.trained and other.phase is Phase.RUNNING for other in self._pipelines)  # and others train on
+        if raised is None or not raised.may_be_a_bug or killed or joins or pipeline.trained:
             return False
         for other, known in self._raised:
             if other != pipeline.number and known.is_like(raised):
@@ -321,7 +326,7 @@ class Rules:
         if self._ends_with is not None and self._kill_at > now:
             self._kill_at = now  # told twice
             return
-        name = "Ctrl-C" if event.signal == signal.SIGINT else _signal_name(event.signal)
+        name = "Ctrl-C" if event.signal == signal.SIGINT else signal_name(event.signal)
         self._end(name, INTERRUPTED + event.signal, event.signal)
 
     def _end(self, reason: str, code: int, by: int = signal.SIGTERM) -> None:
@@ -345,7 +350,7 @@ class Rules:
             if silent and pipeline.phase is Phase.RUNNING:
                 pipeline.silent_since = None
                 self._out += [
-                    Say(f"pipeline {pipeline.number} is killed: it is silent and does not end"),
+                    Say(f"pipeline {pipeline.number} is killed: {self._settings.silence:g} s later it has not ended"),
                     Stop(pipeline.number, signal.SIGKILL),
                 ]
             if pipeline.due > now:
@@ -383,10 +388,3 @@ class Rules:
         if chosen is not None and chosen != self._shown:
             self._shown = chosen
             self._out.append(Show(chosen))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

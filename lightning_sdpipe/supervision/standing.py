@@ -17,11 +17,11 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.supervision.children import Child
 
 START_TIMEOUT = 30.0
-_SAYS = "scheduler listens at "
+_SAYS = b"scheduler listens at "
 
 
 class StandingScheduler:
-    """Started by :meth:`start`, again by the same.
+    """Started by :meth:`start`, or :meth:`begin` and :meth:`check`; again by the same.
 
     Args:
         options: of ``sdpipe scheduler``, but where it binds.
@@ -52,11 +52,15 @@ class StandingScheduler:
             self.address = f"{bind.removesuffix('*')}{self._reserved.getsockname()[1]}"
         self._environment = environment
         self._log = log
+        self._reading: int | None = None
+        self._before, self._until = 0, 0.0
         self.child: Child | None = None
         self.started = False
+        """Has it ever listened?"""
 
     def close(self) -> None:
         """Others may have the port."""
+        self._stop_reading()
         if self._reserved is not None:
             self._reserved.close()
 
@@ -69,33 +73,77 @@ class StandingScheduler:
         """Returns when it listens.
 
         Raises:
-            SchedulerError: it does not; what it says is in the log, and the end of it in the message.
+            SchedulerError: as :meth:`check`.
+        """
+        self.begin()
+        while self.begins:
+            time.sleep(0.01)
+            self.check()
+
+    def begin(self) -> None:
+        """Starts the process, which :meth:`check` looks after until it listens.
+
+        Raises:
+            SchedulerError: there can be no process.
         """
         command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", *self._options, "--bind", self.address]
         reading, writing = os.pipe()
-        before = self._log.stat().st_size if self._log.exists() else 0
+        log = self._open_log()
+        self._before, self._until = os.fstat(log).st_size, time.monotonic() + START_TIMEOUT
         try:
-            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             self.child = Child(command, self._environment, (writing, log))
-            line = self._first_line(reading)
-        finally:
+        except OSError as error:
             os.close(reading)
-        if not line.startswith(_SAYS):
-            self.child.signal(9)
-            self.child.bury()
-            said = self._log.read_text(errors="replace")[before:].strip().rpartition("\n")[2]
-            raise SchedulerError(said or f"the scheduler did not start; {self._log} has what it printed")
-        self.started = True
+            raise SchedulerError(f"the scheduler did not start: {error}") from error
+        self._reading = reading
 
-    def _first_line(self, reading: int) -> str:
-        line, until = b"", time.monotonic() + START_TIMEOUT
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([reading], [], [], max(0.0, until - time.monotonic()))
-            data = os.read(reading, 4096) if ready else b""
-            if not data:
-                break
-            line += data
-        return line.decode(errors="replace")
+    @property
+    def begins(self) -> bool:
+        """Has it been started, and does not listen yet?"""
+        return self._reading is not None
+
+    def check(self) -> None:
+        """Looks whether it listens by now; then it has ``started``.
+
+        Raises:
+            SchedulerError: it will not; what it says is in the log, and the end of it in the message.
+        """
+        if self._reading is None or self.child is None:
+            return
+        ready, _, _ = select.select([self._reading], [], [], 0.0)
+        line = os.read(self._reading, 4096) if ready else b""  # it writes its line at once
+        if line.startswith(_SAYS):
+            self.started = True
+            self._stop_reading()
+            return
+        ended = self.child.has_ended()
+        if not (line or ended or time.monotonic() > self._until):
+            return
+        self._stop_reading()
+        self.child.signal(9)
+        self.child.bury()
+        self.child = None
+        said = self._said(self._before).removeprefix("sdpipe: ")
+        why = said or ("it ended without a word" if ended else f"it did not listen within {START_TIMEOUT:g} s")
+        raise SchedulerError(f"the scheduler did not start: {why}; {self._log} has what it printed")
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            os.close(self._reading)
+            self._reading = None
+
+    def _open_log(self) -> int:
+        try:
+            return os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError:  # a full disk, perhaps; it serves without
+            return os.open(os.devnull, os.O_WRONLY)
+
+    def _said(self, before: int) -> str:
+        """The last line that is in the log from there on."""
+        try:
+            return self._log.read_bytes()[before:].decode(errors="replace").strip().rpartition("\n")[2]
+        except OSError:
+            return ""
 
 
 def reserve_port(host: str = "127.0.0.1") -> socket.socket:

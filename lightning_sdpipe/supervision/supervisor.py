@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.scheduler.stop_signals import stop_signals
-from lightning_sdpipe.supervision.children import Child
+from lightning_sdpipe.supervision.children import Child, Keeper
 from lightning_sdpipe.supervision.events import (
     Begin,
     Decision,
@@ -24,6 +24,7 @@ from lightning_sdpipe.supervision.events import (
     Finish,
     Launch,
     LaunchScheduler,
+    Raising,
     Say,
     SchedulerEnded,
     Seen,
@@ -34,14 +35,16 @@ from lightning_sdpipe.supervision.events import (
 )
 from lightning_sdpipe.supervision.looking import Looker
 from lightning_sdpipe.supervision.output import Log, Stream, Terminal, open_outputs
-from lightning_sdpipe.supervision.raised import Raised, last_raised
+from lightning_sdpipe.supervision.raised import Raised, decode
 from lightning_sdpipe.supervision.rules import FAILED, Rules
+from lightning_sdpipe.supervision.script import REPORT
 from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.state import Settings
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 5.0  # seconds that the scheduler gets to end
 _LONGEST_WAIT = 60.0
+_LONGEST_REPORT = 1 << 16
 _GLANCE = 0.05  # seconds between looks whether a worker has said what the scheduler shall decide by
 
 
@@ -49,8 +52,13 @@ _GLANCE = 0.05  # seconds between looks whether a worker has said what the sched
 class _Rank:
     """A process of a pipeline, and what it writes to."""
 
+    pipeline: int
+    rank: int
     child: Child
     streams: dict[int, Stream]
+    report: int
+    """Where it says which exception has left its script."""
+    raised: Raised | None = None
 
 
 @dataclass
@@ -60,6 +68,11 @@ class _Job:
     log: Log
     port: socket.socket | None = None
     ranks: dict[int, _Rank] = field(default_factory=dict)
+
+
+def _heeded() -> list[signal.Signals]:
+    """But not the end of a terminal if the one who started this has said so, with `nohup` for instance."""
+    return [number for number in _STOPS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Supervisor:
@@ -99,6 +112,7 @@ class Supervisor:
         }
         self._selector = selectors.DefaultSelector()
         self._events: deque[Event] = deque()
+        self._keeper: Keeper | None = None
         self._shown = -1
         self._code: int | None = None
 
@@ -113,9 +127,10 @@ class Supervisor:
         os.set_blocking(wake, False)
         looker = None
         try:
-            with stop_signals(*_STOPS, signal.SIGCHLD, signal.SIGWINCH) as signals:
+            with stop_signals(*_heeded(), signal.SIGCHLD, signal.SIGWINCH) as signals:
                 for descriptor, name in ((signals, "signals"), (woken, "woken")):
                     self._selector.register(descriptor, selectors.EVENT_READ, name)
+                self._keeper = Keeper()
                 if self._scheduler.can_start:
                     self._scheduler.start()
                 looker = Looker(self._look, wake)
@@ -127,6 +142,8 @@ class Supervisor:
             if looker is not None:
                 looker.close()
             self._end_everything()
+            if self._keeper is not None:
+                self._keeper.close()
             self._selector.close()
             os.close(woken)
             os.close(wake)
@@ -136,11 +153,14 @@ class Supervisor:
     def _turn(self, signals: int, woken: int, looker: Looker) -> None:
         now = time.monotonic()
         if not self._events:
-            wait = max(0.0, min(self._rules.deadline() - now, _LONGEST_WAIT if self._scheduler.started else _GLANCE))
+            hurry = self._scheduler.begins or not self._scheduler.started
+            wait = max(0.0, min(self._rules.deadline() - now, _GLANCE if hurry else _LONGEST_WAIT))
             for key, _ in self._selector.select(wait):
                 if isinstance(key.data, Stream):
                     if not key.data.read():
                         self._selector.unregister(key.fd)
+                elif isinstance(key.data, _Rank):
+                    self._hear_report(key.data)
                 elif key.fd == signals:
                     self._hear(os.read(signals, 4096))
                 else:
@@ -149,8 +169,9 @@ class Supervisor:
                     if answer is not None and self._rules.asks:
                         self._events.append(answer)
             self._find_ended()
-            if not self._scheduler.started and self._scheduler.can_start and self._rules.asks:
-                self._scheduler.start()
+            starts = not self._scheduler.started and self._scheduler.child is None and self._scheduler.can_start
+            if starts and self._rules.asks:
+                self._scheduler.begin()
         event = self._events.popleft() if self._events else Tick()
         for decision in self._rules.on(event, time.monotonic()):
             self._carry_out(decision)
@@ -165,28 +186,45 @@ class Supervisor:
                         stream.resize(size)
 
     def _find_ended(self) -> None:
-        for number, job in self._jobs.items():
+        for job in self._jobs.values():
             for rank, process in list(job.ranks.items()):
                 if process.child.has_ended():
                     del job.ranks[rank]
-                    self._events.append(self._bury(number, rank, process))
+                    self._events.append(self._bury(process))
+        if self._scheduler.begins:
+            self._check_scheduler()
+            return
         scheduler = self._scheduler.child
         if scheduler is not None and scheduler.has_ended():
             self._scheduler.child = None
             self._events.append(SchedulerEnded(scheduler.bury()))
 
-    def _bury(self, number: int, rank: int, process: _Rank) -> Ended:
+    def _bury(self, process: _Rank) -> Ended:
         code = process.child.bury()
+        self._hear_report(process)
         self._close(process)
-        errors = process.streams.get(2, process.streams[1])
-        raised = last_raised(errors.tail) if code == 1 else None  # with which the interpreter ends for an exception
-        return Ended(number, rank, code, raised)
+        return Ended(process.pipeline, process.rank, code, process.raised if code > 0 else None)
+
+    def _hear_report(self, process: _Rank) -> None:
+        try:
+            said = os.read(process.report, _LONGEST_REPORT)
+        except BlockingIOError:
+            return
+        self._forget(process.report)
+        process.raised = process.raised or decode(said)
+        if process.raised is not None and process.rank in self._jobs[process.pipeline].ranks:
+            self._events.append(Raising(process.pipeline, process.rank, process.raised))
 
     def _close(self, process: _Rank) -> None:
         for stream in process.streams.values():
-            if stream.source in self._selector.get_map():
-                self._selector.unregister(stream.source)
+            self._forget(stream.source)
             stream.close()
+        self._forget(process.report)
+        os.close(process.report)
+
+    def _forget(self, descriptor: int) -> None:
+        if descriptor in self._selector.get_map():
+            self._selector.unregister(descriptor)
 
     # --------------------------------------------------------------- decisions
 
@@ -241,23 +279,39 @@ class Supervisor:
             descriptor: Stream(source, descriptor, job.log, prefix, self._terminal, shown)
             for descriptor, source in sources.items()
         }
+        reading, report = os.pipe()
+        os.set_blocking(reading, False)
         try:
-            child = Child(self._command, environment, ends)
+            child = Child(self._command, environment | {REPORT: str(report)}, ends, [report], self._keeper)
         except OSError:
             for stream in streams.values():
                 stream.close()
+            os.close(reading)
             raise
         for stream in streams.values():
             self._selector.register(stream.source, selectors.EVENT_READ, stream)
-        return _Rank(child, streams)
+        process = _Rank(number, rank, child, streams, reading)
+        self._selector.register(reading, selectors.EVENT_READ, process)
+        return process
 
     def _launch_scheduler(self) -> None:
         try:
-            self._scheduler.start()
+            self._scheduler.begin()
         except SchedulerError as error:
-            self._terminal.say(f"the scheduler did not start: {error}")
-            self._scheduler.child = None
-            self._events.append(SchedulerEnded(FAILED))
+            self._scheduler_failed(error)
+
+    def _check_scheduler(self) -> None:
+        """Does it listen by now? Meanwhile the rest goes on."""
+        try:
+            self._scheduler.check()
+        except SchedulerError as error:
+            if not self._scheduler.started:  # it never did
+                raise
+            self._scheduler_failed(error)
+
+    def _scheduler_failed(self, error: SchedulerError) -> None:
+        self._terminal.say(str(error))
+        self._events.append(SchedulerEnded(FAILED))
 
     def _end_everything(self) -> None:
         """After the last decision only the scheduler runs; after an exception here, perhaps everything."""

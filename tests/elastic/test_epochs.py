@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -160,3 +162,41 @@ def test_what_a_worker_exchanges_is_told_with_how_far_it_is() -> None:
     groups.moved()
     groups.use(None)
     assert reports.exchanged == [Exchanging(7, (0, 1), 0), Exchanging(7, (0, 1), 1), None]
+
+
+ENDS = """
+import sys, time
+from datetime import timedelta
+from torch._C._distributed_c10d import Store
+from lightning_sdpipe.elastic.epochs import EpochGroups
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.members import Epoch, Member
+
+class Nobody(Store):  # never says where the other member is
+    def __init__(self, name, cancelled):
+        super().__init__()
+        self.cancelled = cancelled
+
+    def set(self, key, value):
+        waits.append(key)
+
+    def wait(self, keys, timeout=None):
+        while not self.cancelled():
+            time.sleep(0.05)
+        raise RuntimeError("cancelled")
+
+    get = wait
+
+waits = []
+groups = EpochGroups(Worker(0, 0), Nobody, timedelta(seconds=5), None)
+groups.enter(Epoch(1, (Member(0, 1), Member(1, 2)), "tested"))
+while not waits:
+    time.sleep(0.01)
+raise ValueError("in an exchange")
+"""
+
+
+def test_a_process_that_fails_while_it_makes_a_group_ends_by_its_exception() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.stderr.endswith("ValueError: in an exchange\n")
+    assert ended.returncode == 1

@@ -338,8 +338,8 @@ def test_two_pipelines_that_fail_alike_end_the_run() -> None:
     run = Run(start_pipelines=3)
     for pipeline in (0, 1, 2):
         run.enrol(pipeline)
-    assert kinds(run.say(w.Failed, 1, "ValueError: bad batch")) == ["Gone", "Epoch"]
-    *_, over = run.say(w.Failed, 0, "ValueError: bad batch")
+    assert kinds(run.say(w.Failed, 1, "ValueError: bad batch 17")) == ["Gone", "Epoch"]
+    *_, over = run.say(w.Failed, 0, "ValueError: bad batch 4")
     assert isinstance(over, w.RunOver)
     assert over.failed
     assert "pipelines 0 and 1 failed with the same exception" in over.reason

@@ -8,8 +8,10 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lightning_sdpipe.cli import main
@@ -109,6 +111,23 @@ def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -
             "groups": [{"number": 0, "round": 0, "pipelines": [0, 1], "reason": "everybody came", "weights": None}],
             "rounds_since_met": [[0, 1, 1]],
         }
+
+
+@pytest.mark.parametrize("name", ["secret", "public", "scheduler_public"])
+@pytest.mark.parametrize("wrong", [lambda key: key[:-1], lambda key: key + "0" * 5, lambda key: key[:-1] + "ü"])
+def test_a_key_that_is_none_is_refused_at_once(
+    tmp_path: Path, name: str, wrong: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, path = write_keys(tmp_path)
+    keys = json.loads(path.read_text())
+    path.write_text(json.dumps(keys | {name: wrong(keys[name])}))
+    with serving(SemiDecentralized(), 1, 1) as server:
+        assert main(["status", server.address, "--key-file", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{path} is no key file" in said
+    assert keys["secret"][:8] not in said
+    with pytest.raises(ConfigurationError, match="a key has 40 characters of the alphabet z85"):
+        msgspec.structs.replace(make_keys()[0], secret=wrong(keys["secret"]))
 
 
 def test_status_of_nobody_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:

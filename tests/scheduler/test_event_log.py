@@ -116,6 +116,51 @@ def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path: Path, caplog: pytest
     assert len(log.recent) == 1
 
 
+def test_a_log_stays_within_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.jsonl"
+    run = simulate(NoSync(), Work(1, 2, 40, jittered(1.0, 0.1)))
+    log = EventLog(path, limit=6000)
+    log.open(beginning(NoSync()))
+    sizes, halves = [], []
+    for entry in run.entries:
+        log.record(*entry)
+        sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
+        halves.append(event_log.before(path).exists())
+    log.close()
+    assert 3000 < max(sizes) <= 6000
+    (record,) = read_log(path)
+    assert record.beginning.after > 0, "the oldest events are gone"
+    assert record.events == len(run.entries)
+    assert [entry.event for entry in record.entries] == [event for _, event, _ in run.entries][record.beginning.after :]
+    assert main(["replay", str(path)]) == 2
+    said = capsys.readouterr()
+    assert f"its first {record.beginning.after} events are in no file any more" in said.out
+    assert "nothing of" in said.err
+
+    two = tmp_path / "two.jsonl"
+    log = EventLog(two, limit=3 * sizes[halves.index(True)])
+    log.open(beginning(NoSync()))
+    for entry in run.entries[: halves.index(True) + 20]:
+        log.record(*entry)
+    log.close()
+    (record,) = read_log(two)
+    assert len(record.entries) == halves.index(True) + 20
+    write(two, NoSync(), run.entries[:5])
+    assert [len(record.entries) for record in read_log(two)] == [halves.index(True) + 20, 5], "another scheduler"
+    assert main(["replay", str(two)]) == 0
+
+
+def test_a_scheduler_goes_on_behind_whole_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "log.jsonl"
+    write(path, NoSync(), [(1.0, Tick(), [])])
+    whole = path.read_bytes()
+    for half in (b"x", b"{" * 200_000):
+        path.write_bytes(whole + half)
+        write(path, NoSync(), [(1.0, Tick(), [])])
+        assert path.read_bytes() == whole + whole
+    assert f"{path} ends with half a line of 200000 bytes, which is cut off" in caplog.text
+
+
 def test_a_live_scheduler_writes_what_it_heard_and_decided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.jsonl"
     with (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -54,3 +55,17 @@ def test_another_file(tmp_path: Path, text: str) -> None:
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read"):
         policy_file.read(tmp_path / "policy.json")
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Who comes later need not write; the first one has to, and says so."""
+    policy_file.offer(tmp_path / "policy.json", NoSync())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        policy_file.offer(tmp_path / "policy.json", NoSync())
+        with pytest.raises(ConfigurationError, match=r"other.json cannot be written \(File too large\)"):
+            policy_file.offer(tmp_path / "other.json", NoSync())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["policy.json"]

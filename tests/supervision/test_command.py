@@ -73,10 +73,11 @@ class Command:
         return match
 
     def pids(self, **variables: str) -> list[int]:
-        """Of the children with these variables, by which ranks can be told from the scheduler."""
+        """Of the children with these variables, by which ranks can be told from the scheduler; but for the keeper."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         wanted = {f"{name}={value}".encode() for name, value in variables.items()}
-        return [int(pid) for pid in children if wanted <= {*Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}]
+        found = [int(pid) for pid in children if wanted <= {*Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}]
+        return [pid for pid in found if b"kept.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def __enter__(self) -> Command:
         return self

@@ -1,14 +1,16 @@
-"""Reading the exception that ended a process from what its interpreter printed."""
+"""Which exception ends a script, as the process that runs it tells its supervisor."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_sdpipe.supervision.raised import Raised, last_raised
+from lightning_sdpipe.supervision.raised import Raised, decode
+from lightning_sdpipe.supervision.script import REPORT, command
 
 CHAINED = """
 import sys
@@ -16,18 +18,45 @@ import sys
 class Own(RuntimeError):
     pass
 
-def first():
-    raise KeyError("a")
-
 def second():
     try:
-        first()
+        {}["a"]
     except KeyError as error:
         raise Own("picture 17\\nand more") from error
 
-print("Traceback (most recent call last):", file=sys.stderr)
-print("ValueError: only printed", file=sys.stderr)
+# torch does so when a process group is open: its lines are no traceback
+sys.excepthook = lambda kind, error, frames: print("[rank0]: Traceback", file=sys.stderr)
+print("Traceback (most recent call last):\\nValueError: only printed", file=sys.stderr)
 second()
+"""
+
+AS_HYDRA = """
+import sys
+try:
+    raise LookupError("no such option")
+except LookupError:
+    sys.exit(1)
+"""
+
+NOT_THE_END = """
+import atexit, os, threading
+
+class Untidy:
+    def __del__(self):
+        raise RuntimeError("in a finaliser")
+
+def in_a_thread():
+    raise OSError("in a thread")
+
+@atexit.register
+def at_exit():
+    raise LookupError("at exit")
+
+untidy = Untidy()
+threading.Timer(0.05, in_a_thread).start()
+if not os.fork():
+    raise ValueError("in a child")
+os.wait()
 """
 
 WOKEN = """
@@ -47,80 +76,76 @@ Woken()._receive(e.MustEnd, lambda reply: False, float("inf"))
 """
 
 
-def words_of(script: str, tmp_path: Path) -> str:
-    path = tmp_path / "script.py"
-    path.write_text(script)
-    return subprocess.run([sys.executable, path], capture_output=True, text=True, check=False).stderr
-
-
-def test_the_last_exception_of_a_chain(tmp_path: Path) -> None:
-    assert last_raised(words_of(CHAINED, tmp_path)) == Raised("Own", "picture 17", "script.py:14 in second")
-
-
-NOT_THE_END = """
-import atexit, threading
-
-class Untidy:
-    def __del__(self):
-        try:
-            {}["pool"]
-        except KeyError as error:
-            raise RuntimeError("in a finaliser") from error
-
-def in_a_thread():
-    raise OSError("in a thread")
-
-@atexit.register
-def at_exit():
-    raise LookupError("at exit")
-
-untidy = Untidy()
-helper = threading.Timer(0.2, in_a_thread)
-helper.start()
-"""
-
-
-def test_what_python_reports_besides_ends_no_process(tmp_path: Path) -> None:
-    said = words_of(NOT_THE_END, tmp_path)
-    assert all(word in said for word in ("in a finaliser", "in a thread", "at exit"))
-    assert last_raised(said) is None
-    said = words_of(NOT_THE_END + 'raise ValueError("the end")', tmp_path)
-    assert all(word in said for word in ("in a finaliser", "in a thread", "at exit"))
-    assert last_raised(said) == Raised("ValueError", "the end", "script.py:21 in <module>")
-
-
-def test_an_exception_without_a_message(tmp_path: Path) -> None:
-    found = last_raised(words_of("raise NotImplementedError", tmp_path))
-    assert found == Raised("NotImplementedError", "", "script.py:1 in <module>")
-    assert str(found) == "NotImplementedError"
-
-
-def test_a_script_that_cannot_be_read(tmp_path: Path) -> None:
-    assert last_raised(words_of("import nothing_of_that_name", tmp_path)) == Raised(
-        "ModuleNotFoundError", "No module named 'nothing_of_that_name'", "script.py:1 in <module>"
+def run(script: list[str], where: Path) -> tuple[subprocess.CompletedProcess[str], Raised | None]:
+    reading, report = os.pipe()
+    environment = os.environ | {REPORT: str(report), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(
+        command(script), capture_output=True, text=True, check=False, cwd=where, env=environment, pass_fds=[report]
     )
+    os.close(report)
+    with os.fdopen(reading, "rb") as file:
+        return ended, decode(file.read())
+
+
+def raised_by(script: str, where: Path) -> Raised | None:
+    (where / "script.py").write_text(script)
+    return run(["script.py"], where)[1]
 
 
 @pytest.mark.parametrize(
-    "output",
+    ("script", "expected"),
     [
-        "",
-        "all is well\n",
-        "Traceback (most recent call last):\n",
-        'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\n',
-        "Traceback (most recent call last):\n100% done\n",
+        (CHAINED, Raised("Own", "picture 17", "script.py:11 in second")),
+        (AS_HYDRA, Raised("LookupError", "no such option", "script.py:4 in <module>")),
+        ("raise NotImplementedError", Raised("NotImplementedError", "", "script.py:1 in <module>")),
+        ("import none_such", Raised("ModuleNotFoundError", "No module named 'none_such'", "script.py:1 in <module>")),
+        ("import sys; sys.exit(3)", None),
+        (NOT_THE_END, None),
     ],
-)
-def test_no_whole_traceback(output: str) -> None:
-    assert last_raised(output) is None
+)  # fmt: skip
+def test_what_leaves_a_script(script: str, expected: Raised | None, tmp_path: Path) -> None:
+    assert raised_by(script, tmp_path) == expected
 
 
-def test_what_goes_to_a_terminal() -> None:
-    coloured = (
-        'Epoch 0:  50%\r\x1b[1mTraceback (most recent call last):\x1b[0m\r\n  File \x1b[35m"/a/b.py"\x1b[0m, line '
-        "\x1b[35m7\x1b[0m, in \x1b[35mf\x1b[0m\r\n    g()\r\n\x1b[1;35mValueError\x1b[0m: \x1b[35mno\x1b[0m\r\n"
+AS_IT_IS = """
+import os, sys, pickle
+import beside
+
+class Here:
+    pass
+
+assert pickle.loads(pickle.dumps(Here)) is Here
+print(__name__, sys.argv, __file__, __spec__ and __spec__.name, sys.path[0], "SDPIPE_REPORT" in os.environ)
+print(sorted(name for name in globals() if name != "Here"), sys.modules["__main__"].Here is Here)
+1 / 0
+"""
+
+
+@pytest.mark.parametrize("script", [["within/script.py", "a", "--b"], ["-m", "within.script", "a", "--b"]])
+def test_a_script_runs_as_it_would_by_itself(script: list[str], tmp_path: Path) -> None:
+    within = tmp_path / "within"
+    within.mkdir()
+    (within / "script.py").write_text(AS_IT_IS)
+    (within / "beside.py").touch()
+    (tmp_path / "beside.py").touch()
+    mine, raised = run(script, tmp_path)
+    alone = subprocess.run(
+        [sys.executable, *script], capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ
     )
-    assert last_raised(coloured) == Raised("ValueError", "no", "b.py:7 in f")
+    for different in ("'__cached__', ", "'__annotations__', "):
+        mine.stdout, alone.stdout = mine.stdout.replace(different, ""), alone.stdout.replace(different, "")
+    assert mine.stdout == alone.stdout
+    assert mine.stderr.splitlines()[-4:] == alone.stderr.splitlines()[-4:]
+    assert "supervision" not in mine.stderr
+    assert (mine.returncode, alone.returncode) == (1, 1)
+    assert raised == Raised("ZeroDivisionError", "division by zero", "script.py:11 in <module>")
+
+
+def test_what_is_not_whole() -> None:
+    said = Raised("ValueError", "no", "").encode()
+    assert decode(said) == Raised("ValueError", "no", "")
+    for cut in (b"", said[:-1], b"x\n", b"{}\n"):
+        assert decode(cut) is None
 
 
 def test_the_same_exception_with_other_numbers() -> None:
@@ -137,12 +162,13 @@ def test_the_same_exception_with_other_numbers() -> None:
 def test_failures_that_follow_those_of_other_processes() -> None:
     assert Raised("lightning_sdpipe.errors.WorkerFailedError", "", "").follows_another
     assert Raised("lightning_sdpipe.scheduler.client.RunAborted", "", "").follows_another
+    assert Raised("RuntimeError", "[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "").follows_another
     assert not Raised("ValueError", "", "").follows_another
 
 
 def test_a_process_that_woke_too_late_follows_those_that_went_on(tmp_path: Path) -> None:
     """Stopped for longer than the scheduler waits, it hears of it at whichever of its lines it asks first."""
-    raised = last_raised(words_of(WOKEN, tmp_path))
+    raised = raised_by(WOKEN, tmp_path)
     assert raised is not None
     assert raised.message == "this process of pipeline 0 must end: stage 0 was silent for 31.2 s"
     assert raised.follows_another

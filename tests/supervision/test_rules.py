@@ -17,6 +17,7 @@ from lightning_sdpipe.supervision.events import (
     Finish,
     Launch,
     LaunchScheduler,
+    Raising,
     Say,
     SchedulerEnded,
     Seen,
@@ -151,8 +152,22 @@ def test_too_few_pipelines_end_the_run_by_name() -> None:
     assert made.on(Ended(2, 1, 143), 11.0) == [Finish(1)]
 
 
-def test_a_bug_of_the_script_ends_the_run() -> None:
+def test_an_exception_is_said_when_it_leaves_the_script() -> None:
     made = training()
+    said = "pipeline 1 lost (stage 0: ValueError: sample 17 is no picture); 3 of 4 go on"
+    assert made.on(Raising(1, 1, BUG), 10.0) == [Say(said)]
+    assert made.on(seen(0, 2, 3, at=10.1, gone={"a1": "stage 0 failed"}), 10.2) == [], "that is known"
+    assert made.on(Ended(1, 0, 1, FOLLOWS), 10.5) == []
+    assert made.on(Ended(1, 1, 1, BUG), 11.0) == [Launch(1, 1)]
+    made.on(Raising(1, 1, BUG), 12.0)
+    assert made.on(Tick(), 15.0) == [Stop(1, signal.SIGKILL)], "threads of the script would not let it end"
+    made.on(Ended(1, 0, KILLED), 15.1)
+    assert made.on(Ended(1, 1, KILLED), 15.1) == [Launch(1, 2)]
+    assert made.on(Raising(2, 0, FOLLOWS), 16.0) == [], "another process may say more"
+
+
+def test_a_bug_of_the_script_ends_the_run_before_anybody_trains() -> None:
+    made = rules()
     made.on(Ended(1, 0, 1, BUG), 10.0)
     assert Launch(1, 1) in made.on(Ended(1, 1, 1, FOLLOWS), 10.2)
     other = Raised(BUG.kind, "sample 23 is no picture", BUG.place)
@@ -167,11 +182,18 @@ def test_a_bug_of_the_script_ends_the_run() -> None:
 
 @pytest.mark.parametrize(("kind", "ends"), [("SchedulerError", False), ("RefusedError", True)])
 def test_a_scheduler_that_was_lost_is_no_bug_and_what_it_refuses_is(kind: str, ends: bool) -> None:
-    made, raised = training(), Raised(f"lightning_sdpipe.errors.{kind}", "waited 60 s", "client.py:3 in _wait")
+    made, raised = rules(), Raised(f"lightning_sdpipe.errors.{kind}", "waited 60 s", "client.py:3 in _wait")
     for pipeline in (1, 3):
         made.on(Ended(pipeline, 0, 1, raised), 10.0)
         decisions = made.on(Ended(pipeline, 1, 1, raised), 10.1)
     assert any("the same exception" in line for line in lines(decisions)) == ends
+
+
+def test_of_what_ends_a_pipeline_that_trains_the_scheduler_hears() -> None:
+    made = training()
+    for pipeline in (1, 3):
+        made.on(Ended(pipeline, 0, 1, BUG), 10.0)
+        assert Launch(pipeline, 1) in made.on(Ended(pipeline, 1, 1, FOLLOWS), 10.1)
 
 
 def test_who_cannot_join_does_not_end_those_that_train() -> None:
@@ -263,13 +285,13 @@ def test_a_process_that_fails_after_the_training() -> None:
 
 def test_a_silent_pipeline_ends_by_itself_or_is_killed() -> None:
     made = training()
-    silent = seen(0, 1, 2, at=40.0, gone=frozenset({"a3"}))
+    silent = seen(0, 1, 2, at=40.0, gone={"a3": "stage 0 was silent for 31.0 s"})
     assert made.on(silent, 39.7) == [], "perhaps it ends just now"
-    assert made.on(silent, 40.0) == [Say("pipeline 3 lost (silent); 3 of 4 go on")]
+    assert made.on(silent, 40.0) == [Say("pipeline 3 lost (stage 0 was silent for 31.0 s); 3 of 4 go on")]
     assert made.on(silent, 41.0) == []
     assert made.deadline() == 50.0
     assert made.on(Tick(), 50.0) == [
-        Say("pipeline 3 is killed: it is silent and does not end"),
+        Say("pipeline 3 is killed: 10 s later it has not ended"),
         Stop(3, signal.SIGKILL),
     ]
     assert made.on(Ended(3, 0, KILLED), 50.1) == [], "it was told"
@@ -365,7 +387,7 @@ class Machine:
 
     def look(self, failure: str | None = None) -> None:
         leader = min(self.trains, default=None)
-        gone = frozenset(str(life) for life in range(self.life)) - {*self.trains.values()}
+        gone = {str(life): "lost" for life in range(self.life) if str(life) not in self.trains.values()}
         self.on(Seen(self.now, dict(self.trains), leader, 5, frozenset(self.ever), gone, failure))
 
     def tick(self) -> None:

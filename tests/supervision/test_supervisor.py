@@ -3,12 +3,15 @@ scheduler knows."""
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +21,15 @@ from typing import Any
 
 import pytest
 
+from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.supervision.events import Seen
-from lightning_sdpipe.supervision.output import Terminal
+from lightning_sdpipe.supervision.looking import PERIOD
+from lightning_sdpipe.supervision.output import Log, own_terminal
+from lightning_sdpipe.supervision.script import command
 from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.supervisor import Supervisor
+from lightning_sdpipe.supervision.writing import BUFFERED, Writer
 
 ROOT = Path(__file__).parents[2]
 MAIN = f"import sys; from {__name__} import main; sys.exit(main(*sys.argv[1:]))"
@@ -50,9 +57,14 @@ def main(directory: str, pipelines: str, stages: str, restarts: str) -> int:
         where / "scheduler.log",
     )
     settings = Settings(int(pipelines), int(stages), int(restarts), grace=1.0, farewell=5.0)
-    terminal = Terminal(sys.stdout.buffer, sys.stderr.buffer)
-    command = [sys.executable, "-S", str(TOY), directory]
-    return Supervisor(settings, command, {"OMP_NUM_THREADS": "1"}, scheduler, look, where, terminal).run()
+    terminal = own_terminal()
+    terminal.log = Log(where / "supervisor.log", terminal.say)
+    try:
+        return Supervisor(
+            settings, command([str(TOY), directory]), {"OMP_NUM_THREADS": "1"}, scheduler, look, where, terminal
+        ).run()
+    finally:
+        terminal.close()
 
 
 def runs(directory: Path, pipeline: int, rank: int) -> str | None:
@@ -67,21 +79,20 @@ def runs(directory: Path, pipeline: int, rank: int) -> str | None:
 class Run:
     """A supervisor, what it says, and the toys under it."""
 
-    def __init__(self, directory: Path, pipelines: int, stages: int, restarts: int) -> None:
+    def __init__(self, directory: Path, pipelines: int, stages: int, restarts: int, **outputs: Any) -> None:
         self.directory, self.size = directory, (pipelines, stages)
         self.seen: set[int] = set()
         arguments = [str(directory), *map(str, (pipelines, stages, restarts))]
         self.process = subprocess.Popen(
             [sys.executable, "-c", MAIN, *arguments],
             cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True} | outputs,
         )
         self.out, self.err = io.BytesIO(), io.BytesIO()
         self._readers = [
             threading.Thread(target=self._copy, args=pair, daemon=True)
             for pair in ((self.process.stdout, self.out), (self.process.stderr, self.err))
+            if not outputs
         ]
         for reader in self._readers:
             reader.start()
@@ -134,8 +145,10 @@ def lives(pid: int) -> bool:
 
 
 @contextmanager
-def supervised(directory: Path, pipelines: int = 3, stages: int = 1, restarts: int = 5) -> Iterator[Run]:
-    run = Run(directory, pipelines, stages, restarts)
+def supervised(
+    directory: Path, pipelines: int = 3, stages: int = 1, restarts: int = 5, **outputs: Any
+) -> Iterator[Run]:
+    run = Run(directory, pipelines, stages, restarts, **outputs)
     try:
         yield run
     finally:
@@ -177,11 +190,13 @@ def test_a_killed_stage_comes_back_and_all_finish(tmp_path: Path) -> None:
 
 
 def test_a_script_with_a_bug_ends_the_run_by_name(tmp_path: Path) -> None:
+    (tmp_path / "nobody-trains").touch()
     with supervised(tmp_path) as run:
         run.all_run()
-        run.says("all 3 pipelines train")
         run.order("raise sample 17 is bad", 0)
-        assert run.says("pipeline 0 lost") == "pipeline 0 lost (stage 0: ValueError: sample 17 is bad); 2 of 3 go on"
+        assert (
+            run.says("pipeline 0 lost") == "pipeline 0 lost (stage 0: ValueError: sample 17 is bad); nobody trains yet"
+        )
         run.order("raise sample 5 is bad", 2)
         assert run.ends() == 1
         assert run.lines()[-1].startswith(
@@ -189,6 +204,19 @@ def test_a_script_with_a_bug_ends_the_run_by_name(tmp_path: Path) -> None:
             "ValueError: sample 5 is bad (toy.py:"
         )
         assert b"ValueError: sample 17" in run.err.getvalue(), "its progress and errors were the terminal's"
+        assert b"script.py" not in run.err.getvalue(), "as if the script were run by itself"
+
+
+def test_why_a_process_fails_is_said_though_it_does_not_end(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as run:
+        run.all_run()
+        run.says("all 2 pipelines train")
+        run.order("linger sample 17 is bad", 1)
+        assert run.says("pipeline 1 lost") == "pipeline 1 lost (stage 0: ValueError: sample 17 is bad); 1 of 2 go on"
+        run.says("pipeline 1 is back")
+        run.order("exit 0")
+        assert run.ends() == 0
+        assert not any("killed" in line or "silent" in line for line in run.lines())
 
 
 def test_a_script_that_never_trains(tmp_path: Path) -> None:
@@ -226,8 +254,10 @@ def test_no_orphans_of_a_killed_supervisor(tmp_path: Path) -> None:
     with supervised(tmp_path, 2, 2) as run:
         run.all_run()
         children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-        assert len(children) == 5, "and the scheduler"
+        assert len(children) == 6, "and the scheduler, and what kills the rest"
         run.seen |= {int(pid) for pid in children}
+        run.order(f"child {tmp_path / 'helper'}", 1)
+        run.seen.add(int(run.until(lambda: (tmp_path / "helper").exists() and (tmp_path / "helper").read_text())))
         run.process.kill()
         assert run.ends() == -signal.SIGKILL
 
@@ -237,7 +267,8 @@ def test_a_killed_scheduler_starts_again_at_its_address(tmp_path: Path) -> None:
         (toy,) = run.all_run()
         address = json.loads((tmp_path / "runs-0-0").read_text())["SDPIPE_SCHEDULER"]
         children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-        (scheduler,) = {int(pid) for pid in children} - {toy}
+        keeper = int(next(pid for pid in children if b"kept.py" in Path(f"/proc/{pid}/cmdline").read_bytes()))
+        (scheduler,) = {int(pid) for pid in children} - {toy, keeper}
         os.kill(scheduler, signal.SIGKILL)
         run.says("the scheduler ended (killed); it starts again")
         from lightning_sdpipe.scheduler.connection import ask_status
@@ -277,8 +308,13 @@ def test_on_a_terminal_the_leader_has_one_too(tmp_path: Path) -> None:
         shown = b""
         while b"all 2 pipelines train" not in shown:
             shown += os.read(ours, 4096)
-        assert b"rank 0 of pipeline 0 runs" in shown
-        assert b"pipeline 1 runs" not in shown
+        time.sleep(2 * PERIOD)  # the first that runs leads until then
+        (tmp_path / "do-1-0").write_text('print "another\\n"')
+        (tmp_path / "do-0-0").write_text('print "the leader\\n"')
+        shown = b""
+        while b"the leader" not in shown:
+            shown += os.read(ours, 4096)
+        assert b"another" not in shown
         leader = runs(tmp_path, 0, 0)
         assert os.readlink(f"/proc/{leader}/fd/1").startswith("/dev/pts/")
         (tmp_path / "do-all").write_text("exit 0")
@@ -287,6 +323,99 @@ def test_on_a_terminal_the_leader_has_one_too(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         os.close(ours)
+
+
+def test_why_a_scheduler_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    log.write_text("früher\n")
+    scheduler = StandingScheduler(["--num-stages", "0"], "tcp://127.0.0.1:*", dict(os.environ), log)
+    refused = r"^the scheduler did not start: (?!.*did not start).*--num-pipelines; .*log has what it printed$"
+    with pytest.raises(SchedulerError, match=refused):
+        scheduler.start()
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(SchedulerError, match=r"did not start: it ended without a word; .*log has"):
+        scheduler.start()
+    scheduler.close()
+
+
+@pytest.mark.parametrize("output", ["unread", "full", "gone"])
+def test_no_output_holds_up_the_supervisor_or_ends_it(tmp_path: Path, output: str) -> None:
+    """A pipe that nobody reads, a full disk, and a terminal that is closed under nohup."""
+    if output == "unread":
+        ours, theirs = os.pipe()
+    elif output == "gone":
+        ours, theirs = os.openpty()
+    else:
+        ours, theirs = os.open(os.devnull, os.O_RDONLY), os.open("/dev/full", os.O_WRONLY)
+
+    def leads() -> None:
+        os.setsid()
+        if output == "gone":
+            fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    options = {"stdout": theirs, "stderr": theirs, "start_new_session": False, "preexec_fn": leads}
+    with supervised(tmp_path, 2, **options) as run:
+        os.close(theirs)
+        first = run.all_run()
+        if output == "gone":
+            os.close(ours)
+        said = tmp_path / "supervisor.log"
+        run.until(lambda: "all 2 pipelines train" in said.read_text())
+        run.order(f"repeat {3 * BUFFERED}", 0)
+        run.until(lambda: (tmp_path / "pipeline-0.log").stat().st_size > 3 * BUFFERED)
+        os.kill(first[1], signal.SIGKILL)
+        asked = time.monotonic()
+        run.until(lambda: "pipeline 1 lost" in said.read_text())
+        assert time.monotonic() - asked < 0.5
+        assert run.pid(1) != first[1]
+        run.process.send_signal(signal.SIGTERM)
+        asked = time.monotonic()
+        run.until(lambda: "the run ends: SIGTERM" in said.read_text())
+        assert time.monotonic() - asked < 0.5
+        assert run.ends() == 143
+        if output == "unread":
+            shown = b""
+            while data := os.read(ours, 1 << 16):
+                shown += data
+            assert b"sdpipe: all 2 pipelines train\n" in shown
+    if output != "gone":
+        os.close(ours)
+
+
+def test_a_reader_that_paused_hears_what_it_has_missed() -> None:
+    ours, theirs = os.pipe()
+    writer = Writer(theirs)
+    for _ in range(3):
+        writer.put(b"x" * (BUFFERED // 2))
+    writer.put(b"sdpipe: important\n", important=True)
+    shown = b""
+    while not shown.endswith(b"important\n"):
+        shown += os.read(ours, 1 << 16)
+    assert shown.count(b"x") in (BUFFERED, 3 * BUFFERED // 2)
+    if shown.count(b"x") == BUFFERED:
+        note = f"\nsdpipe: {BUFFERED // 2} bytes of output were dropped here, since they were not taken\n"
+        assert shown.endswith(note.encode() + b"sdpipe: important\n")
+    writer.close()
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_log_on_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = Log(tmp_path / "log", said.append)
+    log.write("", b"one")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, limits[1]))
+    try:
+        for line in (b"two", b"three"):
+            log.write("", line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.write("", b"four")
+    log.close()
+    assert (tmp_path / "log").read_bytes() == b"one\ntw\n--- 2 lines could not be written ---\nfour\n"
+    assert said == [f"{tmp_path / 'log'} cannot be written now (File too large); the run goes on without it"]
 
 
 def test_a_reserved_port_is_free_for_torchs_store_only() -> None:
