@@ -11,23 +11,23 @@ from typing import TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.events import Count, Worker
 
 
 class Member(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """A pipeline that trains, and which start of it."""
 
-    pipeline: int
-    incarnation: int
+    pipeline: Count
+    incarnation: Count
 
 
 class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
     """From now on ``members`` are in the run, the oldest first; ``lost`` are pipelines that no longer are."""
 
-    number: int
+    number: Count
     members: tuple[Member, ...]
     reason: str
-    lost: tuple[int, ...] = ()
+    lost: tuple[Count, ...] = ()
 
     @property
     def leader(self) -> int:
@@ -185,12 +185,12 @@ class Met(msgspec.Struct, frozen=True, gc=False, tag="met"):
     alone.
     """
 
-    stage: int
+    stage: Count
     key: str
-    pipelines: tuple[int, ...]
+    pipelines: tuple[Count, ...]
     values: tuple[bytes, ...]
-    sequence: int
-    epoch: int = 0
+    sequence: Count
+    epoch: Count = 0
     past: bool = False
 
 

@@ -131,9 +131,7 @@ class Elastic:
     def handle(self, peer: bytes, request: e.Request, now: float) -> None:
         """A message about membership."""
         worker, incarnation, core = request.worker, request.incarnation, self.membership
-        if peer != e.peer_of(worker, incarnation):
-            self._run.ignore("impersonating", peer, f"it speaks for worker {worker}")
-        elif isinstance(request, e.Enrol | e.Resume):
+        if isinstance(request, e.Enrol | e.Resume):
             self._comes(peer, request, now)
         elif self._presence.incarnations.get(worker) == incarnation:
             self._presence.hear(worker, now)

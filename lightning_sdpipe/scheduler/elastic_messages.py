@@ -7,21 +7,23 @@ later; these name what they belong to. All travel in the frames of :mod:`lightni
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.events import Count, Worker
 from lightning_sdpipe.policies.members import Donate, Epoch, Met, Receive
+
+Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 
 
 class ElasticRequest(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     """Of a worker of the start ``incarnation`` of its pipeline's job."""
 
     worker: Worker
-    incarnation: int
-    number: int
+    incarnation: Count
+    number: Count
 
 
 class Enrol(ElasticRequest, frozen=True, gc=False, tag="enrol"):
@@ -35,7 +37,7 @@ class Resume(ElasticRequest, frozen=True, gc=False, tag="resume"):
 
     fingerprint: dict[str, str]
     epoch: Epoch
-    holds: tuple[int, ...]
+    holds: tuple[Count, ...]
     met: tuple[Met, ...]
 
 
@@ -43,8 +45,8 @@ class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):
     """The worker lives. ``epoch`` is the newest that it heard of (0: none); ``enrolled`` says that it wants to take
     part, and ``held`` that it begins no turn, since it was told so."""
 
-    holds: tuple[int, ...]
-    epoch: int
+    holds: tuple[Count, ...]
+    epoch: Count
     enrolled: bool
     held: bool = False
 
@@ -53,7 +55,7 @@ class TellSnapshot(ElasticRequest, frozen=True, gc=False, tag="snapshot"):
     """See :class:`~lightning_sdpipe.policies.members.Snapshot`."""
 
     transfer: str
-    update: int
+    update: Count
     state: str
 
 
@@ -75,14 +77,14 @@ class AskRegroup(ElasticRequest, frozen=True, gc=False, tag="regroup"):
     """The worker did not get the result of ``group``; ``together``: all members take it over, or none (gradients)."""
 
     group: Group
-    holds: tuple[int, ...]
+    holds: tuple[Count, ...]
     together: bool
 
 
 class TellCompleted(ElasticRequest, frozen=True, gc=False, tag="completed"):
     """The worker has the result of the group ``sequence``."""
 
-    sequence: int
+    sequence: Count
 
 
 class Depart(ElasticRequest, frozen=True, gc=False, tag="depart"):
@@ -110,7 +112,7 @@ class Add(ElasticRequest, frozen=True, gc=False, tag="add"):
     """Adds to the number at ``key``, which is 0 at first."""
 
     key: str
-    amount: int
+    amount: Amount
 
 
 class Remove(ElasticRequest, frozen=True, gc=False, tag="remove"):

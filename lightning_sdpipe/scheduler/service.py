@@ -19,12 +19,13 @@ from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Answered, Broken, Joined, Left, Lost, Progress, Ready, Tick, Worker
 from lightning_sdpipe.policies.leases import Asked, LeaseEvent, Segment, Told, Trained
-from lightning_sdpipe.policies.membership import Membership
+from lightning_sdpipe.policies.membership import MOST_PIPELINES, Membership
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
+from lightning_sdpipe.scheduler.contradictions import contradiction
 from lightning_sdpipe.scheduler.decider import Decider, PolicyFailed
 from lightning_sdpipe.scheduler.elastic import Elastic
 from lightning_sdpipe.scheduler.elastic_run import ElasticRun
@@ -91,6 +92,7 @@ class SchedulerService:
         self._looks_back = config.looks_back
         self._mesh = (num_stages, num_pipelines)
         self._capacity = num_pipelines
+        self._most_pipelines = num_pipelines if elastic is None else max(num_pipelines, MOST_PIPELINES)
         self.log = EventLog() if log is None else log
         self.log.remember(EVENTS_PER_WORKER * num_stages * num_pipelines)
         self.log.tell(self.overview)
@@ -135,13 +137,20 @@ class SchedulerService:
         """A message from the peer that calls itself ``peer``."""
         if isinstance(request, m.AskStatus):
             return [(peer, m.StatusReply(self.status(now)))]
+        worker = request.worker
+        if isinstance(request, e.ElasticRequest):
+            speaks_for_itself = peer == e.peer_of(worker, request.incarnation)
+        else:
+            speaks_for_itself = self._sessions.is_socket_of(peer, worker, request.session)
+        if not speaks_for_itself:
+            self.ignore("impersonating", peer, f"it speaks for worker {worker}")
+            return []
+        if (reason := contradiction(request, self._mesh[0], self._most_pipelines)) is not None:
+            self._deny(peer, request, reason)
+            return self._sent()
         if isinstance(request, e.ElasticRequest):
             self._of_membership(peer, request, now)
             return self._sent()
-        worker = request.worker
-        if not self._sessions.is_socket_of(peer, worker, request.session):
-            self.ignore("impersonating", peer, f"it speaks for worker {worker}")
-            return []
         try:
             if self.elastic is not None and not self.elastic.admits(peer, request, now):
                 return self._sent()
@@ -551,6 +560,13 @@ class SchedulerService:
     def _sent(self) -> list[Addressed]:
         sent, self._outbox = self._outbox, []
         return sent
+
+    def _deny(self, peer: bytes, request: m.Request | e.Request, reason: str) -> None:
+        if isinstance(request, e.ElasticRequest):
+            self.ignore("refused", peer, reason)
+            self._say(peer, e.Denial(reason, request.number))
+        else:
+            self._refuse(request, peer, reason)
 
     def _refuse(self, request: m.Request, peer: bytes, reason: str) -> None:
         self.ignore("refused", peer, reason)
