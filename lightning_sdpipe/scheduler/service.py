@@ -369,7 +369,7 @@ class SchedulerService:
             self._say(peer, m.Abort(self.failure))
         elif (lease := dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
             self._say(peer, m.Dealt(lease))
-        elif dealer.asks_for_book(worker.pipeline, segment):
+        elif dealer.asks_for_book(worker, segment):
             self._say(peer, m.AskLeases())
         else:
             self._asking[worker] = peer, segment, request.ordinal
@@ -384,7 +384,7 @@ class SchedulerService:
             return
         worker, (segment, done) = heartbeat.worker, heartbeat.dealt
         self._check_exists(worker)
-        if self._decider.dealer.asks_for_book(worker.pipeline, segment):
+        if self._decider.dealer.asks_for_book(worker, segment):
             self._say(peer, m.AskLeases())
         else:
             self._deal(Trained(worker, segment, done), now)
@@ -607,7 +607,7 @@ class SchedulerService:
         sessions, dealer = self._sessions.of_stage(asker.stage), self._decider.dealer
         workers = {session.worker for session in sessions if session.state is COMPUTING}
         if asker in self._asking:
-            workers.update(dealer.behind(), (Worker(asker.stage, pipeline) for pipeline in dealer.untold()))
+            workers.update(dealer.behind(), dealer.untold())
         return tuple(sorted(workers - {asker}))
 
     def _check_mesh(self, request: m.Hello | m.Join) -> None:
