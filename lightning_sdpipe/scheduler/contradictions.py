@@ -19,7 +19,8 @@ SNAPSHOT_STATES = ("past", "pending", "taken")
 def contradiction(request: m.Request | e.Request, num_stages: int, most_pipelines: int) -> str | None:
     """Why ``request`` cannot be meant in a run of ``num_stages`` stages and so many pipelines; None if it can."""
     worker = request.worker
-    if worker.stage >= num_stages or worker.pipeline >= most_pipelines:
+    exists = worker.stage < num_stages and worker.pipeline < most_pipelines
+    if not exists and not isinstance(request, e.Enrol):  # whose refusal says what to set
         return f"worker {worker} does not exist in {num_stages} stages × at most {most_pipelines} pipelines"
     match request:
         case m.Join(answers=answers):

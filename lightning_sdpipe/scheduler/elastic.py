@@ -145,6 +145,10 @@ class Elastic:
             self._from_a_stranger(peer, request, now)
         self._proceed(now)
 
+    def knows_line(self, nonce: bytes) -> bool:
+        """Was ``nonce`` given to a process that is there? May be asked by another thread."""
+        return self._presence.knows_line(nonce)
+
     def line_ended(self, nonce: bytes, now: float) -> None:
         """The connection of the process that was given ``nonce`` is closed."""
         of = self._presence.of_line(nonce)
