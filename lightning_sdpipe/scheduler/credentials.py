@@ -103,15 +103,14 @@ def own_keys() -> tuple[Path, Path]:
 
 def worker_keys(address: str, key_file: str | Path | None) -> WorkerKeys | None:
     """A worker's keys for the scheduler at ``address``: those of ``key_file``; without one, on loopback, those of
-    :func:`own_keys` if there are any.
+    :func:`own_keys`.
 
     Raises:
         ConfigurationError: the file cannot be read, or others can read it.
     """
-    if key_file is not None:
-        return read_worker_keys(Path(key_file))
-    own = _own_directory() / WORKER_KEY_FILE
-    return read_worker_keys(own) if is_loopback(address) and own.exists() else None
+    if key_file is None and is_loopback(address):
+        key_file = own_keys()[1]
+    return None if key_file is None else read_worker_keys(Path(key_file))
 
 
 def _own_directory() -> Path:
