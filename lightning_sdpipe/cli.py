@@ -28,9 +28,10 @@ from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import (
-    WorkerKeys,
+    is_loopback,
+    own_keys,
     read_scheduler_keys,
-    read_worker_keys,
+    worker_keys,
     write_keys,
 )
 from lightning_sdpipe.scheduler.event_log import LIMIT, differences, read_log
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
     scheduler = commands.add_parser("scheduler", help="serve a run until interrupted")
     scheduler.add_argument("--bind", default="tcp://127.0.0.1:5555", help="address (default: %(default)s)")
-    scheduler.add_argument("--key-file", type=Path, help="scheduler.key; required beyond loopback")
+    scheduler.add_argument("--key-file", type=Path, help="scheduler.key; on loopback this account's own by default")
     scheduler.add_argument("--num-stages", type=int, required=True, help="M, the stages of a pipeline")
     scheduler.add_argument("--num-pipelines", type=int, required=True, help="N, the pipelines")
     scheduler.add_argument(
@@ -167,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser("status", help="show stages × pipelines and what they do")
     status.add_argument("address", help="as in tcp://127.0.0.1:5555")
-    status.add_argument("--key-file", type=Path, help="worker.key, if the scheduler has keys")
+    status.add_argument("--key-file", type=Path, help="worker.key; on loopback this account's own by default")
     form = status.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object, for machines")
     form.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="refresh (needs rich)")
@@ -197,13 +198,17 @@ def _scheduler(options: argparse.Namespace) -> int:
         stream=sys.stderr,
     )
     check_integer("--log-limit", options.log_limit, 1, "MiB")
+    key_file = options.key_file
+    if key_file is None and is_loopback(options.bind):
+        key_file, worker_file = own_keys()
+        logging.info("only your account may connect: workers take %s unless SDPIPE_KEY_FILE names another", worker_file)
     by_file = None if options.policy_file is None else policy_file.read(options.policy_file)
     server = Server(
         by_file or registry.from_text(options.policy, options.set),
         options.num_stages,
         options.num_pipelines,
         options.bind,
-        keys=None if options.key_file is None else read_scheduler_keys(options.key_file),
+        keys=None if key_file is None else read_scheduler_keys(key_file),
         worker_timeout=options.worker_timeout,
         log=options.log,
         log_limit=options.log_limit << 20,
@@ -224,7 +229,7 @@ def _scheduler(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    keys: WorkerKeys | None = None if options.key_file is None else read_worker_keys(options.key_file)
+    keys = worker_keys(options.address, options.key_file)
 
     def ask() -> Status:
         return ask_status(options.address, credentials=keys, timeout=options.timeout)

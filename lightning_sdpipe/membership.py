@@ -24,7 +24,7 @@ from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
-from lightning_sdpipe.scheduler.credentials import WorkerKeys, read_worker_keys
+from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
 
 _BY_SIGNAL: Mapping[type[BaseException], str] = {
@@ -51,7 +51,7 @@ def standing_scheduler(address: str | None, key_file: str | Path | None) -> Sche
     if address is None:
         return None
     key_file = key_file or os.environ.get("SDPIPE_KEY_FILE")
-    return SchedulerAddress(address, read_worker_keys(Path(key_file)) if key_file else None)
+    return SchedulerAddress(address, worker_keys(address, key_file or None))
 
 
 def scheduler_log(directory: str | Path | None, standing: SchedulerAddress | None) -> Path | None:
@@ -73,8 +73,7 @@ def start_scheduler(
 ) -> tuple[EmbeddedScheduler | None, SchedulerAddress]:
     """Rank 0 starts the run's own scheduler, which writes a ``log``; every rank must call it and gets its address.
 
-    Its keys, which it has when ``bind`` is not loopback, go through the run's process group: not through the command
-    line, the environment or a file.
+    Its keys go through the run's process group: not through the command line, the environment or a file.
     """
     scheduler, told = None, b""
     if dist.get_rank() == 0:
@@ -84,7 +83,7 @@ def start_scheduler(
     everybody = dist.group.WORLD
     assert everybody is not None
     answer = json.loads(p2p.broadcast_bytes(told, 0, everybody))
-    return scheduler, SchedulerAddress(answer["address"], msgspec.convert(answer["keys"], WorkerKeys | None))
+    return scheduler, SchedulerAddress(answer["address"], msgspec.convert(answer["keys"], WorkerKeys))
 
 
 def connect(

@@ -52,10 +52,17 @@ def no_garbage_of_others() -> None:
     gc.collect()
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In place of the one in the home directory."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def own_environment() -> Iterator[None]:
+def own_environment(cache: Path) -> Iterator[None]:
     """Lightning keeps seeds and ports in the environment, where the next test would find them."""
     before = dict(os.environ)
+    os.environ["XDG_CACHE_HOME"] = str(cache)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     yield

@@ -7,9 +7,8 @@ from lightning_sdpipe.membership import connect, standing_scheduler, start_sched
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler import process
-from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, write_keys
-from lightning_sdpipe.scheduler.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, write_keys
+from tests.scheduler.live_scheduler import serving
 from tests.workers import run_workers
 
 MESH = (4, 2)
@@ -35,18 +34,18 @@ def take_part(rank: int, address: str | None) -> tuple[int, bool]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_rank_zero_starts_one_and_everybody_finds_it(encrypted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_zero_starts_one_and_everybody_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SDPIPE_SCHEDULER", raising=False)
-    monkeypatch.setattr(process, "is_loopback", lambda _: not encrypted)  # without listening for other machines
-    assert run_workers(4, take_part, None) == [(2, encrypted)] * 4
+    assert run_workers(4, take_part, None) == [(2, True)] * 4
 
 
 @pytest.mark.distributed
 def test_a_scheduler_that_runs_already_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EmbeddedScheduler.start(SemiDecentralized(window=30.0), 2, 2) as standing:
+    """By the keys of this account, where none are named."""
+    keys = read_scheduler_keys(own_keys()[0])
+    with serving(SemiDecentralized(window=30.0), 2, 2, keys=keys) as standing:
         monkeypatch.setenv("SDPIPE_SCHEDULER", standing.address)
-        assert run_workers(4, take_part, None) == [(2, False)] * 4
+        assert run_workers(4, take_part, None) == [(2, True)] * 4
 
 
 def test_the_key_file_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

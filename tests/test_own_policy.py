@@ -19,6 +19,7 @@ from lightning_sdpipe.cli import main
 from lightning_sdpipe.configuration import check
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.policies import Worker, registry
+from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.event_log import differences, read_log
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
 from lightning_sdpipe.simulate import simulate
@@ -75,9 +76,9 @@ def test_it_is_found_checked_and_simulated(own: ModuleType) -> None:
 
 
 def test_a_scheduler_in_this_process_and_in_another_serve_it(own: ModuleType, tmp_path: Path) -> None:
-    def train(address: str) -> None:
+    def train(address: str, credentials: WorkerKeys | None = None) -> None:
         workers = [Worker(0, i) for i in range(3)]
-        with clients(address, *workers) as (a, b, c):
+        with clients(address, *workers, credentials=credentials) as (a, b, c):
             for client in (a, b, c):
                 client.join()
             for iteration, members in ((0, (0, 1)), (1, (1, 2))):
@@ -92,7 +93,7 @@ def test_a_scheduler_in_this_process_and_in_another_serve_it(own: ModuleType, tm
         train(server.address)
     log = tmp_path / "scheduler.jsonl"
     with EmbeddedScheduler.start(own.RoundRobin(), 1, 3, log=log) as scheduler:
-        train(scheduler.address)
+        train(scheduler.address, credentials=scheduler.credentials)
     (record,) = read_log(log)
     assert record.beginning.policy == {"type": NAME, "size": 2}
     assert list(differences(record.policy(), record.dealer(), record.entries)) == []

@@ -36,7 +36,7 @@ from lightning_sdpipe.elastic.replica import ElasticReplica
 from lightning_sdpipe.elastic.store import SchedulerStore
 from lightning_sdpipe.elastic.turns import ElasticTurns
 from lightning_sdpipe.elastic.words import Kind, Word, Words
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.launching.elastic_job import ElasticJob
@@ -49,7 +49,7 @@ from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.run import Run
 from lightning_sdpipe.scheduler import policy_file
-from lightning_sdpipe.scheduler.elastic_client import Receive, Start, Told
+from lightning_sdpipe.scheduler.elastic_client import CancelledError, Receive, Start, Told
 from lightning_sdpipe.sync.exchanges import among_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
@@ -61,7 +61,7 @@ from lightning_sdpipe.training import Training
 log = logging.getLogger(__name__)
 
 _CONNECTING = 20.0  # seconds
-_LEAVING = "sdpipe/leaving"  # in the store of the pipeline's own world
+_WHOLE_RUN = 1e9  # seconds
 
 
 class ElasticRun(Run):
@@ -79,6 +79,7 @@ class ElasticRun(Run):
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N is not known yet
         self._leads = False
         self._leaving = False
+        self._closed = False
         self._here: Callable[[Collection[int]], Collection[int]] = lambda members: members
         self._others_led = False
         leading.take_place(job.rank, False)
@@ -254,6 +255,8 @@ class ElasticRun(Run):
             leading.show_progress(trainer, underway=False)
         self._others_led = not self._leads
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[method-assign]
+        if self._mesh.num_stages > 1 and self._words.speaks:
+            threading.Thread(target=self._hear_of_leaving, name="sdpipe leaving", daemon=True).start()
 
     def _receive(self, what: Receive) -> dict[str, Any]:
         store = self._transfer_store(what.transfer)
@@ -312,7 +315,7 @@ class ElasticRun(Run):
         return [json.loads(p2p.broadcast_bytes(said, rank, everybody)) for rank in ranks]
 
     def _asked(self) -> Word | None:
-        if self._leaving or self._another_stage_leaves():
+        if self._leaving:
             return Word(Kind.LEAVE)
         donate = self._line.line.donation
         return None if donate is None else Word(Kind.DONATE, donate.transfer)
@@ -348,14 +351,25 @@ class ElasticRun(Run):
             if self._mesh.num_stages > 1 and not self._words.speaks:
                 threading.Thread(target=self._tell_stage_zero, daemon=True).start()
 
-    def _tell_stage_zero(self) -> None:
-        dist.distributed_c10d._get_default_store().set(_LEAVING, "1")
+    @property
+    def _leaving_key(self) -> str:
+        """In the scheduler's store, which only the run's own processes reach; the pipeline's TCPStore has no keys."""
+        return f"leaving-{self._job.pipeline}-{self._line.line.incarnation:x}/now"
 
-    def _another_stage_leaves(self) -> bool:
-        several = self._mesh.num_stages > 1
-        return several and bool(dist.distributed_c10d._get_default_store().check([_LEAVING]))
+    def _tell_stage_zero(self) -> None:
+        self._line.line.put(self._leaving_key, b"1")
+
+    def _hear_of_leaving(self) -> None:
+        """On stage 0, in a thread of its own: another stage was told to end."""
+        try:
+            self._line.line.wait([self._leaving_key], _WHOLE_RUN, cancelled=lambda: self._closed)
+        except (CancelledError, SchedulerError, WorkerFailedError) as error:
+            log.debug("no word of leaving came: %s", error)
+        else:
+            self._leaving = True
 
     def close(self) -> None:
+        self._closed = True
         if self._membership is not None:
             _ = self.leads
             self._line.depart(finished=True)

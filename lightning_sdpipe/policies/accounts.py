@@ -29,7 +29,12 @@ class Account:
         """It finishes what it holds at ``base`` + its batches × ``seconds``."""
         self.asked = -1
         """The newest ordinal that some stage asked for."""
-        self.told = False
+        self.told: set[int] = set()
+        """Stages that have told what they were dealt by an earlier dealer."""
+
+    def has_told(self, num_stages: int) -> bool:
+        """Have all stages? One may have heard of a lease of which another has not."""
+        return len(self.told) == num_stages
 
     @property
     def open(self) -> bool:

@@ -14,7 +14,8 @@ batches are each dealt once; when all are trained, the segment is over, so at a 
 - There may be nothing for who asks: all is dealt, or others are faster. It gets an empty lease, trains what it still
   holds, and asks again; that ask stays open until batches come back or somebody else stalls, or the segment is over.
 - A dealer that has dealt nothing yet may be a scheduler that was restarted in mid-epoch. Before it decides anything,
-  every pipeline tells what it was dealt. What nobody has heard of has not been trained.
+  every stage of every pipeline tells what it was dealt: one may have heard of a lease that is on its way to another.
+  A lease that no stage has heard of has not been trained.
 """
 
 from __future__ import annotations
@@ -109,13 +110,12 @@ class Dealer:
         """Pipelines below that number may hold leases: those of the plan, and who was widened for."""
         return len(self._accounts)
 
-    def asks_for_book(self, pipeline: int, segment: Segment) -> bool:
-        """Should the pipeline tell what it was dealt in ``segment``?"""
-        if self.segment is None:
+    def asks_for_book(self, worker: Worker, segment: Segment) -> bool:
+        """Should ``worker`` tell what it was dealt in ``segment``?"""
+        if self.segment is None or (self._recovering and self._is_newer(segment)):
             return True
-        return self._recovering and (
-            self._is_newer(segment) or (segment == self.segment and not self._accounts[pipeline].told)
-        )
+        told = self._accounts[worker.pipeline].told
+        return segment == self.segment and worker.stage not in told and (self._recovering or bool(told))
 
     def still_training(self) -> list[int]:
         """Pipelines that were dealt something that not all of their stages have trained."""
@@ -138,10 +138,13 @@ class Dealer:
             if self._accounts[pipeline].trained.get(stage, 0) < self._accounts[pipeline].leased
         ]
 
-    def untold(self) -> list[int]:
-        """Pipelines that have to tell what they were dealt before anything else is."""
+    def untold(self) -> list[Worker]:
+        """The workers that have to tell what they were dealt before anything else is."""
         return [
-            i for i, account in enumerate(self._accounts) if self._recovering and account.present and not account.told
+            Worker(stage, i)
+            for i, account in enumerate(self._accounts)
+            for stage in range(self._num_stages)
+            if account.present and stage not in account.told and (self._recovering or account.told)
         ]
 
     # ---------------------------------------------------------------- segments
@@ -194,9 +197,9 @@ class Dealer:
     def _hear_book(self, told: Told, now: float) -> list[Lease]:
         account, segment = self._account(told.worker, told.done), told.segment
         begins = self._is_newer(segment)
-        is_known = begins or account.told or bool(account.leases)
-        if self.segment is not None and not self._recovering and is_known:
-            return []  # another worker of its pipeline was faster
+        known = begins or told.worker.stage in account.told or (account.leases and not account.told)
+        if self.segment is not None and not self._recovering and known:
+            return []  # it has told, or holds what this dealer has dealt
         if not begins and segment != self.segment:
             return []
         whole = [range(segment.start, segment.stop)]
@@ -215,7 +218,8 @@ class Dealer:
         self._left = left
         account.leases += news
         account.leased += sum(lease.size for lease in news)
-        account.present = account.told = True
+        account.present = True
+        account.told.add(told.worker.stage)
         account.hear(told.worker.stage, told.done, now)
         self._over = self._over or told.over
         return self._settle(now)
@@ -238,11 +242,13 @@ class Dealer:
     def _settle(self, now: float) -> list[Lease]:
         """Decides the asks that are open, as far as they can be."""
         if self._recovering:
-            if not all(account.told or not account.present for account in self._accounts):
+            if not all(account.has_told(self._num_stages) or not account.present for account in self._accounts):
                 return []
             self._recovering = False
         decided: list[Lease] = []
         for pipeline, account in enumerate(self._accounts):
+            if account.told and not account.has_told(self._num_stages):
+                continue
             if account.open and not account.waits:
                 lease = None if self._over else self._lease(pipeline, self._quotas(now), now)
                 decided.append(self._record(lease or self._empty(pipeline, self._over)))

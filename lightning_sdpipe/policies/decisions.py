@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.events import Count, Worker
 
+Weight: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 TOLERANCE = 1e-9
 """By how much the weights of a group may miss 1."""
 
@@ -57,13 +58,13 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     """
 
     members: tuple[Worker, ...]
-    weights: tuple[float, ...]
-    sequence: int
+    weights: tuple[Weight, ...]
+    sequence: Count
     reason: str
     passive: tuple[Worker, ...] = ()
     neighbours: tuple[tuple[Worker, ...], ...] = ()
     standing: tuple[Worker, ...] = ()
-    epoch: int = 0
+    epoch: Count = 0
 
     @property
     def stage(self) -> int:

@@ -5,16 +5,23 @@ A policy hears of every event in order, with its time. Nothing else reaches it: 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""An integer that a message may hold: counting on from it stays within 64 bits."""
+Last: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)]
+"""The number of what was last, or -1 before the first."""
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+"""A length of time that a message may hold."""
 
 
 class Worker(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """Worker (j, i) of SDPipe §3: runs stage ``stage`` of pipeline ``pipeline``, both from 0."""
 
-    stage: int
-    pipeline: int
+    stage: Count
+    pipeline: Count
 
     def __str__(self) -> str:
         return f"(stage {self.stage}, pipeline {self.pipeline})"

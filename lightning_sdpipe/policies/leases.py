@@ -5,21 +5,24 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.policies.events import Widened, Worker
+from lightning_sdpipe.policies.events import Count, Seconds, Widened, Worker
+
+Progress: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]
+"""Batches of an epoch, by all pipelines; not always whole ones."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Batches ``start`` to ``stop`` of each home shard in ``epoch``; ``run`` is equal on all workers, and new whenever
     training begins anew."""
 
-    run: int
-    epoch: int
-    start: int
-    stop: int
+    run: Count
+    epoch: Count
+    start: Count
+    stop: Count
 
     def __str__(self) -> str:
         return f"batches {self.start} to {self.stop} of epoch {self.epoch}"
@@ -35,13 +38,13 @@ class Lease(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="leas
     """
 
     segment: Segment
-    pipeline: int
-    ordinal: int
-    home: int
-    start: int
-    stop: int
-    progress: float
-    advance: float
+    pipeline: Count
+    ordinal: Count
+    home: Count
+    start: Count
+    stop: Count
+    progress: Progress
+    advance: Progress
     over: bool = False
 
     @property
@@ -59,9 +62,9 @@ class Done(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a worker has trained: ``batches`` in the segment, the last ``ago`` seconds ago (or so long ago it began),
     each in ``seconds`` lately (None before the first)."""
 
-    batches: int
-    seconds: float | None = None
-    ago: float = 0.0
+    batches: Count
+    seconds: Seconds | None = None
+    ago: Seconds = 0.0
 
 
 class Asked(msgspec.Struct, frozen=True, gc=False, tag="asked"):

@@ -11,23 +11,23 @@ from typing import TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.events import Count, Worker
 
 
 class Member(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """A pipeline that trains, and which start of it."""
 
-    pipeline: int
-    incarnation: int
+    pipeline: Count
+    incarnation: Count
 
 
 class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
     """From now on ``members`` are in the run, the oldest first; ``lost`` are pipelines that no longer are."""
 
-    number: int
+    number: Count
     members: tuple[Member, ...]
     reason: str
-    lost: tuple[int, ...] = ()
+    lost: tuple[Count, ...] = ()
     tries: bool = False
     """Every worker says whom of its stage it cannot reach."""
 
@@ -51,9 +51,9 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
 class Exchanging(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker averages with those of its stage in ``pipelines``, and has ``moved`` so many pieces."""
 
-    sequence: int
-    pipelines: tuple[int, ...]
-    moved: int
+    sequence: Count
+    pipelines: tuple[Count, ...]
+    moved: Count
 
 
 # ------------------------------------------------------------------------------------------------- what is heard
@@ -226,12 +226,12 @@ class Met(msgspec.Struct, frozen=True, gc=False, tag="met"):
     alone.
     """
 
-    stage: int
+    stage: Count
     key: str
-    pipelines: tuple[int, ...]
+    pipelines: tuple[Count, ...]
     values: tuple[bytes, ...]
-    sequence: int
-    epoch: int = 0
+    sequence: Count
+    epoch: Count = 0
     past: bool = False
 
 

@@ -67,9 +67,7 @@ class Connection:
         if name is not None:
             socket.setsockopt(zmq.ROUTING_ID, name)
         if credentials is not None:
-            socket.curve_serverkey = credentials.scheduler_public.encode()
-            socket.curve_publickey = credentials.public.encode()
-            socket.curve_secretkey = credentials.secret.encode()
+            use_keys(socket, credentials)
         self._monitor: zmq.Socket[bytes] | None = socket.get_monitor_socket(_WATCHED)
         try:
             socket.connect(address)
@@ -165,6 +163,13 @@ class Connection:
                     if self._has_keys
                     else "it asks for a key (give its worker.key), or it is no scheduler"
                 )
+
+
+def use_keys(socket: zmq.Socket[bytes], credentials: WorkerKeys) -> None:
+    """Have ``socket`` connect with ``credentials`` only, and encrypt."""
+    socket.curve_serverkey = credentials.scheduler_public.encode()
+    socket.curve_publickey = credentials.public.encode()
+    socket.curve_secretkey = credentials.secret.encode()
 
 
 def check_credentials(address: str, credentials: WorkerKeys | None) -> None:

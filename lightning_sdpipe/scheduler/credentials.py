@@ -6,9 +6,13 @@ owner may read; they never appear in logs, in ``repr``, or on a command line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+import socket
 import struct
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -64,7 +68,7 @@ def make_keys() -> tuple[SchedulerKeys, WorkerKeys]:
 
 def write_keys(directory: Path) -> tuple[Path, Path]:
     """Make keys and write them to two new files in ``directory``, readable by their owner only."""
-    paths = directory / SCHEDULER_KEY_FILE, directory / WORKER_KEY_FILE
+    paths = scheduler_file, worker_file = directory / SCHEDULER_KEY_FILE, directory / WORKER_KEY_FILE
     for path in paths:
         if path.exists():
             raise ConfigurationError(f"{path} exists already; remove it or choose another directory")
@@ -73,7 +77,54 @@ def write_keys(directory: Path) -> tuple[Path, Path]:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(keys)) + b"\n")
-    return paths
+    return scheduler_file, worker_file
+
+
+def own_keys() -> tuple[Path, Path]:
+    """The two key files of this account on this machine, made when they are asked for the first time.
+
+    A scheduler on loopback that is started by hand without ``--key-file`` takes them, and so do its workers and
+    ``sdpipe status`` without one: other accounts of the machine can read neither.
+
+    Raises:
+        ConfigurationError: the files cannot be made.
+    """
+    directory = _own_directory()
+    if not directory.exists():
+        made = None
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(dir=directory.parent))  # mode 0700
+            write_keys(made)
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                made.rename(directory)
+        except OSError as error:
+            if not directory.exists():
+                raise ConfigurationError(
+                    f"no keys can be written to {directory} ({error.strerror}), and a scheduler needs some on one "
+                    "machine too; make them elsewhere with `sdpipe keygen` and give --key-file and SDPIPE_KEY_FILE"
+                ) from error
+        finally:
+            if made is not None:
+                shutil.rmtree(made, ignore_errors=True)
+    return directory / SCHEDULER_KEY_FILE, directory / WORKER_KEY_FILE
+
+
+def worker_keys(address: str, key_file: str | Path | None) -> WorkerKeys | None:
+    """A worker's keys for the scheduler at ``address``: those of ``key_file``; without one, on loopback, those of
+    :func:`own_keys`.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or others can read it.
+    """
+    if key_file is None and is_loopback(address):
+        key_file = own_keys()[1]
+    return None if key_file is None else read_worker_keys(Path(key_file))
+
+
+def _own_directory() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "lightning_sdpipe", "keys", socket.gethostname())  # homes may be shared by machines
 
 
 def read_scheduler_keys(path: Path) -> SchedulerKeys:

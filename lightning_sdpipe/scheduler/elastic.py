@@ -138,9 +138,7 @@ class Elastic:
     def handle(self, peer: bytes, request: e.Request, now: float) -> None:
         """A message about membership."""
         worker, incarnation, core = request.worker, request.incarnation, self.membership
-        if peer != e.peer_of(worker, incarnation):
-            self._run.ignore("impersonating", peer, f"it speaks for worker {worker}")
-        elif isinstance(request, e.Enrol | e.Resume):
+        if isinstance(request, e.Enrol | e.Resume):
             self._comes(peer, request, now)
         elif self._presence.incarnations.get(worker) == incarnation:
             self._presence.hear(worker, now)
@@ -153,6 +151,10 @@ class Elastic:
         else:
             self._from_a_stranger(peer, request, now)
         self._proceed(now)
+
+    def knows_line(self, nonce: bytes) -> bool:
+        """Was ``nonce`` given to a process that is there? May be asked by another thread."""
+        return self._presence.knows_line(nonce)
 
     def line_ended(self, nonce: bytes, now: float) -> None:
         """The connection of the process that was given ``nonce`` is closed."""

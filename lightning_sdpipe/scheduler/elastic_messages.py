@@ -7,21 +7,23 @@ later; these name what they belong to. All travel in the frames of :mod:`lightni
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.events import Count, Last, Worker
 from lightning_sdpipe.policies.members import Donate, Epoch, Exchanging, Met, Receive
+
+Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 
 
 class ElasticRequest(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     """Of a worker of the start ``incarnation`` of its pipeline's job."""
 
     worker: Worker
-    incarnation: int
-    number: int
+    incarnation: Count
+    number: Count
 
 
 class Enrol(ElasticRequest, frozen=True, gc=False, tag="enrol"):
@@ -35,7 +37,7 @@ class Resume(ElasticRequest, frozen=True, gc=False, tag="resume"):
 
     fingerprint: dict[str, str]
     epoch: Epoch
-    holds: tuple[int, ...]
+    holds: tuple[Count, ...]
     met: tuple[Met, ...]
 
 
@@ -45,21 +47,21 @@ class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):
     of meetings that it left last are numbered ``left``. In ``epoch`` it cannot reach the pipelines ``misses``.
     It has made ``update`` updates (-1: it does not say)."""
 
-    holds: tuple[int, ...]
-    epoch: int
+    holds: tuple[Count, ...]
+    epoch: Count
     enrolled: bool
     held: bool = False
     exchange: Exchanging | None = None
-    left: tuple[int, int] = (-1, -1)
-    misses: tuple[int, ...] = ()
-    update: int = -1
+    left: tuple[Last, Last] = (-1, -1)
+    misses: tuple[Count, ...] = ()
+    update: Last = -1
 
 
 class TellSnapshot(ElasticRequest, frozen=True, gc=False, tag="snapshot"):
     """See :class:`~lightning_sdpipe.policies.members.Snapshot`."""
 
     transfer: str
-    update: int
+    update: Count
     state: str
 
 
@@ -81,21 +83,21 @@ class AskRegroup(ElasticRequest, frozen=True, gc=False, tag="regroup"):
     """The worker did not get the result of ``group``; ``together``: all members take it over, or none (gradients)."""
 
     group: Group
-    holds: tuple[int, ...]
+    holds: tuple[Count, ...]
     together: bool
 
 
 class TellCompleted(ElasticRequest, frozen=True, gc=False, tag="completed"):
     """The worker has the result of the group ``sequence``."""
 
-    sequence: int
+    sequence: Count
 
 
 class Publish(ElasticRequest, frozen=True, gc=False, tag="publish"):
     """The worker wants to put a checkpoint, of the state after ``update`` updates, at ``path``, or has ``done`` so."""
 
     path: str
-    update: int
+    update: Last
     done: bool
 
 
@@ -124,7 +126,7 @@ class Add(ElasticRequest, frozen=True, gc=False, tag="add"):
     """Adds to the number at ``key``, which is 0 at first."""
 
     key: str
-    amount: int
+    amount: Amount
 
 
 class Remove(ElasticRequest, frozen=True, gc=False, tag="remove"):

@@ -201,10 +201,7 @@ class Journal:
             for stage in range(stages):
                 worker = Worker(stage, pipeline)
                 how_far = done.pop(worker, Done(0))
-                if stage == 0:
-                    yield Told(worker, segment, leases, over, how_far)
-                else:
-                    yield Trained(worker, segment, how_far)
+                yield Told(worker, segment, leases, over, how_far)
 
         numbers = {lease.pipeline for entry in entries for lease in entry.leases}
         numbers |= {entry.event.pipeline for entry in entries if isinstance(entry.event, Returned)}

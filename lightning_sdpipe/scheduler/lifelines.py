@@ -2,8 +2,8 @@
 
 libzmq connects again by itself and does not say when a peer is gone, so the kernel is asked: it closes the connections
 of a process however that ends, within milliseconds. Who connects says the nonce that it got over ZeroMQ, encrypted
-where there are keys; nothing else is read, and nothing is ever sent. A connection that does not say it in time is
-closed, and one that says another is ignored by whoever hears of its end.
+with the keys of the run; nothing else is read, and nothing is ever sent. A connection that says anything else, or
+nothing in time, is closed, so strangers hold few descriptors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import selectors
 import socket as sockets
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 import zmq
@@ -21,26 +22,33 @@ import zmq
 NONCE_BYTES = 16
 SPEAKS_WITHIN = 10.0
 """Seconds from the connection to the nonce."""
-MAX_SILENT = 1024
-"""Connections that have not said theirs."""
+MAX_SILENT = 64
+"""Connections that have not said theirs; the oldest is closed for one more. A process says its nonce at once."""
 
 
 class Lifelines:
     """Listens at ``host`` and ``port`` (0: any), and sends the nonce of each connection that has closed, as a frame,
-    to the ``endpoint`` of the server's loop, where it is known as ``identity``.
+    to the ``endpoint`` of the server's loop, where it is known as ``identity``. ``knows`` says whether a process of the
+    run was given a nonce; it is called in a thread of its own.
 
     Raises:
         OSError: nobody can listen there.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, endpoint: str, identity: bytes
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        endpoint: str,
+        identity: bytes,
+        knows: Callable[[bytes], bool],
     ) -> None:
         family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
         self._listener = sockets.create_server((host, port), family=family, backlog=1024)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._context, self._endpoint, self._identity = context, endpoint, identity
+        self._context, self._endpoint, self._identity, self._knows = context, endpoint, identity, knows
         self._dismissed, self._dismiss = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._nonces: dict[sockets.socket, bytes] = {}
@@ -75,7 +83,7 @@ class Lifelines:
                         return
                     if key.fileobj is self._listener:
                         self._accept()
-                    elif isinstance(key.fileobj, sockets.socket):
+                    elif key.fileobj in self._silent or key.fileobj in self._nonces:  # else it was just closed
                         nonce = self._read(key.fileobj)
                         if nonce:
                             notifier.send(nonce)
@@ -88,8 +96,7 @@ class Lifelines:
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             if len(self._silent) >= MAX_SILENT:
-                connection.close()
-                return
+                self._drop(next(iter(self._silent)))
             self._silent[connection] = time.monotonic() + SPEAKS_WITHIN
             self._selector.register(connection, selectors.EVENT_READ)
 
@@ -101,7 +108,8 @@ class Lifelines:
             return b""
         except OSError:
             data = b""
-        if connection in self._silent and len(data) == NONCE_BYTES:  # which fits into any segment
+        said = len(data) == NONCE_BYTES  # which fits into any segment
+        if connection in self._silent and said and self._knows(data):
             del self._silent[connection]
             self._nonces[connection] = data
             return b""

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.events import Count, Last, Seconds, Worker
 from lightning_sdpipe.policies.leases import Done, Lease, Segment
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler.status import Status
@@ -58,8 +58,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
     each was invited before; empty if nobody was."""
 
     group: Group
-    iterations: tuple[int | None, ...]
-    invitations: tuple[int, ...] = ()
+    iterations: tuple[Count | None, ...]
+    invitations: tuple[Count, ...] = ()
 
     def iteration_of(self, worker: Worker) -> int | None:
         """Which ready of ``worker`` this answers."""
@@ -76,22 +76,22 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
 class Steps(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The last ``count`` steps of a worker, up to ``iteration``: means of their length and of the waiting in it."""
 
-    iteration: int
-    count: int
-    seconds: float
-    waiting: float
+    iteration: Count
+    count: Count
+    seconds: Seconds
+    waiting: Seconds
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     worker: Worker
-    session: int
-    number: int
+    session: Count
+    number: Count
 
 
 class Hello(_Request, frozen=True, gc=False, tag="hello"):
     """Is this the scheduler of a run with that many stages and pipelines? (Not checked without.)"""
 
-    mesh: tuple[int, int] | None
+    mesh: tuple[Count, Count] | None
 
 
 class Join(_Request, frozen=True, gc=False, tag="join"):
@@ -102,18 +102,18 @@ class Join(_Request, frozen=True, gc=False, tag="join"):
     of the worker's job, which has enrolled. ``answered`` is the iteration whose group it has heard of last.
     """
 
-    mesh: tuple[int, int] | None
+    mesh: tuple[Count, Count] | None
     resumed: bool = False
-    heard: int | None = None
+    heard: Last | None = None
     answers: tuple[Answer, ...] = ()
     elastic: bool = False
-    answered: int | None = None
+    answered: Count | None = None
 
 
 class Ready(_Request, frozen=True, gc=False, tag="ready"):
     """The worker needs nobody any more to finish the local step of ``iteration``, and waits for a group."""
 
-    iteration: int
+    iteration: Count
 
 
 class Leave(_Request, frozen=True, gc=False, tag="leave"):
@@ -123,7 +123,7 @@ class Leave(_Request, frozen=True, gc=False, tag="leave"):
 class Broken(_Request, frozen=True, gc=False, tag="broken"):
     """The members of group ``sequence``, of which the worker is one, did not average."""
 
-    sequence: int
+    sequence: Count
 
 
 class Failed(_Request, frozen=True, gc=False, tag="failed"):
@@ -153,7 +153,7 @@ class AskLease(_Request, frozen=True, gc=False, tag="ask_lease"):
     """Which batches does my pipeline train after those of its lease before ``ordinal``?"""
 
     segment: Segment
-    ordinal: int
+    ordinal: Count
     done: Done
 
 

@@ -50,6 +50,10 @@ class Presence:
             self._lines.popitem(last=False)
         return nonce
 
+    def knows_line(self, nonce: bytes) -> bool:
+        """Was ``nonce`` given to a process, whose connection has not closed yet?"""
+        return nonce in self._lines
+
     def of_line(self, nonce: bytes) -> tuple[Worker, int] | None:
         """Whose connection that was, which is closed."""
         return self._lines.pop(nonce, None)

@@ -23,7 +23,7 @@ import msgspec
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.scheduler.credentials import WorkerKeys, is_loopback, make_keys
+from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
 
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 5.0
@@ -32,10 +32,10 @@ STOP_TIMEOUT = 5.0
 class EmbeddedScheduler:
     """A running scheduler; made by :meth:`start`, ended by :meth:`close`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str, credentials: WorkerKeys | None) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], address: str, credentials: WorkerKeys) -> None:
         self.address = address
         self.credentials = credentials
-        """What clients need besides the address; None on loopback."""
+        """What clients need besides the address."""
         self._process = process
 
     @classmethod
@@ -50,12 +50,12 @@ class EmbeddedScheduler:
         log: Path | None = None,
         timeout: float = START_TIMEOUT,
     ) -> EmbeddedScheduler:
-        """Start the child and wait until it listens; with fresh keys if other machines can reach it.
+        """Start the child, with fresh keys, and wait until it listens.
 
         It imports a policy of the user's own from where this process would.
         """
         registry.build(policy, num_stages, num_pipelines)  # refuse here what the child would refuse
-        keys, credentials = (None, None) if is_loopback(bind) else make_keys()
+        keys, credentials = make_keys()
         configuration = {
             "policy": registry.to_plain(policy),
             "num_stages": num_stages,

@@ -17,6 +17,8 @@ MAX_VALUE_BYTES = 1 << 19
 MAX_BYTES = 1 << 26
 MAX_KEYS = 100_000
 MAX_WAITING = 10_000
+MAX_FETCHED = 1024
+MAX_NUMBER = 1 << 62
 PATIENCE = 60.0
 """Seconds after which whoever waits is forgotten unless it has asked again."""
 
@@ -60,6 +62,8 @@ class Rendezvous:
                 f"a key of {len(key)} characters with {len(value)} bytes; at most {MAX_KEY_CHARACTERS} characters and "
                 f"{MAX_VALUE_BYTES} bytes are allowed, since the store is for finding each other, not for data"
             )
+        if not key.partition("/")[2]:
+            raise Full(f"the key {key!r}, which is not of the form room/name")
         name = _room(key)
         room = self._rooms.get(name, {})
         before = room.get(key)
@@ -85,6 +89,8 @@ class Rendezvous:
             value = int(before or b"0") + amount
         except ValueError:
             raise Full(f"what is at {key} is no number, so nothing can be added to it") from None
+        if abs(value) > MAX_NUMBER:
+            raise Full(f"{amount} more at {key}, whose number would be beyond 64 bits")
         answered = self.put(key, b"%d" % value)
         self._sums[once] = value
         while len(self._sums) > MAX_WAITING:
@@ -105,6 +111,8 @@ class Rendezvous:
             return self.get(keys)
         for gone in [waiting.asker for waiting in self._waiting.values() if waiting.until <= now]:
             del self._waiting[gone]
+        if len(keys) > MAX_FETCHED:
+            raise Full(f"{len(keys)} keys at once; at most {MAX_FETCHED} are allowed")
         if len(self._waiting) >= MAX_WAITING and asker not in self._waiting:
             raise Full(f"{MAX_WAITING} requests wait for keys already; nobody can need as many")
         self._waiting[asker] = Waiting(asker, keys, now + PATIENCE)

@@ -25,6 +25,10 @@ from lightning_sdpipe.scheduler.service import Addressed, SchedulerService
 from lightning_sdpipe.scheduler.watcher import StopMessage, Watcher
 
 LONGEST_WAIT_MS = 60_000
+MOST_UNREAD = 256
+"""Replies kept for a client that does not read them; it asks again for what was dropped."""
+MOST_UNHANDLED = 128
+"""Requests kept of one client; what it sends beyond waits on its own side."""
 
 _MORE_FOLLOWS, _IS_THERE_MORE = zmq.SNDMORE, zmq.RCVMORE
 
@@ -98,8 +102,8 @@ class Server:
         self._socket = socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 1000)  # an abort just sent must still leave
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_REQUEST_BYTES)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.SNDHWM, MOST_UNREAD)
+        socket.setsockopt(zmq.RCVHWM, MOST_UNHANDLED)
         socket.setsockopt(zmq.IPV6, 1 if "[" in self._bind else 0)
         try:
             if self._keys is not None:
@@ -172,7 +176,8 @@ class Server:
         host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         notice = self._lifeline_notice
         try:
-            lines = Lifelines(context, host, self._lifeline_port, self._stop_message.endpoint, notice.identity)
+            endpoint = self._stop_message.endpoint
+            lines = Lifelines(context, host, self._lifeline_port, endpoint, notice.identity, elastic.knows_line)
         except OSError as error:
             raise SchedulerError(
                 f"nobody can listen for the processes of the run at {host}, port {self._lifeline_port} "

@@ -19,12 +19,13 @@ from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Answered, Broken, Joined, Left, Lost, Progress, Ready, Tick, Worker
 from lightning_sdpipe.policies.leases import Asked, LeaseEvent, Segment, Told, Trained
-from lightning_sdpipe.policies.membership import Membership
+from lightning_sdpipe.policies.membership import MOST_PIPELINES, Membership
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
+from lightning_sdpipe.scheduler.contradictions import contradiction
 from lightning_sdpipe.scheduler.decider import Decider, PolicyFailed
 from lightning_sdpipe.scheduler.elastic import Elastic
 from lightning_sdpipe.scheduler.elastic_run import ElasticRun
@@ -91,6 +92,7 @@ class SchedulerService:
         self._looks_back = config.looks_back
         self._mesh = (num_stages, num_pipelines)
         self._capacity = num_pipelines
+        self._most_pipelines = num_pipelines if elastic is None else max(num_pipelines, MOST_PIPELINES)
         self.log = EventLog() if log is None else log
         self.log.remember(EVENTS_PER_WORKER * num_stages * num_pipelines)
         self.log.tell(self.overview)
@@ -137,13 +139,20 @@ class SchedulerService:
         """A message from the peer that calls itself ``peer``."""
         if isinstance(request, m.AskStatus):
             return [(peer, m.StatusReply(self.status(now)))]
+        worker = request.worker
+        if isinstance(request, e.ElasticRequest):
+            speaks_for_itself = peer == e.peer_of(worker, request.incarnation)
+        else:
+            speaks_for_itself = self._sessions.is_socket_of(peer, worker, request.session)
+        if not speaks_for_itself:
+            self.ignore("impersonating", peer, f"it speaks for worker {worker}")
+            return []
+        if (reason := contradiction(request, self._mesh[0], self._most_pipelines)) is not None:
+            self._deny(peer, request, reason)
+            return self._sent()
         if isinstance(request, e.ElasticRequest):
             self._of_membership(peer, request, now)
             return self._sent()
-        worker = request.worker
-        if not self._sessions.is_socket_of(peer, worker, request.session):
-            self.ignore("impersonating", peer, f"it speaks for worker {worker}")
-            return []
         try:
             if self.elastic is not None and not self.elastic.admits(peer, request, now):
                 return self._sent()
@@ -362,7 +371,7 @@ class SchedulerService:
             self._say(peer, m.Abort(self.failure))
         elif (lease := dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
             self._say(peer, m.Dealt(lease))
-        elif dealer.asks_for_book(worker.pipeline, segment):
+        elif dealer.asks_for_book(worker, segment):
             self._say(peer, m.AskLeases())
         else:
             self._asking[worker] = peer, segment, request.ordinal
@@ -377,7 +386,7 @@ class SchedulerService:
             return
         worker, (segment, done) = heartbeat.worker, heartbeat.dealt
         self._check_exists(worker)
-        if self._decider.dealer.asks_for_book(worker.pipeline, segment):
+        if self._decider.dealer.asks_for_book(worker, segment):
             self._say(peer, m.AskLeases())
         else:
             self._deal(Trained(worker, segment, done), now)
@@ -565,6 +574,13 @@ class SchedulerService:
         sent, self._outbox = self._outbox, []
         return sent
 
+    def _deny(self, peer: bytes, request: m.Request | e.Request, reason: str) -> None:
+        if isinstance(request, e.ElasticRequest):
+            self.ignore("refused", peer, reason)
+            self._say(peer, e.Denial(reason, request.number))
+        else:
+            self._refuse(request, peer, reason)
+
     def _refuse(self, request: m.Request, peer: bytes, reason: str) -> None:
         self.ignore("refused", peer, reason)
         self._say(peer, m.Refused(request.number, reason))
@@ -604,7 +620,7 @@ class SchedulerService:
         sessions, dealer = self._sessions.of_stage(asker.stage), self._decider.dealer
         workers = {session.worker for session in sessions if session.state is COMPUTING}
         if asker in self._asking:
-            workers.update(dealer.behind(), (Worker(asker.stage, pipeline) for pipeline in dealer.untold()))
+            workers.update(dealer.behind(), dealer.untold())
         return tuple(sorted(workers - {asker}))
 
     def _check_mesh(self, request: m.Hello | m.Join) -> None:

@@ -190,7 +190,7 @@ class DealtEpochs:
         pipeline.asks = True
         for stage in range(self.work.num_stages):
             worker = Worker(stage, pipeline.number)
-            if self.dealer.asks_for_book(pipeline.number, self.segment):
+            if self.dealer.asks_for_book(worker, self.segment):
                 self._deal(Told(worker, self.segment, (), False, pipeline.done(self.now)))
             self._deal(Asked(worker, self.segment, pipeline.ordinal, pipeline.done(self.now)))
 

@@ -14,7 +14,7 @@ from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler.connection import ask_status
-from lightning_sdpipe.scheduler.credentials import is_loopback, read_worker_keys, write_keys
+from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
 from lightning_sdpipe.supervision.events import Seen
 from lightning_sdpipe.supervision.facts import seen
 from lightning_sdpipe.supervision.output import Log, own_terminal
@@ -97,11 +97,9 @@ def _run(options: argparse.Namespace) -> int:
         environment["SDPIPE_POLICY_FILE"] = str(policy_file)
     else:
         of_scheduler += ["--policy", options.policy, *(part for value in options.set for part in ("--set", value))]
-    keys = None
-    if not is_loopback(options.bind):
-        scheduler_keys, worker_keys = write_keys(logs)
-        of_scheduler += ["--key-file", str(scheduler_keys)]
-        environment["SDPIPE_KEY_FILE"], keys = str(worker_keys), read_worker_keys(worker_keys)
+    scheduler_file, worker_file = write_keys(logs)
+    of_scheduler += ["--key-file", str(scheduler_file)]
+    environment["SDPIPE_KEY_FILE"], keys = str(worker_file), read_worker_keys(worker_file)
     scheduler = StandingScheduler(of_scheduler, options.bind, environment, logs / "scheduler.log", policy_file)
     shape = f"{settings.num_pipelines} pipelines × {settings.num_stages} stages"
     terminal.say(f"{shape}; scheduler at {scheduler.address}; logs in {logs}")

@@ -2,8 +2,8 @@
 
 All clients of a stage finish an iteration together, the worst moment: every client sends its ready in one
 burst, and the burst ends when all are answered. The floor is an echo, a ROUTER that returns every message of
-a ready's size to its sender, in the same bursts and in rotated order. Three policies bound what a scheduler
-does with such a burst: all workers in one group, random pairs, and each in a group of its own (T = 0).
+a ready's size to its sender, in the same bursts and in rotated order, encrypted as ours is. Three policies bound
+what a scheduler does with such a burst: all workers in one group, random pairs, and each in a group of its own (T = 0).
 
 Rates count signals per second of processor time of the server, input/output thread included, since that is
 what one core would sustain; the clients of the benchmark are slower than that.
@@ -28,14 +28,19 @@ from lightning_sdpipe.policies.events import Joined, Left, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
+from lightning_sdpipe.scheduler.connection import use_keys
+from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
 from lightning_sdpipe.simulate import Work, jittered, simulate
 from recipes.suites.ratios import Ratios, Row, ratio
 
 ECHO = """
+import sys
 import zmq
 with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
     router.set_hwm(0)
+    router.curve_server = True
+    router.curve_publickey, router.curve_secretkey = (line.strip().encode() for line in sys.stdin)
     router.bind("tcp://127.0.0.1:*")
     print(router.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
     while True:
@@ -125,8 +130,9 @@ def _service(count: int, repeats: int, seed: int) -> dict[str, list[Row]]:
 
 
 class _Server:
-    def __init__(self, address: str, pid: int) -> None:
+    def __init__(self, address: str, keys: WorkerKeys, pid: int) -> None:
         self.address = address
+        self.keys = keys
         self.pid = pid
 
     def processor_seconds(self) -> float:
@@ -140,12 +146,16 @@ class _Server:
 def _server(kind: str, count: int) -> Iterator[_Server]:
     if kind != "echo":
         with EmbeddedScheduler.start(POLICIES[kind], 1, count) as scheduler:
-            yield _Server(scheduler.address, scheduler.pid)
+            yield _Server(scheduler.address, scheduler.credentials, scheduler.pid)
         return
-    process = subprocess.Popen([sys.executable, "-c", ECHO], stdout=subprocess.PIPE, text=True)
+    keys, credentials = make_keys()
+    process = subprocess.Popen([sys.executable, "-c", ECHO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
+        assert process.stdin is not None
         assert process.stdout is not None
-        yield _Server(process.stdout.readline().strip(), process.pid)
+        with process.stdin as file:
+            file.write(f"{keys.public}\n{keys.secret}\n")
+        yield _Server(process.stdout.readline().strip(), credentials, process.pid)
     finally:
         process.kill()
         process.wait()
@@ -234,6 +244,7 @@ def _connected(kind: str, count: int, server: _Server, session: int) -> Iterator
             socket = stack.enter_context(context.socket(zmq.DEALER))
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.ROUTING_ID, m.routing_id(worker))
+            use_keys(socket, server.keys)
             socket.connect(server.address)
             if kind != "echo":
                 socket.send(m.encode(m.Join(worker, session, 1, None)))

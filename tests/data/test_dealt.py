@@ -61,7 +61,7 @@ class Desk:
     """The dealer, asked by the threads of several pipelines."""
 
     def __init__(self, pipelines: int, stages: int = 1) -> None:
-        self._pipelines = pipelines
+        self._pipelines, self._stages = pipelines, stages
         self._dealer = Dealer(stages, pipelines)
         self._changed = threading.Condition()
         self.trained: Counter[Worker] = Counter()
@@ -71,8 +71,9 @@ class Desk:
             with self._changed:
                 done = Done(self.trained[worker], 1.0 * (1 + worker.pipeline) ** 2)  # a lease is short of a shard
                 for pipeline in range(self._pipelines):
-                    if self._dealer.asks_for_book(pipeline, segment):
-                        self._dealer.on(Told(Worker(0, pipeline), segment, (), False, Done(0)), 0.0)
+                    for stage in range(self._stages):
+                        if self._dealer.asks_for_book(Worker(stage, pipeline), segment):
+                            self._dealer.on(Told(Worker(stage, pipeline), segment, (), False, Done(0)), 0.0)
                 if self._dealer.answer(worker.pipeline, segment, ordinal) is None:
                     self._dealer.on(Asked(worker, segment, ordinal, done), 0.0)
                 self._changed.notify_all()

@@ -28,9 +28,10 @@ def train(rank: int) -> list[list[tuple[int, int, list[int]]]]:
     mesh = Mesh.build(2 * PIPELINES, 2)
     stage, pipeline = mesh.locate(rank)
     scheduler = EmbeddedScheduler.start(NoSync(), 2, PIPELINES) if rank == 0 else None
-    address = [scheduler.address if scheduler else None]
-    dist.broadcast_object_list(address)
-    client = SchedulerClient(address[0], Worker(stage, pipeline), timeout=20.0, heartbeat=0.1)
+    where = [(scheduler.address, scheduler.credentials) if scheduler else None]
+    dist.broadcast_object_list(where)
+    address, keys = where[0]
+    client = SchedulerClient(address, Worker(stage, pipeline), timeout=20.0, credentials=keys, heartbeat=0.1)
     client.join()
     dataset = TensorDataset(torch.arange(SAMPLES))
     sampler = DistributedSampler(dataset, PIPELINES, pipeline)

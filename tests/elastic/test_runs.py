@@ -173,6 +173,21 @@ def test_a_stage_is_killed_while_several_begin_together(tmp_path: Path, monkeypa
         assert {name for row in seen for name in row["state"]} == set(expected)
 
 
+def test_a_pipeline_leaves_when_any_of_its_stages_is_told_to(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"num_stages": 2})
+    with elastic_run(tmp_path, 2, 2, "--start-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 5)
+        run.jobs[1].signal(signal.SIGTERM, rank=0)  # which runs the last stage
+        run.wait(run.jobs[1].ended, "the end of pipeline 1")
+        run.wait_for_turns([0], 10)
+        codes = run.finish()
+        assert codes == {0: [0, 0], 1: [128 + signal.SIGTERM] * 2}, run.said()
+        assert "pipeline 1 left" in run.said()
+        check_that_nothing_is_lost(run)
+
+
 def test_leaders_go_and_others_lead_on(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
     with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:

@@ -25,18 +25,21 @@ class Desk:
     def __init__(self, pipelines: int, stages: int = 1, segment: Segment = S) -> None:
         self.dealer = Dealer(stages, pipelines)
         self.segment = segment
-        self.pipelines = pipelines
+        self.pipelines, self.stages = pipelines, stages
         self.ordinals = [0] * pipelines
 
     def begin(self) -> list[Lease]:
         """Everybody tells that it was dealt nothing, and asks; the first ones are answered when the last has told."""
         for pipeline in range(self.pipelines):
-            assert self.dealer.asks_for_book(pipeline, self.segment)
-            assert self.tell(pipeline) == []
+            for stage in range(self.stages):
+                assert self.dealer.asks_for_book(Worker(stage, pipeline), self.segment)
+                assert self.tell(pipeline, stage=stage) == []
         return [lease for pipeline in range(self.pipelines) for lease in self.ask(pipeline)]
 
-    def tell(self, pipeline: int, *leases: Lease, over: bool = False, batches: int = 0, now: float = 0) -> list[Lease]:
-        return self.dealer.on(Told(Worker(0, pipeline), self.segment, leases, over, Done(batches)), now)
+    def tell(
+        self, pipeline: int, *leases: Lease, over: bool = False, batches: int = 0, now: float = 0, stage: int = 0
+    ) -> list[Lease]:
+        return self.dealer.on(Told(Worker(stage, pipeline), self.segment, leases, over, Done(batches)), now)
 
     def ask(
         self, pipeline: int, batches: int = 0, seconds: float | None = None, now: float = 0.0, stage: int = 0
@@ -57,9 +60,22 @@ def test_nothing_is_dealt_before_all_have_told_what_they_were_dealt() -> None:
     desk = Desk(2)
     assert desk.tell(0) == []
     assert desk.ask(0) == []
-    assert not desk.dealer.asks_for_book(0, S)
-    assert desk.dealer.asks_for_book(1, S)
+    assert not desk.dealer.asks_for_book(Worker(0, 0), S)
+    assert desk.dealer.asks_for_book(Worker(0, 1), S)
     assert brief(desk.tell(1)) == [(0, 0, 0, 1)]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_lease_that_one_stage_has_heard_of_is_dealt_to_the_other(first: int) -> None:
+    """The scheduler died while it was on its way there; the one that comes after it hears of it from either."""
+    mine = Lease(S, 0, 0, 0, 0, 1, 0.0, 1.0)
+    desk = Desk(1, stages=2)
+    books: dict[int, tuple[Lease, ...]] = {0: (mine,), 1: ()}
+    assert desk.tell(0, *books[first], stage=first) == []
+    assert desk.ask(0, stage=1) == []
+    assert desk.dealer.untold() == [Worker(1 - first, 0)]
+    desk.tell(0, *books[1 - first], stage=1 - first)
+    assert desk.dealer.answer(0, S, 0) == mine
 
 
 def test_leases_grow_until_the_speed_is_known_and_then_are_half_of_what_is_left() -> None:
@@ -234,7 +250,7 @@ def test_a_pipeline_beyond_the_plan_that_is_in_the_run_tells_before_anything_is_
     for pipeline in (0, 1):
         assert dealer.on(Told(Worker(0, pipeline), S, (), False, Done(0)), 0.0) == []
     assert dealer.on(Asked(Worker(0, 0), S, 0, Done(0)), 0.0) == []
-    assert dealer.asks_for_book(2, S)
+    assert dealer.asks_for_book(Worker(0, 2), S)
     assert brief(dealer.on(Told(Worker(0, 2), S, (mine,), False, Done(1)), 0.0)) == [(0, 0, 0, 1)]
     assert dealer.answer(2, S, 0) == mine
     assert dealer.on(Expected(3), 0.0) == [], "who comes now was dealt nothing"

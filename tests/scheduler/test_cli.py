@@ -9,17 +9,20 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from lightning_sdpipe.cli import main
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     make_keys,
+    own_keys,
     read_scheduler_keys,
     read_worker_keys,
     write_keys,
@@ -153,6 +156,46 @@ def test_a_scheduler_that_cannot_start_says_why(
     base = ["scheduler", "--num-stages", "1", "--num-pipelines", "2", "--bind", "tcp://127.0.0.1:*"]
     assert main(base + arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_keys_of_an_account_are_made_once_and_are_its_own() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        made = {pool.submit(own_keys) for _ in range(4)}
+    assert len({future.result() for future in made}) == 1
+    scheduler, worker = own_keys()
+    assert read_worker_keys(worker).scheduler_public == read_scheduler_keys(scheduler).public
+    assert [path.stat().st_mode & 0o777 for path in (scheduler, worker, worker.parent)] == [0o600, 0o600, 0o700]
+    assert sorted(worker.parent.parent.iterdir()) == [worker.parent]
+
+
+def test_no_place_for_the_keys_of_an_account_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigurationError, match=r"no keys can be written .*sdpipe keygen"):
+        own_keys()
+
+
+def test_a_scheduler_that_is_started_by_hand_answers_its_own_account_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """The lines of docs/scheduler.md, which name no keys."""
+    command = [sys.executable, "-m", "lightning_sdpipe.cli", "scheduler", "--bind", "tcp://127.0.0.1:*"]
+    process = subprocess.Popen(
+        [*command, "--num-stages", "2", "--num-pipelines", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        assert main(["status", address]) == 0
+        assert "no worker has joined yet" in capsys.readouterr().out
+        for credentials in (None, make_keys()[1]):
+            with pytest.raises(SchedulerError, match=r"asks for a key|has another key"):
+                ask_status(address, credentials=credentials)
+    finally:
+        process.kill()
+        _, log = process.communicate()
+    assert f"workers take {own_keys()[1]}" in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

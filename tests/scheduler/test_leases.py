@@ -354,7 +354,7 @@ def test_a_journal_of_any_history_deals_what_is_left_once(steps: list[tuple[str,
         again.on(Returned(pipeline), 1.0)
     for _ in range(20 * length):
         for pipeline in [pipeline for pipeline in (*books, 0) if not over(pipeline)]:
-            tells = again.asks_for_book(pipeline, segment)  # where nothing was dealt there is no journal
+            tells = again.asks_for_book(Worker(0, pipeline), segment)  # where nothing was dealt there is no journal
             events = [Told(Worker(0, pipeline), segment, (), False, Done(0))] if tells else []
             for lease in [lease for event in [*events, asks(pipeline)] for lease in again.on(event, 1.0)]:
                 books[lease.pipeline].append(lease)

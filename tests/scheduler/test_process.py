@@ -17,7 +17,10 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.policies import Group, Reason, Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler import process
 from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.connection import ask_status
+from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler
 from lightning_sdpipe.scheduler.server import Server
 from tests.scheduler.live_scheduler import clients, serving
@@ -36,7 +39,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
 def test_the_embedded_scheduler_serves_and_ends() -> None:
     spec = SemiDecentralized(window=math.inf)
     with EmbeddedScheduler.start(spec, 1, 2) as scheduler:
-        with clients(scheduler.address, W(0, 0), W(0, 1)) as (a, b):
+        with clients(scheduler.address, W(0, 0), W(0, 1), credentials=scheduler.credentials) as (a, b):
             for client in (a, b):
                 client.join()
             a.ready(0)
@@ -88,8 +91,10 @@ def test_the_scheduler_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_training_goes_on_when_a_killed_scheduler_is_restarted() -> None:
+def test_training_goes_on_when_a_killed_scheduler_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every iteration of every worker is answered once, by a group all of whose members got it."""
+    keys = make_keys()
+    monkeypatch.setattr(process, "make_keys", lambda: keys)  # as a scheduler with a key file has them again
     # nothing is enforced, since a worker that waits at the barrier below could be the one that others had to wait for
     spec = SemiDecentralized(window=0.005, connectivity=None)
     workers = [W(j, i) for j in range(2) for i in range(3)]
@@ -108,7 +113,7 @@ def test_training_goes_on_when_a_killed_scheduler_is_restarted() -> None:
         return groups
 
     with (
-        clients(first.address, *workers, heartbeat=0.05) as made,
+        clients(first.address, *workers, heartbeat=0.05, credentials=first.credentials) as made,
         ThreadPoolExecutor(len(workers)) as pool,
     ):
         for client in made:
@@ -133,9 +138,9 @@ def test_training_goes_on_when_a_killed_scheduler_is_restarted() -> None:
             assert heard[group.sequence] == set(group.members)
 
 
-def test_an_embedded_scheduler_beyond_this_machine_makes_its_keys() -> None:
-    with EmbeddedScheduler.start(AllReduceModels(), 1, 1, "tcp://0.0.0.0:*") as scheduler:
-        assert scheduler.credentials is not None
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:*", "tcp://0.0.0.0:*"])
+def test_an_embedded_scheduler_speaks_only_to_its_keys(bind: str) -> None:
+    with EmbeddedScheduler.start(AllReduceModels(), 1, 1, bind) as scheduler:
         with open(f"/proc/{scheduler._process.pid}/cmdline") as file:
             assert scheduler.credentials.scheduler_public not in file.read()
         address = scheduler.address.replace("0.0.0.0", "127.0.0.1")
@@ -143,3 +148,7 @@ def test_an_embedded_scheduler_beyond_this_machine_makes_its_keys() -> None:
             a.join()
             a.ready(0)
             a.group()
+        for stranger in (None, make_keys()[1]):
+            if stranger is not None or "127.0.0.1" in bind:
+                with pytest.raises(SchedulerError, match=r"asks for a key|has another key|does not let this key in"):
+                    ask_status(address, credentials=stranger)

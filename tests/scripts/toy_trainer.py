@@ -8,7 +8,6 @@ import secrets
 import sys
 import threading
 import time
-from pathlib import Path
 
 from lightning_sdpipe.launching.elastic_job import from_environment
 from lightning_sdpipe.policies.events import Worker
@@ -16,7 +15,7 @@ from lightning_sdpipe.policies.members import Epoch
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client import SchedulerClient
-from lightning_sdpipe.scheduler.credentials import read_worker_keys
+from lightning_sdpipe.scheduler.credentials import worker_keys
 from lightning_sdpipe.scheduler.elastic_client import ElasticClient, Receive, Told
 
 
@@ -26,7 +25,7 @@ def main(updates: int) -> None:
     assert job.scheduler is not None
     if job.policy_file is not None:
         policy_file.offer(job.policy_file, SemiDecentralized(connectivity=7))
-    keys = None if job.key_file is None else read_worker_keys(Path(job.key_file))
+    keys = worker_keys(job.scheduler, job.key_file)
     worker, incarnation = Worker(0, job.pipeline), secrets.randbits(60) + 1
     newest, changed = [0], threading.Condition()
 

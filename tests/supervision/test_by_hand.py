@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lightning_sdpipe.scheduler.connection import ask_status
-from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
+from lightning_sdpipe.scheduler.credentials import read_worker_keys, worker_keys, write_keys
 from lightning_sdpipe.supervision.standing import StandingScheduler
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_elements_of_a_slurm_array(tmp_path: Path) -> None:
         script = ["bash", str(FAULTS / "pipeline.sbatch"), *toy]
         for code, output in outcomes([(script, each) for each in variables], tmp_path):
             assert code == 0, output
-        members = ask_status(address).members
+        members = ask_status(address, credentials=worker_keys(address, None)).members
         assert members is not None
         assert members.ever == [0, 1]
     ((code, output),) = outcomes([(script, {"SLURM_ARRAY_TASK_ID": "0"})], tmp_path)

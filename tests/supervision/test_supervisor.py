@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.scheduler.connection import ask_status
+from lightning_sdpipe.scheduler.credentials import worker_keys
 from lightning_sdpipe.supervision.events import Seen
 from lightning_sdpipe.supervision.looking import PERIOD
 from lightning_sdpipe.supervision.output import Log, own_terminal
@@ -271,9 +273,7 @@ def test_a_killed_scheduler_starts_again_at_its_address(tmp_path: Path) -> None:
         (scheduler,) = {int(pid) for pid in children} - {toy, keeper}
         os.kill(scheduler, signal.SIGKILL)
         run.says("the scheduler ended (killed); it starts again")
-        from lightning_sdpipe.scheduler.connection import ask_status
-
-        assert ask_status(address, timeout=15).failure is None
+        assert ask_status(address, credentials=worker_keys(address, None), timeout=15).failure is None
         run.order("exit 0")
         assert run.ends() == 0
 
