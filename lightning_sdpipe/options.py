@@ -27,7 +27,13 @@ from lightning_sdpipe.partition import plan
 from lightning_sdpipe.placement.placed import placed_blocks, read_placement
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
-from lightning_sdpipe.sync.methods import method_of, refuse_exchange, refuse_in_step, refuse_to_divide
+from lightning_sdpipe.sync.methods import (
+    method_of,
+    refuse_exchange,
+    refuse_in_step,
+    refuse_to_divide,
+    refuse_without_flush,
+)
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
@@ -166,6 +172,8 @@ class SDPipeOptions(DDPStrategy):
         self._method = method_of(self.sync)
         self.exchange = exchange if exchange is not None else Exchange()
         refuse_exchange(self.sync, self._method, self.exchange)
+        if schedule == "pipedream":
+            refuse_without_flush(self._method, num_stages)
         self.data = data
         self.batch_by_speed = batch_by_speed
         if data == "dealt" and job is None:  # an elastic job has refusals of its own

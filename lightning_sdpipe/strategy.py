@@ -56,7 +56,6 @@ from lightning_sdpipe.trainer.refusals import (
     refuse_new_parameters,
     refuse_several_optimizers,
     refuse_unsupported,
-    refuse_waiting_for_later_batches,
 )
 from lightning_sdpipe.trainer.split import Split, split_of
 from lightning_sdpipe.training import Training
@@ -130,7 +129,6 @@ class SDPipeStrategy(CheckpointHooks):
         self._failed = False
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer)
-        refuse_waiting_for_later_batches(trainer, self.schedule, self._method.policy)
         self._run.check_trainer(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -20,22 +19,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.policies.policy import PolicyConfig
-
-
-def refuse_waiting_for_later_batches(trainer: Trainer, schedule: str, policy: PolicyConfig) -> None:
-    """Raises ConfigurationError where the last stage would wait for a group before its next batch, and the first one
-    for that batch before it can be in the group."""
-    accumulates = trainer.accumulate_grad_batches > 1 or any(
-        isinstance(callback, GradientAccumulationScheduler)
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-    )
-    if schedule == "pipedream" and policy.announces == "late" and accumulates:
-        raise ConfigurationError(
-            f"{type(policy).__name__} groups workers that have stepped, and with schedule='pipedream' and accumulated "
-            "gradients the first stage steps when later stages have begun the next batches: they would wait for each "
-            "other. Use a schedule with a flush, or accumulate_grad_batches=1."
-        )
 
 
 def refuse_unsupported(trainer: Trainer) -> None:
