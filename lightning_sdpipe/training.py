@@ -294,6 +294,8 @@ class Training:
         with self.first_failure():  # before anything that waits for stages which may have changed nothing
             for runner in self.parts.runners:
                 runner.link.tell_freezing()
+            if self.together:
+                self.rendezvous.tell_freezing(True)
         self.pause()
         with self.first_failure():
             freezing.take_over()
