@@ -131,12 +131,7 @@ class Training:
 
     def begin_batch(self, batch: Any) -> None:
         """Lightning shows ``batch`` to the hooks. Takes part from now on, unless there is nothing to train."""
-        freezing = self.parts.freezing
-        if freezing.changed():
-            self.pause()
-            with self.first_failure():
-                freezing.take_over()
-                self.rendezvous.join()
+        self._take_over_freezing()
         if self._absent:
             return
         strategy: Any = self.trainer.strategy
@@ -254,11 +249,7 @@ class Training:
 
     def begin_dealt(self) -> None:
         """See :class:`~lightning_sdpipe.trainer.dealt_turns.DealtTraining`, as for the next five."""
-        freezing = self.parts.freezing
-        if freezing.changed():
-            self.pause()
-            with self.first_failure():
-                freezing.take_over()
+        self._take_over_freezing()
         self._absent, self.underway = False, True
         with self.first_failure():
             self.rendezvous.join()
@@ -294,6 +285,21 @@ class Training:
             )
 
     # ---------------------------------------------------------------- within
+
+    def _take_over_freezing(self) -> None:
+        """Meets all others, if the user has frozen or unfrozen layers since the mini-batch before."""
+        freezing = self.parts.freezing
+        if not freezing.changed():
+            return
+        with self.first_failure():  # before anything that waits for stages which may have changed nothing
+            for runner in self.parts.runners:
+                runner.link.tell_freezing()
+            if self.together:
+                self.rendezvous.tell_freezing(True)
+        self.pause()
+        with self.first_failure():
+            freezing.take_over()
+            self.rendezvous.join()
 
     def _update_absent(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Applies what gradients this pipeline has, if its model may be another one than that of others."""

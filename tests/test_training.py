@@ -87,7 +87,7 @@ def training(meetings: list[Meeting] | None = None) -> tuple[Training, list[int]
             optimizer_step=lambda optimizer, model, closure: closure(), train_step_context=nullcontext
         ),
         strategy=SimpleNamespace(
-            optimizers=[optimizer], backward=lambda loss, _: loss, root_device=torch.device("cpu")
+            num_micro_batches=1, optimizers=[optimizer], backward=lambda loss, _: loss, root_device=torch.device("cpu")
         ),
         fit_loop=SimpleNamespace(_data_fetcher=None, epoch_loop=SimpleNamespace(batch_progress=progress)),
     )

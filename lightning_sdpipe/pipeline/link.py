@@ -8,6 +8,8 @@ start at once and are waited for later; the next receive is posted before the cu
 
 The first message of a mini-batch begins with the digest of that (:mod:`~lightning_sdpipe.pipeline.digest`), in its
 header or in its note: at the same place, since stages that were given other batches may expect the one or the other.
+Where layers were frozen or unfrozen, a message of the same length comes first. A stage that has changed nothing waits
+for one of its mini-batch there, so either stage finds that the other one has not done the same.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.message import Layout, Message
 from lightning_sdpipe.pipeline.digest import LENGTH, BatchDigest
+
+_FREEZING = -1  # in place of the number that a mini-batch's first message begins with
 
 
 @dataclass
@@ -62,6 +67,17 @@ class StageLink:
     def begin(self, digest: BatchDigest) -> None:
         """The messages of another mini-batch follow."""
         self._untold = self._unheard = digest
+
+    def tell_freezing(self) -> None:
+        """Layers were frozen or unfrozen on this stage: tells the next one, and hears it from the previous one.
+
+        Raises:
+            ConfigurationError: none were on the previous stage.
+        """
+        if self.stage + 1 < len(self.ranks):
+            self._send_down(p2p.send, [torch.tensor([_FREEZING, *[0] * LENGTH], dtype=torch.float64)])
+        if self.stage > 0 and self._first_from_previous(1 + LENGTH)[0] != _FREEZING:
+            raise self._frozen_on_one(self.stage, self.stage - 1)
 
     def send_activations(self, message: Message, key: Hashable) -> None:
         """Starts sending a micro-batch's message to the next stage; ``key`` identifies its shapes on both ends."""
@@ -181,17 +197,29 @@ class StageLink:
         """The number that a header or a note begins with, and after it the digest, if that is still to come.
 
         Raises:
-            ConfigurationError: the previous stage was given another batch.
+            ConfigurationError: the previous stage was given another batch, or other layers train there.
         """
         digest, self._unheard = self._unheard, None
-        first = torch.empty(1 if digest is None else 1 + LENGTH, dtype=torch.float64)
-        source = self.stage - 1
-        tag = 2 * self.stage
-        (first,) = self._wait(p2p.receive([first], self.ranks[source], self._lane(tag), tag, self.name(source)))
-        number, *theirs = map(int, first.tolist())
+        number, *theirs = self._first_from_previous(1 if digest is None else 1 + LENGTH)
+        if number == _FREEZING:
+            raise self._frozen_on_one(self.stage - 1, self.stage)
         if digest is not None:
-            digest.compare(theirs, source)
+            digest.compare(theirs, self.stage - 1)
         return number
+
+    def _first_from_previous(self, length: int) -> list[int]:
+        source, tag = self.stage - 1, 2 * self.stage
+        first = torch.empty(length, dtype=torch.float64)
+        (first,) = self._wait(p2p.receive([first], self.ranks[source], self._lane(tag), tag, self.name(source)))
+        return list(map(int, first.tolist()))
+
+    def _frozen_on_one(self, there: int, not_there: int) -> ConfigurationError:
+        return ConfigurationError(
+            f"requires_grad was set on some ranks only: it has changed on {self.name(there)}, and not on "
+            f"{self.name(not_there)}, before the same mini-batch. Every rank has every parameter, most of them on the "
+            "meta device: freeze and unfreeze layers on all ranks at the same batch, in a hook that does not depend on "
+            "the rank, the stage or the rank's own data."
+        )
 
     def _first(self, number: int) -> Tensor:
         digest, self._untold = self._untold, None

@@ -63,10 +63,31 @@ class Rendezvous:
         """Takes part from now on; returns when every worker of the stage does. Nothing happens if it does already."""
         if self.place is not Place.TOGETHER:
             return
+        self.tell_freezing(False)
         if self._unequal:  # all came together, but not for a pause
             self._sync.catch_up()
         self._set_out()
         self._unequal = True
+
+    def tell_freezing(self, changed: bool) -> None:
+        """Whether layers were frozen or unfrozen in this pipeline since the workers of the stage came together.
+
+        Raises:
+            ConfigurationError: they were in some pipelines only.
+        """
+        group, replicas = self._replica.groups.stage, self._replica.groups.replicas()
+        if len(replicas.pipelines) == 1:
+            return
+        answers = torch.tensor([changed, not changed], dtype=torch.int64, device=self._replica.device)
+        with waiting_for(group, "setting out"):
+            dist.all_reduce(answers, group=group)
+        if answers.all():
+            raise ConfigurationError(
+                "requires_grad was set on some ranks only: it has changed in some pipelines and not in others before "
+                f"the same mini-batch; it has {'' if changed else 'not '}in {replicas.name(replicas.pipeline)} (rank "
+                f"{self._replica.groups.rank}). Freeze and unfreeze layers in all pipelines at the same batch, in a "
+                "hook that does not depend on the rank or the rank's own data."
+            )
 
     def wait_for_others(self, position: int) -> Meeting:
         """This worker is out of data. Waits, without holding up anybody, until the others meet somewhere or are all out

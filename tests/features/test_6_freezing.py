@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,15 +192,28 @@ class OnItsStageOnly(Regression):
             parameter.requires_grad_(not parameter.is_meta)
 
 
+class OnOneStage(Regression):
+    """In the middle of an epoch, where the other stage changes nothing."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.net[0].weight.is_meta == (self.stage == 1):
+            self.net[0].requires_grad_(False)
+
+
 class InTheStep(Regression):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.net[0].requires_grad_(batch_idx < 2)
         return super().training_step(batch, batch_idx)
 
 
-def _refuse(directory: Path, module: L.LightningModule, error: str) -> None:
+def _refuse(directory: Path, module: L.LightningModule, error: str, **options: Any) -> None:
+    strategy = SDPipeStrategy(2, AllReduce(), **options)
     with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
-        pipelines(directory).fit(module, train_loader())
+        pipelines(directory, strategy).fit(module, train_loader())
     assert on_pipelines()
 
 
@@ -209,6 +223,12 @@ _SOME_RANKS = "was set on some ranks only"
 @refused("Optimizers", "`requires_grad` set on some ranks only", _SOME_RANKS)
 def test_stages_that_disagree(tmp_path: Path) -> None:
     on_four_ranks(_refuse, tmp_path, OnItsStageOnly(), _SOME_RANKS, count=2)
+
+
+@pytest.mark.parametrize(("stage", "schedule"), [(0, "pipedream"), (1, "1f1b")])
+def test_one_stage_that_changes_alone(tmp_path: Path, stage: int, schedule: str) -> None:
+    error = f"{_SOME_RANKS}: it has changed on stage {stage}"
+    on_four_ranks(partial(_refuse, schedule=schedule), tmp_path, OnOneStage(stage), error, count=2)
 
 
 _IN_THE_STEP = "requires_grad was changed within training_step"

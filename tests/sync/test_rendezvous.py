@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Payload
 from lightning_sdpipe.exchange.value import Exchange, Overlap
 from lightning_sdpipe.sync import ADPSGD, DiLoCo, SemiDecentralized
@@ -70,3 +71,13 @@ def test_a_pause_while_a_mean_travels_is_no_round_of_its_own(stage: Stage) -> No
     for parameter, momentum in stage.run(method_of(DiLoCo(every=4, delay=2)), Exchange(), start, train):
         torch.testing.assert_close(momentum, moved)
         torch.testing.assert_close(parameter, start(0) + 0.7 * (1 + 0.9) * moved)
+
+
+def test_layers_that_are_frozen_in_one_pipeline_only(stage: Stage) -> None:
+    def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> str:
+        with pytest.raises(ConfigurationError) as refusal:
+            rendezvous.tell_freezing(True) if pipeline == 1 else rendezvous.join()
+        return str(refusal.value)
+
+    for pipeline, message in enumerate(stage.run(method_of(DiLoCo(every=4)), Exchange(), start, train)):
+        assert f"it has {'' if pipeline == 1 else 'not '}in pipeline {pipeline} of stage 0" in message

@@ -1,0 +1,70 @@
+"""Two neighbouring stages' ends of their cut, in one process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.message import Layout, Message
+from lightning_sdpipe.partition.structure import TensorMeta
+from lightning_sdpipe.pipeline.digest import BatchDigest
+from lightning_sdpipe.pipeline.link import StageLink
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> list[StageLink]:
+    """Those of stages 0 and 1, whose transfers are over at once."""
+    sent: dict[int, deque[Tensor]] = {}
+
+    def send(tensors: Sequence[Tensor], to: int, group: Any, tag: int, peer: str) -> p2p.Transfer:
+        sent.setdefault(tag, deque()).extend(tensors)
+        return p2p.Transfer(peer)
+
+    def receive(into: Sequence[Tensor], source: int, group: Any, tag: int, peer: str) -> p2p.Transfer:
+        for tensor in into:
+            found = sent[tag].popleft()
+            assert found.shape == tensor.shape, "a transfer of another length"
+            tensor.copy_(found)
+        return p2p.Transfer(peer, tensors=list(into))
+
+    monkeypatch.setattr(p2p, "send", send)
+    monkeypatch.setattr(p2p, "receive", receive)
+    group: Any = None
+    return [StageLink(group, [0, 1], stage, torch.device("cpu")) for stage in (0, 1)]
+
+
+def send(link: StageLink) -> None:
+    values = [torch.ones(2)]
+    link.begin(BatchDigest(values))
+    link.send_activations(Message(values, [], Layout((TensorMeta.of(values[0]),), ())), "key")
+
+
+def receive(link: StageLink) -> list[float]:
+    link.begin(BatchDigest([torch.ones(2)]))
+    return link.receive_activations("key").tensors[0].tolist()
+
+
+def test_layers_that_are_frozen_on_both_stages(links: list[StageLink]) -> None:
+    for link in links:
+        link.tell_freezing()
+    for _ in range(2):  # with a header, and with a note
+        send(links[0])
+        assert receive(links[1]) == [1, 1]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_layers_that_are_frozen_on_one_stage_only(links: list[StageLink], begun: bool, stage: int) -> None:
+    if begun:
+        send(links[0])
+        receive(links[1])
+    (send if stage else StageLink.tell_freezing)(links[0])
+    with pytest.raises(ConfigurationError, match=rf"changed on stage {stage} .*, and not on stage {1 - stage} "):
+        (StageLink.tell_freezing if stage else receive)(links[1])
