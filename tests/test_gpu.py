@@ -57,6 +57,7 @@ def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]
 
 def _alone(rank: int, port: int, count: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     dist.destroy_process_group()  # the strategy opens its own
+    os.environ["OMP_NUM_THREADS"] = "1"  # Lightning would take more, which wait for ever in a process that was forked
     return as_torchrun(rank, port, count, work, arguments)
 
 
