@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.run import Run
+from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
 from lightning_sdpipe.training import Training
 
@@ -35,6 +36,8 @@ class Collectives(SDPipeOptions):
 
     _assembled: Assembled | None = None
     _training: Training | None = None
+    brought_home: Mapping[str, Any] = {}
+    """What the worker of rank 0 has said in the end, in a process that is none."""
 
     # ------------------------------------------------ what this worker has of a run
 
@@ -70,6 +73,32 @@ class Collectives(SDPipeOptions):
         """What this worker does in each turn of the loop."""
         assert self._training is not None, "setup makes it"
         return self._training
+
+    @property
+    def statistics(self) -> SyncStatistics:
+        """How this worker's synchronisation went: group sizes and seconds spent. In a process that has started all
+        workers (``start_method="fork"`` and the like), rank 0's."""
+        found: SyncStatistics = self._cost("statistics")
+        return found
+
+    @property
+    def seconds_waiting_for_pipeline(self) -> float:
+        """What this worker stood still for the neighbouring stages of its pipeline, validation included; else as
+        :attr:`statistics`."""
+        return float(self._cost("seconds_waiting_for_pipeline"))
+
+    def costs(self) -> Mapping[str, Any]:
+        """What this worker knows of the two; in a process that has started all workers, what came home."""
+        if self._training is None:
+            return self.brought_home
+        waiting = sum(runner.link.seconds_waiting for runner in self._parts.runners)
+        return {"statistics": self.training.sync.statistics, "seconds_waiting_for_pipeline": waiting}
+
+    def _cost(self, name: str) -> Any:
+        costs = self.costs()
+        if name not in costs:
+            raise RuntimeError(f"strategy.{name} is known once the strategy has run: call trainer.fit before.")
+        return costs[name]
 
     @property
     def _parts(self) -> Assembled:

@@ -65,6 +65,30 @@ class Replicas:
         return p2p.through_host(tensor, self.group)
 
 
+def backends(device: torch.device, devices: Sequence[torch.device], asked: str | None, default: str) -> str:
+    """What moves the tensors of each type of device, as ``init_process_group`` takes it.
+
+    Args:
+        device: of this process.
+        devices: of all processes of this machine.
+        asked: the user's ``process_group_backend``.
+        default: what Lightning would take.
+
+    Raises:
+        ConfigurationError: NCCL for processes that share a GPU.
+    """
+    if device.type == "cpu" or (asked is not None and ":" in asked):
+        return default
+    if device.type == "cuda" and len({*devices}) < len(devices):  # NCCL wants a GPU for each process
+        if asked not in (None, "gloo"):
+            raise ConfigurationError(
+                f"process_group_backend={asked!r}, but several processes share a GPU ({devices}), which NCCL "
+                "refuses. Leave it out for gloo, or give each process a GPU."
+            )
+        asked = "gloo"
+    return f"cpu:gloo,{device.type}:{asked or default}"
+
+
 def prepare_world(device: torch.device) -> None:
     """What the default group must be before others are made beside it.
 

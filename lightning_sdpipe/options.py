@@ -27,6 +27,7 @@ from lightning_sdpipe.partition import plan
 from lightning_sdpipe.placement.placed import placed_blocks, read_placement
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
+from lightning_sdpipe.sync.measured_groups import with_measured_groups
 from lightning_sdpipe.sync.methods import (
     method_of,
     refuse_exchange,
@@ -169,7 +170,7 @@ class SDPipeOptions(DDPStrategy):
         self.on_nonfinite = on_nonfinite
         self.on_checkpoint_error = on_checkpoint_error or ("stop" if job is None else "continue")
         self._run_timeout = timeout
-        self._method = method_of(self.sync)
+        self._method = with_measured_groups(method_of(self.sync), num_stages, self.placement is not None)
         self.exchange = exchange if exchange is not None else Exchange()
         refuse_exchange(self.sync, self._method, self.exchange)
         if schedule == "pipedream":

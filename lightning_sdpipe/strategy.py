@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -20,8 +20,7 @@ from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, tie_again, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.data.loader import PipelineLoader
-from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.groups import prepare_world
+from lightning_sdpipe.groups import backends, prepare_world
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.launching.environment import naming_the_port
 from lightning_sdpipe.launching.launcher import end_after_failure, launcher_for
@@ -31,7 +30,6 @@ from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.pipeline.data import shared_seed
 from lightning_sdpipe.sync.methods import deals
-from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.adaptation import adapt
 from lightning_sdpipe.trainer.clock import ClockChecks
@@ -73,8 +71,6 @@ class SDPipeStrategy(CheckpointHooks):
     _undo: Sequence[Callable[[], None]] = ()
     _failed = _gathers = False
     _turns: DealtTurns | JointTurns | None = None
-    brought_home: Mapping[str, Any] = {}
-    """What the worker of rank 0 has said in the end, in a process that is none."""
 
     @cached_property
     def _initialisation(self) -> Initialisation:
@@ -108,18 +104,8 @@ class SDPipeStrategy(CheckpointHooks):
 
     def _get_process_group_backend(self) -> str:
         """Both kinds of tensors travel: headers and metrics are on the CPU."""
-        backend = self._process_group_backend
-        if self.root_device.type == "cpu" or (backend is not None and ":" in backend):
-            return super()._get_process_group_backend()
-        devices = self.parallel_devices or []
-        if self.root_device.type == "cuda" and len({*devices}) < len(devices):  # NCCL wants a GPU for each process
-            if backend not in (None, "gloo"):
-                raise ConfigurationError(
-                    f"process_group_backend={backend!r}, but several processes share a GPU ({devices}), which NCCL "
-                    "refuses. Leave it out for gloo, or give each process a GPU."
-                )
-            backend = "gloo"
-        return f"cpu:gloo,{self.root_device.type}:{backend or super()._get_process_group_backend()}"
+        device, default = self.root_device, super()._get_process_group_backend()
+        return backends(device, self.parallel_devices or [], self._process_group_backend, default)
 
     # ------------------------------------------------------------------- setup
 
@@ -364,32 +350,6 @@ class SDPipeStrategy(CheckpointHooks):
         return self._worker.stage == self.num_stages - 1
 
     # ---------------------------------------------------------------- the end
-
-    @property
-    def statistics(self) -> SyncStatistics:
-        """How this worker's synchronisation went: group sizes and seconds spent. In a process that has started all
-        workers (``start_method="fork"`` and the like), rank 0's."""
-        found: SyncStatistics = self._cost("statistics")
-        return found
-
-    @property
-    def seconds_waiting_for_pipeline(self) -> float:
-        """What this worker stood still for the neighbouring stages of its pipeline, validation included; else as
-        :attr:`statistics`."""
-        return float(self._cost("seconds_waiting_for_pipeline"))
-
-    def costs(self) -> Mapping[str, Any]:
-        """What this worker knows of the two; in a process that has started all workers, what came home."""
-        if self._training is None:
-            return self.brought_home
-        waiting = sum(runner.link.seconds_waiting for runner in self._parts.runners)
-        return {"statistics": self.training.sync.statistics, "seconds_waiting_for_pipeline": waiting}
-
-    def _cost(self, name: str) -> Any:
-        costs = self.costs()
-        if name not in costs:
-            raise RuntimeError(f"strategy.{name} is known once the strategy has run: call trainer.fit before.")
-        return costs[name]
 
     @property
     def injector(self) -> DelayInjector:

@@ -53,7 +53,9 @@ class PHDPSGD(PolicyConfig, frozen=True):
     """PHD-PSGD: gradients are averaged within groups of pipelines, and groups average their models with one another.
 
     ``groups`` lists the pipelines of each group. With ``"auto"`` they are consecutive ones, ``group_size`` at a time,
-    or if that is None too, those of a host; to whom no hosts are told, each pipeline is a group.
+    or if that is None too, those of a host; to whom no hosts are told, each pipeline is a group. They may be
+    the path of a file that ``sdpipe measure --model`` wrote, ``"network.json"``: a run takes the cheapest groups from
+    it, and ``times`` if they are None.
     ``gamma`` is how much a group prefers others of its own speed (0: not at all). Groups meet in the steps that
     ``every`` divides. ``staleness`` is how many steps of any group a model may lack, None for no bound.
     ``asynchronous`` meetings do not wait for the partner's mini-batch. ``times`` are the seconds of each pipeline's
@@ -74,8 +76,9 @@ class PHDPSGD(PolicyConfig, frozen=True):
     within: str = "gradients"
 
     def __post_init__(self) -> None:
-        if self.groups != "auto":
-            checked = checked_groups("groups", self.groups, '"auto", or a list')
+        if self.groups != "auto" and not self.names_a_network:
+            allowed = '"auto", a file of `sdpipe measure` such as "network.json", or a list'
+            checked = checked_groups("groups", self.groups, allowed)
             sizes = sorted({len(group) for group in checked})
             if self.sharded and self.within == "gradients" and len(sizes) > 1:
                 one = f"groups of one size instead of {sizes}, or sharded=False: then meetings are not sharded"
@@ -103,12 +106,18 @@ class PHDPSGD(PolicyConfig, frozen=True):
                 raise refusal("times", self.times, "the seconds of each pipeline's mini-batch, above 0")
             msgspec.structs.force_setattr(self, "times", tuple(map(float, self.times)))
 
+    @property
+    def names_a_network(self) -> bool:
+        """Are the groups still to be found, from a file?"""
+        return isinstance(self.groups, str) and self.groups.endswith(".json")
+
     def make_policy(self, num_stages: int, num_pipelines: int) -> PHDPSGDPolicy:
+        groups = self.groups_of(num_pipelines)
         if self.times is not None and len(self.times) != num_pipelines:
             raise ConfigurationError(
                 f"times has {len(self.times)} values for {num_pipelines} pipelines; give one for each, or leave it out"
             )
-        return PHDPSGDPolicy(self, self.groups_of(num_pipelines), num_stages, num_pipelines)
+        return PHDPSGDPolicy(self, groups, num_stages, num_pipelines)
 
     def groups_of(self, num_pipelines: int) -> tuple[tuple[int, ...], ...]:
         """The pipelines of each group.
@@ -116,6 +125,11 @@ class PHDPSGD(PolicyConfig, frozen=True):
         Raises:
             ConfigurationError: they are not every one of the run's pipelines.
         """
+        if self.names_a_network:
+            raise ConfigurationError(
+                f"groups={self.groups!r} is a file that SDPipeStrategy reads; a scheduler of its own and simulations "
+                "need the groups listed"
+            )
         if isinstance(self.groups, str):
             size = self.group_size or 1
             if num_pipelines % size:

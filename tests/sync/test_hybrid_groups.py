@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,9 +21,12 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity import Delays
 from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.placement.model import Block, Model
+from lightning_sdpipe.placement.network import Device, Network, write_network
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync import PHDPSGD, SemiDecentralized
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
+from lightning_sdpipe.sync.measured_groups import with_measured_groups
 from lightning_sdpipe.sync.methods import method_of, on_hosts
 from lightning_sdpipe.sync.synchronizer import Replica
 from tests.sync.hybrid_emulation import Emulation, Job
@@ -34,6 +37,7 @@ from tests.workers import run_workers
 LR, MOMENTUM = 0.05, 0.9
 BATCH = 4
 TIMEOUT = timedelta(seconds=20)
+MEASURED = Model("a chain", (Block(0.1, 1000, 50, 50, count=2),))
 
 
 def batch(pipeline: int, number: int) -> tuple[Tensor, Tensor]:
@@ -306,6 +310,50 @@ def test_the_pipelines_of_a_host_are_a_group() -> None:
         groups=[[0, 1], [2]],  # type: ignore[arg-type]
         sharded=False,
     )
+
+
+def measured(path: Path, speeds: Sequence[float], hosts: str, model: Model | None = MEASURED) -> str:
+    """A network in which hosts are ten times as far apart as the devices of one."""
+    devices = tuple(Device(host, index, speed) for index, (host, speed) in enumerate(zip(hosts, speeds, strict=True)))
+    rates = [[1e6 if a == b else 1e5 for b in hosts] for a in hosts]
+    write_network(path, Network(devices, [[0.0] * len(hosts)] * len(hosts), rates, "made up", model))
+    return str(path)
+
+
+def test_groups_come_from_a_measured_network(tmp_path: Path) -> None:
+    near = measured(tmp_path / "near.json", [1.0] * 4, "abab")
+    assert with_measured_groups(method_of(PHDPSGD(groups=near, staleness=3)), 1, False).policy == PHDPSGD(
+        groups=((0, 2), (1, 3)), times=(0.2,) * 4, staleness=3
+    )
+    alike = measured(tmp_path / "alike.json", [1.0, 0.5, 0.5, 1.0], "aaaa")
+    strategy = SDPipeStrategy(1, sync=PHDPSGD(groups=alike, group_size=2))
+    assert strategy._method.policy == PHDPSGD(groups=((0, 3), (1, 2)), times=(0.2, 0.4, 0.4, 0.2))
+    given = PHDPSGD(groups=alike, group_size=2, times=(1, 1, 9, 9))
+    assert with_measured_groups(method_of(given), 1, False).policy == PHDPSGD(
+        groups=((0, 1), (2, 3)), times=(1, 1, 9, 9)
+    )
+    staged = with_measured_groups(method_of(PHDPSGD(groups=alike, group_size=1)), 2, False).policy
+    assert staged == PHDPSGD(groups=((0,), (1,)), times=(0.2, 0.2)), "half of the model, as fast as the slower stage"
+
+
+def test_a_network_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    good = measured(tmp_path / "good.json", [1.0] * 3, "aab")
+    bare = measured(tmp_path / "bare.json", [1.0] * 3, "aab", None)
+    for policy, stages, placed, message in (
+        (PHDPSGD(groups=str(tmp_path / "none.json")), 1, False, "none.json cannot be read: No such file"),
+        (PHDPSGD(groups=bare), 1, False, "has 3 devices and no model.*--model"),
+        (PHDPSGD(groups=good), 2, False, "has 3 devices.*a multiple of num_stages=2"),
+        (PHDPSGD(groups=good), 1, False, "Give a group_size that divides 3"),
+        (PHDPSGD(groups=good, group_size=2), 1, False, "Give a group_size that divides 3"),
+        (PHDPSGD(groups=good, times=(1, 1), group_size=1), 1, False, "times has 2 values, and the file 3 pipelines"),
+        (PHDPSGD(groups=good), 1, True, "leave placement out"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            with_measured_groups(method_of(policy), stages, placed)
+    with pytest.raises(ConfigurationError, match="is a file that SDPipeStrategy reads"):
+        PHDPSGD(groups=good).make_policy(1, 3)
+    with pytest.raises(ConfigurationError, match='"auto", a file of `sdpipe measure`'):
+        PHDPSGD(groups="hosts")
 
 
 def test_who_is_near_is_who_shares_a_host() -> None:
