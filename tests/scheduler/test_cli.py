@@ -66,7 +66,12 @@ def test_bad_key_files_are_refused(tmp_path: Path) -> None:
 
 def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
     spec = SemiDecentralized(window=60.0)
-    with serving(spec, 2, 2) as server, clients(server.address, W(0, 0), W(0, 1), W(1, 0)) as (a, b, c):
+    scheduler_file, worker_file = own_keys()
+    keys, credentials = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
+    with (
+        serving(spec, 2, 2, keys=keys) as server,
+        clients(server.address, W(0, 0), W(0, 1), W(1, 0), credentials=credentials) as (a, b, c),
+    ):
         for client in (a, b, c):
             client.join()
         a.ready(4)

@@ -55,8 +55,10 @@ class ElasticDialogue:
         replies = self.say(m.AskLease, worker, member.incarnation, segment, ordinal, Done(batches), now=now)
         return [reply for _, reply in replies]
 
-    def tell(self, member: Member, *leases: Lease, batches: int = 0, segment: Segment = S) -> list[m.Reply | e.Reply]:
-        worker = Worker(0, member.pipeline)
+    def tell(
+        self, member: Member, *leases: Lease, batches: int = 0, segment: Segment = S, stage: int = 0
+    ) -> list[m.Reply | e.Reply]:
+        worker = Worker(stage, member.pipeline)
         replies = self.say(m.TellLeases, worker, member.incarnation, segment, leases, False, Done(batches))
         return [reply for _, reply in replies]
 
@@ -131,7 +133,8 @@ def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_jo
     for stage in (0, 1):
         d.say(e.TellReceived, Worker(stage, 1), again.incarnation, transfer, "")
     assert d.ask(A, 0, 0, segment=one_batch) == [m.AskLeases()]
-    d.tell(A, segment=one_batch)
+    for stage in (0, 1):
+        d.tell(A, segment=one_batch, stage=stage)
     assert isinstance(d.ask(A, 0, 0, segment=one_batch)[0], m.Dealt)
     assert isinstance(d.ask(again, 0, 0, segment=one_batch)[0], m.Dealt)
     ordinal = 1

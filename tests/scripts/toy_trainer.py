@@ -59,6 +59,7 @@ def main(updates: int) -> None:
         line.completed(group.sequence)
         done += 1
         line.donation_due(done)
+        line.update = done
         print(f"\rupdate {done}", end="", flush=True)
         time.sleep(0.02)
     client.leave()
