@@ -1,0 +1,143 @@
+"""Trains every method under both kinds of schedule and prints what came out, as JSON: a process of its own, since the
+libraries read at their first use that their results shall not depend on the processor.
+
+``python -m tests.golden.train PIPELINES DIRECTORY SCHEDULE…``
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.scheduler.event_log import read_log
+from lightning_sdpipe.sync import (
+    ADPSGD,
+    PHDPSGD,
+    AllReduce,
+    Decentralized,
+    DiLoCo,
+    HetPipe,
+    LocalSGD,
+    NoSync,
+    ParameterServer,
+    PartialReduce,
+    SemiDecentralized,
+)
+from tests.features.running import on_four_ranks, pipelines
+
+UPDATES = 20
+STAGES = 2
+
+METHODS: dict[str, Any] = {
+    "all_reduce": AllReduce(),
+    "semi_decentralized": SemiDecentralized(window=math.inf),
+    "partial_reduce": PartialReduce(group_size=2),
+    "ad_psgd": ADPSGD(),
+    "local_sgd": LocalSGD(every=3),
+    "diloco": DiLoCo(every=4, lr=0.7, momentum=0.9, fragments=2, delay=1),
+    "ring": Decentralized("ring"),
+    "shift_one": Decentralized("shift_one"),
+    "random_pairs": Decentralized("random"),
+    "phd_gradients": PHDPSGD(group_size=2),
+    "phd_meetings": PHDPSGD(groups=((0,), (1,))),
+    "phd_models": PHDPSGD(group_size=2, within="models"),
+    "parameter_server": ParameterServer(),
+    "hetpipe": HetPipe(combine="mean", sync_every=2, staleness=0),
+    "no_sync": NoSync(),
+}
+"""What decides by number or by an unlimited window. ``phd_meetings`` has one pipeline in each group."""
+OF_ONE_PIPELINE = ("all_reduce", "semi_decentralized", "diloco", "parameter_server", "no_sync")
+"""One of each kind: where there is nothing to decide, the others do what one of these does."""
+
+
+class Model(L.LightningModule):
+    """Draws dropout on both stages, and noise in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(
+            nn.Linear(6, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Dropout(0.2),
+            nn.Linear(16, 1),
+        )  # fmt: skip
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x + 0.01 * torch.randn_like(x)), y)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if math.isfinite(float(outputs["loss"])):  # without a flush, one stage of a pipeline knows
+            self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+def train(name: str, schedule: Any, directory: Path) -> dict[str, Any]:
+    """The losses that this rank saw, and digests of what it holds at the end."""
+    L.seed_everything(7, verbose=False)
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(160, 6, generator=generator)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+    module = Model()
+    quiet = {"max_steps": UPDATES, "max_epochs": -1, "gradient_clip_val": None if schedule == "pipedream" else 1.0}
+    try:
+        strategy = SDPipeStrategy(
+            num_stages=STAGES, sync=METHODS[name], schedule=schedule, data="sharded", log_dir=directory,
+            num_micro_batches=None if schedule == "pipedream" else 4, gather_module=False,
+        )  # fmt: skip
+        trainer = pipelines(directory, strategy, enable_checkpointing=False, **quiet)
+        trainer.fit(module, loader)
+    except ConfigurationError:
+        return {"refused": True}
+    assert trainer.global_step == UPDATES
+    digest = hashlib.sha256()
+    for key, value in sorted(module.state_dict().items()):
+        if not value.is_meta:
+            digest.update(key.encode() + value.contiguous().numpy().tobytes())
+    return {"losses": module.losses, "digest": digest.hexdigest()[:16]}
+
+
+def decisions(directory: Path) -> list[str]:
+    """What the scheduler decided, without times: the groups of each stage in their order, equal ones counted."""
+    path = directory / "scheduler.jsonl"
+    if not path.exists():
+        return []
+    groups = sorted(
+        (group for record in read_log(path) for entry in record.entries for group in entry.decisions),
+        key=lambda group: (group.members[0].stage, group.sequence),  # stages are decided for in any order
+    )
+    words = [f"stage {g.members[0].stage}: {[m.pipeline for m in g.members]} {list(g.weights)}" for g in groups]
+    return [f"{len(list(equal))} x {word}" for word, equal in groupby(words)]
+
+
+def train_all(directory: Path, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    """What every case comes to on this rank."""
+    return {f"{name}/{schedule}": train(name, schedule, directory / name / schedule) for name, schedule in cases}
+
+
+def main(pipeline_count: int, directory: Path, schedules: list[str]) -> None:
+    """Print an object with an entry for each case."""
+    names = list(METHODS) if pipeline_count > 1 else list(OF_ONE_PIPELINE)
+    cases = [(name, schedule) for name in names for schedule in schedules]
+    ranks = on_four_ranks(train_all, directory, cases, count=STAGES * pipeline_count, timeout=250)
+    outcome = {case: {"ranks": [r[case] for r in ranks], "groups": decisions(directory / case)} for case in ranks[0]}
+    print(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
