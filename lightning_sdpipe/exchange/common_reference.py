@@ -1,8 +1,14 @@
-"""Members that all know the same: gradients, whose reference is zero, and models that have a last common one.
+"""Members that all know the same: gradients, whose reference is zero, and models that have a last common one (scatter,
+reduce and gather, encoded in both phases: BAGUA §3.4).
 
-A message holds the difference, in any precision, with error feedback if the payload has it, and everybody takes over
-what the messages with the means hold, the owner of a part too. So all end with the same bits
-(:mod:`~lightning_sdpipe.exchange.algorithms.centralised`).
+A message holds the difference, in any precision, with error feedback if the payload has it. Of k members each owns one
+k-th of the buffer: it gets the others' messages of that part, and answers with their mean, encoded once for all. Every
+member takes over what the messages with the means hold, the owner of a part too, so all end with the same bits.
+
+An owner's own values are not encoded. So with error feedback the residual of its own part is free for what encoding the
+mean leaves out, BAGUA's ε beside the δ of the other parts, and over time
+
+    Σ means + mean over members of δ + ε = Σ over time of the mean of x.
 """
 
 from __future__ import annotations

@@ -1,12 +1,18 @@
 """Groups that change: what a member knows of another is its own model, which is close.
 
-In 16 bits, or all, models are sent themselves, in 8 bits modulo what the receiver knows; and what is added to a model
-is a difference of messages (:mod:`~lightning_sdpipe.exchange.algorithms.differences`), so that errors do not move the
-mean over the members: the owner of a part adds what encoding the mean has left out, once for each of them.
+In 16 bits, or all, models are sent themselves, in 8 bits modulo what the receiver knows. x̂ is what all read from the
+message with x. A member adds *mean of the x̂ − its own x̂* to its model, where in full precision it would put the mean in
+its place. So it keeps what its message left out, and the mean over the members is that of their models before:
+
+    x_j += Q(u) − x̂_j,  u = mean of the x̂ and the owner's own x;   the owner: Q(u) + k (u − Q(u))
+
+where the owner of a part, of k members, takes over what encoding the mean has left out. In 8 bits, errors shrink with
+the distance of models (:class:`~lightning_sdpipe.exchange.payloads.Modulo`); with ``Half`` they are as large as the
+last bits of 16. (BAGUA's formula (§3.2), the sum of the x̂ itself, does not converge.)
 
 Two things ask for full precision of a part. A sender that has not exchanged yet has no idea of how far apart models
 are. And an owner that finds a checksum wrong, or numbers that are not finite, refuses. What it sends back can always be
-read: it knows how far everybody is from the mean.
+read: it knows how far every member is from the mean.
 """
 
 from __future__ import annotations
@@ -17,7 +23,6 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.algorithms.differences import owner_takes
 from lightning_sdpipe.exchange.coding import refusal
 from lightning_sdpipe.exchange.parts import Place, Team
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, Payload, Spread
@@ -95,7 +100,9 @@ class OwnReference:
         payload = self._modulo or self._payload.on(x.dtype)
         answer = payload.message(mean, reach.theta(mean)) if isinstance(payload, Modulo) else payload.message(mean)
         share = min(1 / weight if weight else members, LARGEST_SHARE * members)
-        taken = owner_takes(payload, mean, answer, share)
+        taken = torch.empty_like(mean)
+        self._read(answer, mean, taken)
+        taken.lerp_(mean, share)  # Q(u) + k (u − Q(u)); with unequal weights 1 / w of the owner stands for k
         if not torch.isfinite(taken.sum()):  # beyond the range of 16 bits
             return None
         return answer, taken.sub_(x)

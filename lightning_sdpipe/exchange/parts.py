@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from lightning_sdpipe.exchange.algorithms.centralised import parts
 from lightning_sdpipe.exchange.payloads.pieces import num_blocks
 from lightning_sdpipe.policies.decisions import Group
 
@@ -41,6 +41,13 @@ class Place:
 
     def part(self, span: slice) -> Place:
         return Place(self.piece, self.start + span.start)
+
+
+def parts(n: int, members: int) -> list[slice]:
+    """Which of ``n`` elements each member owns: as ``torch.tensor_split`` divides them."""
+    size, more = divmod(n, members)
+    bounds = [index * size + min(index, more) for index in range(members + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
 def owned(n: int, members: Sequence[int], block: int) -> dict[int, slice]:

@@ -14,32 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_sdpipe.policies.mixing import Matrix
-
-
-def meeting_probabilities(times: Sequence[float], gamma: float) -> Matrix:
-    """P of groups that take ``times`` for a step, in any unit; its rows add up to 1, its diagonal is 0."""
-    weights = [similarities(times, i, gamma) for i in range(len(times))]
-    return [[weight / (sum(row) or 1.0) for weight in row] for row in weights]
-
 
 def similarities(times: Sequence[float], group: int, gamma: float) -> list[float]:
     """w of one group with each, 0 with itself."""
     own = times[group]
     return [0.0 if j == group else (min(own, other) / max(own, other)) ** gamma for j, other in enumerate(times)]
-
-
-def expected_mixing(probabilities: Matrix, rates: Sequence[float]) -> Matrix:
-    """E[W] of meetings that groups draw by ``probabilities``, each as often as its rate; for :func:`mixing_radius`."""
-    size, total = len(rates), sum(rates)
-    mixing = [[float(i == j) for j in range(size)] for i in range(size)]
-    for i in range(size):
-        for j in range(i + 1, size):
-            share = (rates[i] * probabilities[i][j] + rates[j] * probabilities[j][i]) / total
-            mixing[i][j] = mixing[j][i] = share / 2
-            mixing[i][i] -= share / 2
-            mixing[j][j] -= share / 2
-    return mixing
 
 
 def draw(weights: Sequence[tuple[int, float]], number: float) -> int:

@@ -48,11 +48,6 @@ def mixing_radius(matrix: Matrix) -> float:
     return float(max(abs(numpy.linalg.eigvals(numpy.array(matrix) - 1 / size))))
 
 
-def uniform_radius(num_workers: int, group_size: int) -> float:
-    """ρ when each group of P of N workers is as likely: (N − P)/(N − 1)."""
-    return (num_workers - group_size) / (num_workers - 1)
-
-
 def network_error(rho: float) -> float:
     """ρ̄ = ρ/(1 − ρ) + 2√ρ/(1 − √ρ)² of P-Reduce's theorem 1, to which its bound for the network error is
     proportional; infinite at ρ = 1, where nothing mixes."""

@@ -139,13 +139,11 @@ class SchedulerClient:
         """
         if self.policy is not None:
             return
-        connection, until, repeat_at, sent = self._connection, time.monotonic() + self._connect_timeout, 0.0, 0
+        connection, until, repeat_at = self._connection, time.monotonic() + self._connect_timeout, 0.0
         while (now := time.monotonic()) < until:
             if now >= repeat_at:
-                if sent == 2:  # one of version 1 ignores other versions in silence
-                    connection.send(m.ASK_STATUS_OF_VERSION_1)
                 connection.send(m.encode(m.Hello(self.worker, self._session, self._next_number(), self._mesh)))
-                repeat_at, sent = now + REPEAT_AFTER, sent + 1
+                repeat_at = now + REPEAT_AFTER
             welcome = self._receive(m.Welcome, lambda reply: True, min(until, now + GLANCE))
             if welcome is not None:
                 self.serves = welcome.mesh
@@ -240,14 +238,6 @@ class SchedulerClient:
     def trained(self, batches: int) -> None:
         """So many batches of the segment are trained by this worker; heartbeats tell, this only notes it."""
         self._leases.trained(batches)
-
-    def broken(self, sequence: int) -> None:
-        """The members of that group, of which this worker is one, did not average; returns when the scheduler knows."""
-
-        def tell(number: int) -> m.Broken:
-            return m.Broken(self.worker, self._session, number, sequence)
-
-        self._ask(tell, m.Acknowledged, f"the scheduler to hear that group {sequence} broke")
 
     def step_ended(self, iteration: int, waited: float) -> None:
         """The step of ``iteration`` is over; ``waited`` are all seconds so far that this worker waited for replicas.

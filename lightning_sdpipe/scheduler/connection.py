@@ -198,7 +198,7 @@ def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: 
         until, asked = time.monotonic() + timeout, 0
         while (left := until - time.monotonic()) > 0:
             if asked < 2 and left <= timeout * (1 - asked / 2):
-                connection.send(m.ASK_STATUS_OF_VERSION_1 if asked else m.encode(m.AskStatus()))
+                connection.send(m.encode(m.AskStatus()))
                 asked += 1
             reply = connection.receive(min(left, GLANCE))
             connection.check()

@@ -113,14 +113,6 @@ class EventLog:
         if events > (self.recent.maxlen or 0):
             self.recent = deque(self.recent, maxlen=events)
 
-    def group(self, number: int) -> Group | None:
-        """The group of that number, if it is remembered."""
-        for _, _, decisions in reversed(self.recent):
-            for group in decisions:
-                if group.sequence == number:
-                    return group
-        return None
-
     def tell(self, reader: Reader) -> None:
         """``reader`` hears of what happens from now on."""
         self._readers.append(reader.on)

@@ -26,9 +26,6 @@ MAX_REQUEST_BYTES = 1 << 20
 MAX_REPLY_BYTES = 1 << 22
 MAX_REASON_CHARACTERS = 800
 
-ASK_STATUS_OF_VERSION_1 = b"\x01\x91\xaaask_status"
-"""A scheduler of version 1 ignores other versions in silence, but answers this, and so betrays itself."""
-
 
 class MalformedFrame(ValueError):
     """Not a message of this protocol: too long, or not what the types allow."""
@@ -118,12 +115,6 @@ class Ready(_Request, frozen=True, gc=False, tag="ready"):
 
 class Leave(_Request, frozen=True, gc=False, tag="leave"):
     """The worker pauses or has finished its epoch."""
-
-
-class Broken(_Request, frozen=True, gc=False, tag="broken"):
-    """The members of group ``sequence``, of which the worker is one, did not average."""
-
-    sequence: Count
 
 
 class Failed(_Request, frozen=True, gc=False, tag="failed"):
@@ -256,9 +247,7 @@ class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="s
     status: Status
 
 
-Request: TypeAlias = (
-    Hello | Join | Ready | Leave | Broken | Failed | AskFailure | AskMissing | Heartbeat | AskLease | TellLeases
-)
+Request: TypeAlias = Hello | Join | Ready | Leave | Failed | AskFailure | AskMissing | Heartbeat | AskLease | TellLeases
 Reply: TypeAlias = (
     Welcome
     | Acknowledged

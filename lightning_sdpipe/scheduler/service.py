@@ -17,7 +17,7 @@ from collections import Counter
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.decisions import Decision, Group
-from lightning_sdpipe.policies.events import Answered, Broken, Joined, Left, Lost, Progress, Ready, Tick, Worker
+from lightning_sdpipe.policies.events import Answered, Joined, Left, Lost, Progress, Ready, Tick, Worker
 from lightning_sdpipe.policies.leases import Asked, LeaseEvent, Segment, Told, Trained
 from lightning_sdpipe.policies.membership import MOST_PIPELINES, Membership
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
@@ -281,8 +281,6 @@ class SchedulerService:
                 session.received.left_at = request.number
                 self._leave(session, now)
                 self._say(peer, m.Acknowledged(request.number, session.invitations))
-            case m.Broken():
-                self._broken(session, request, peer, now)
             case _:
                 self._from_anybody(request, peer, now)
 
@@ -351,15 +349,6 @@ class SchedulerService:
             self._carry_out(self._decider.tell(event, now), now)
         self._hear_dealt(request, peer, now)
         self._say(peer, m.Pulse(self.failure))
-
-    def _broken(self, session: Session, request: m.Broken, peer: bytes, now: float) -> None:
-        group = self.log.group(request.sequence)
-        if group is not None and request.worker not in group.members:
-            self._refuse(request, peer, f"worker {request.worker} was no member of group {request.sequence}")
-            return
-        self._let_time_pass(now)
-        self._carry_out(self._decider.tell(Broken(request.sequence), now), now)
-        self._say(peer, m.Acknowledged(request.number, session.invitations))
 
     # ------------------------------------------------------------------ leases
 

@@ -20,12 +20,11 @@ import hydra
 import torch
 
 from lightning_sdpipe import Exchange, NoSync, SDPipeStrategy, SemiDecentralized
-from lightning_sdpipe.exchange import traffic
 from lightning_sdpipe.exchange.payloads import Full
 from lightning_sdpipe.heterogeneity import Delays
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.placement.network import Device, Network
-from recipes.suites import machine, trainings
+from recipes.suites import machine, traffic, trainings
 from recipes.suites.emulated import EmulatedChain
 from recipes.suites.emulated_links import WITHIN_A_MACHINE, emulated_links
 from recipes.suites.ratios import Ratios, Row, ratio, rotated

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.policies.meeting_graph import draw, expected_mixing, meeting_probabilities, similarities
-from lightning_sdpipe.policies.mixing import mixing_radius
+from lightning_sdpipe.policies.meeting_graph import draw, similarities
+from lightning_sdpipe.policies.mixing import Matrix, mixing_radius
 
 PAPERS = [[0, 0.5, 0.25, 0.25], [0.5, 0, 0.25, 0.25], [0.25, 0.25, 0, 0.5], [0.25, 0.25, 0.5, 0]]
 EVEN = [[(i != j) / 3 for j in range(4)] for i in range(4)]
 TIMES = [0.10, 0.11, 0.19, 0.21]
+
+
+def meeting_probabilities(times: Sequence[float], gamma: float) -> Matrix:
+    """P of groups that take ``times`` for a step, in any unit; its rows add up to 1, its diagonal is 0."""
+    weights = [similarities(times, i, gamma) for i in range(len(times))]
+    return [[weight / (sum(row) or 1.0) for weight in row] for row in weights]
+
+
+def expected_mixing(probabilities: Matrix, rates: Sequence[float]) -> Matrix:
+    """E[W] of meetings that groups draw by ``probabilities``, each as often as its rate; for :func:`mixing_radius`."""
+    size, total = len(rates), sum(rates)
+    mixing = [[float(i == j) for j in range(size)] for i in range(size)]
+    for i in range(size):
+        for j in range(i + 1, size):
+            share = (rates[i] * probabilities[i][j] + rates[j] * probabilities[j][i]) / total
+            mixing[i][j] = mixing[j][i] = share / 2
+            mixing[i][i] -= share / 2
+            mixing[j][j] -= share / 2
+    return mixing
 
 
 def radius(probabilities: list[list[float]], times: list[float]) -> float:

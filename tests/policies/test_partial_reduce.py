@@ -22,7 +22,6 @@ from lightning_sdpipe.policies.mixing import (
     mixing_radius,
     network_error,
     theorem_1,
-    uniform_radius,
 )
 from lightning_sdpipe.policies.partial_reduce import QUEUED, PartialReduce, fewest_groups, weights
 from lightning_sdpipe.policies.registry import build
@@ -111,9 +110,9 @@ def test_dynamic_weights_move_the_mean_and_need_not_mix_symmetrically() -> None:
 @pytest.mark.parametrize(("n", "p"), [(3, 2), (8, 2), (8, 3), (8, 5), (4, 4)])
 def test_rho_of_groups_that_are_all_as_likely(n: int, p: int) -> None:
     groups = [(list(group), [1 / p] * p) for group in combinations(range(n), p)]
-    assert mixing_radius(mean_mixing_matrix(groups, range(n))) == pytest.approx(uniform_radius(n, p), abs=1e-9)
+    assert mixing_radius(mean_mixing_matrix(groups, range(n))) == pytest.approx((n - p) / (n - 1), abs=1e-9)
     known = {(3, 2): 0.5, (8, 2): 6 / 7, (8, 3): 5 / 7, (8, 5): 3 / 7, (4, 4): 0.0}
-    assert uniform_radius(n, p) == pytest.approx(known[n, p])
+    assert (n - p) / (n - 1) == pytest.approx(known[n, p])
 
 
 def test_rho_where_one_of_three_is_twice_as_slow() -> None:

@@ -30,7 +30,6 @@ REQUESTS = [
     m.Join(B, 5, 9, (1, 2), True, 3, (ANSWER, ANSWER)),
     m.Ready(A, 1 << 60, 2, 7),
     m.Leave(B, 5, 6),
-    m.Broken(B, 5, 6, 3),
     m.Failed(A, 1, 3, "out of memory"),
     m.AskFailure(A, 1, 4),
     m.AskMissing(B, 1, 5),

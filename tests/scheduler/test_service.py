@@ -404,24 +404,6 @@ def test_a_policy_without_a_graph_of_its_own_has_one_made_from_the_log() -> None
     assert stage.rounds_since_met() == {(0, 1): 1}
 
 
-def test_a_group_that_broke_is_told_once_by_those_who_were_in_it() -> None:
-    d = Dialogue(SemiDecentralized(window=60.0, connectivity=3), workers=3)
-    for worker in (A, B, Worker(0, 2)):
-        d.join(worker)
-    d.say(m.Leave, Worker(0, 2))
-    d.say(m.Ready, A, 0)
-    d.say(m.Ready, B, 0)
-    d.join(Worker(0, 2))
-    for worker in (A, B):
-        assert d.say(m.Broken, worker, 0) == d.acknowledged(worker)
-    ((_, reply),) = d.say(m.Broken, Worker(0, 2), 0)
-    assert reply == m.Refused(d.number, "worker (stage 0, pipeline 2) was no member of group 0")
-    ((_, reply),) = d.say(m.Broken, A, 1)
-    assert isinstance(reply, m.Refused)
-    assert "group 1 cannot have broken" in reply.reason
-    assert d.service.status(0.0).broken == 1
-
-
 def test_another_mesh_is_refused_by_name() -> None:
     d = Dialogue()
     for kind in (m.Hello, m.Join):

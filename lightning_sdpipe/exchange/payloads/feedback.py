@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange.payloads.payload import Payload, keep_error, residual_dtype
+from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 
 
 class ErrorFeedback:
@@ -37,16 +37,3 @@ class ErrorFeedback:
     def drop(self) -> None:
         """Forgets what was left out."""
         self.residual.zero_()
-
-    @torch.no_grad()
-    def take_back(self, payload: Payload, message: Tensor, x: Tensor, part: slice = slice(None)) -> None:
-        """Undoes, up to rounding, what encoding ``x`` into ``message`` did to ``part`` of the residual.
-
-        For an exchange that was broken off: nobody has used the message, and what it holds has yet to be sent. It takes
-        as much memory as ``x`` in float32.
-        """
-        decoded = torch.empty_like(x, dtype=torch.float32)
-        payload.decode(message, decoded)
-        undone = torch.zeros_like(self.residual[part])
-        keep_error(undone, x, decoded)
-        self.residual[part].sub_(undone)

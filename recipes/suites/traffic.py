@@ -5,7 +5,7 @@ For methods that exchange every so many updates, divide. Gradients and models co
 
 from __future__ import annotations
 
-from lightning_sdpipe.exchange.algorithms.centralised import parts
+from lightning_sdpipe.exchange.parts import parts
 from lightning_sdpipe.exchange.payloads import Payload
 
 
@@ -28,16 +28,6 @@ def group(payload: Payload, n: int, members: int, place: int = 0) -> int:
 def server(payload: Payload, n: int, workers: int) -> int:
     """By a parameter server that shares a worker's process, to the others: (n − 1) b(n)."""
     return (workers - 1) * payload.nbytes(n)
-
-
-def leaving_a_host(payload: Payload, n: int, hosts: int, workers: int, hierarchical: bool) -> int:
-    """From the first of some ``hosts`` with ``workers`` each, when they all average: that many times less if each
-    worker averages its own part of the sum over its host with its like on other hosts."""
-    if hierarchical:
-        return sum(group(payload, part.stop - part.start, hosts) for part in parts(n, workers))
-    sizes = _sizes(payload, n, hosts * workers)
-    elsewhere = (hosts - 1) * workers
-    return workers * sum(sizes[workers:]) + elsewhere * sum(sizes[:workers])
 
 
 def _sizes(payload: Payload, n: int, members: int) -> list[int]:

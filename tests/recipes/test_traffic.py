@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sdpipe.exchange import traffic
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
+from recipes.suites import traffic
 
 D = 2**20
 
@@ -27,10 +27,3 @@ def test_pairs_rings_and_servers() -> None:
 def test_a_rest_goes_to_the_first_members() -> None:
     assert [traffic.group(Full(), 10, 3, place) for place in range(3)] == [4 * (6 + 8), 4 * (7 + 6), 4 * (7 + 6)]
     assert traffic.group(Full(), 10, 1) == 0
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("payload", [Full(), EightBit(block=256)])
-def test_hierarchy_divides_what_leaves_a_host_by_its_workers(payload: Payload, workers: int) -> None:
-    flat, hierarchical = (traffic.leaving_a_host(payload, D, 2, workers, way) for way in (False, True))
-    assert flat == workers * hierarchical
