@@ -1,0 +1,274 @@
+"""How big and how tangled the package may be: shapes may only fall; sizes grow in a commit that says what for.
+
+``python -m tests.test_bars`` prints what is measured now.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "lightning_sdpipe"
+
+LONGEST = 400  # lines of a module; tests/test_layers.py names those that are longer
+METHODS = 25  # of a class, besides those that override Lightning's
+ARGUMENTS = 8  # of a constructor
+FAN_OUT = 22  # modules of the package that one imports
+SHORT = 90  # lines: such a module with a single importer belongs into it
+
+SHAPES = {
+    "classes with too many methods": 6,
+    "constructors with too many arguments": 3,
+    "modules with too many imports": 3,
+    "class names used twice": 33,
+    "short modules with one importer": 50,
+    "reaches into another object's privates": 50,
+    "circles": 2,
+}
+"""How many there may be. These numbers are only ever made smaller."""
+
+SIZES: dict[str, tuple[int, int]] = {
+    "checkpoints": (682, 9),
+    "data": (449, 6),
+    "elastic": (1198, 16),
+    "exchange": (2191, 36),
+    "heterogeneity": (443, 8),
+    "launching": (519, 8),
+    "optim": (342, 5),
+    "partition": (3615, 36),
+    "pipeline": (1749, 19),
+    "placement": (2879, 29),
+    "policies": (3824, 39),
+    "recipes": (6763, 84),
+    "scheduler": (4720, 37),
+    "simulate": (617, 7),
+    "supervision": (1428, 17),
+    "sync": (1685, 18),
+    "top": (2375, 18),
+    "trainer": (2223, 28),
+}
+"""Code lines and modules of each room, without docstrings, comments and blank lines."""
+
+FOREIGN = {"_apply", "_buffers", "_device", "_interval", "_modules", "_parameters", "_store", "_values", "_version"}
+"""Private names of torch and Lightning that the package has, too."""
+FREE_ARGUMENTS = {"SDPipeOptions.__init__"}  # users' options
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Of the package and of recipes/, by their full names."""
+    paths = [path for top in (PACKAGE, "recipes") for path in sorted((ROOT / top).rglob("*.py"))]
+    named = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    return {name: path for name, path in named.items() if not name.startswith(f"{PACKAGE}.conf")}
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text())
+
+
+def of_the_package() -> list[str]:
+    return [name for name in modules() if name.partition(".")[0] == PACKAGE]
+
+
+@cache
+def imports(name: str) -> frozenset[str]:
+    """Modules of the house that one imports, anywhere, for type checkers too."""
+    found = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in names if name in modules()} or {node.module}
+            if not all(name in modules() for name in names):
+                found.add(node.module)
+    return frozenset(found & set(modules()) - {name})
+
+
+def classes(name: str) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(tree(name)) if isinstance(node, ast.ClassDef))
+
+
+def functions(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [child for child in node.body if isinstance(child, ast.FunctionDef)]
+
+
+def overridden() -> set[str]:
+    """Names of Lightning's hooks and strategy methods."""
+    kinds = (pl.strategies.DDPStrategy, pl.callbacks.Callback, pl.LightningModule)
+    return {name for kind in kinds for name in dir(kind)}
+
+
+def many_methods() -> list[str]:
+    known = overridden()
+    return [
+        f"{module}.{node.name}: {count}"
+        for module in of_the_package()
+        for node in classes(module)
+        if (count := sum(method.name not in known for method in functions(node))) > METHODS
+    ]
+
+
+def many_arguments() -> list[str]:
+    found = []
+    for module in of_the_package():
+        for node in classes(module):
+            for method in functions(node):
+                count = len(method.args.posonlyargs + method.args.args + method.args.kwonlyargs) - 1
+                name = f"{node.name}.{method.name}"
+                if method.name == "__init__" and count > ARGUMENTS and name not in FREE_ARGUMENTS:
+                    found.append(f"{module}.{name}: {count}")
+    return found
+
+
+def many_imports() -> list[str]:
+    counts = {module: len(imports(module)) for module in of_the_package()}
+    return [f"{module}: {count}" for module, count in counts.items() if count > FAN_OUT]
+
+
+def twice() -> list[str]:
+    homes = defaultdict(set)
+    for module in of_the_package():
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].add(module)
+    return [f"{name}: {', '.join(sorted(where))}" for name, where in sorted(homes.items()) if len(where) > 1]
+
+
+def dust() -> list[str]:
+    importers = Counter(other for module in modules() for other in imports(module))
+    return [
+        module
+        for module in of_the_package()
+        if importers[module] == 1
+        and modules()[module].name != "__init__.py"
+        and len(modules()[module].read_text().splitlines()) <= SHORT
+    ]
+
+
+def privates() -> list[str]:
+    """Where a private attribute that no class of the same module has is read from something else than ``self``."""
+    found = []
+    for module in of_the_package():
+        own = {name for node in ast.walk(tree(module)) for name in _declared(node)}
+        for node in ast.walk(tree(module)):
+            if not (isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")):
+                continue
+            receiver = node.value
+            if isinstance(receiver, ast.Name) and receiver.id in ("self", "cls"):
+                continue
+            if node.attr not in own and node.attr in _private_names():
+                found.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+@cache
+def _private_names() -> frozenset[str]:
+    """All that classes and modules of the package declare."""
+    names = {name for module in of_the_package() for node in ast.walk(tree(module)) for name in _declared(node)}
+    return frozenset(name for name in names if name.startswith("_")) - FOREIGN
+
+
+def _declared(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return [node.attr] if isinstance(node.value, ast.Name) and node.value.id == "self" else []
+    if isinstance(node, ast.AnnAssign | ast.Assign):
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+    return []
+
+
+def circles() -> list[str]:
+    """One after the other, each without the ones before."""
+    graph = {module: set(imports(module)) for module in modules()}
+    found: list[str] = []
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+            return found
+        except CycleError as error:
+            way = error.args[1]
+            found.append(" <- ".join(way))
+            graph[way[1]].discard(way[0])
+
+
+SHAPES_OF = {
+    "classes with too many methods": many_methods,
+    "constructors with too many arguments": many_arguments,
+    "modules with too many imports": many_imports,
+    "class names used twice": twice,
+    "short modules with one importer": dust,
+    "reaches into another object's privates": privates,
+    "circles": circles,
+}
+
+
+def room(name: str) -> str:
+    """Modules at the top of the package are one room."""
+    parts = name.split(".")
+    if parts[0] != PACKAGE:
+        return "recipes"
+    path = modules()[name]
+    return parts[1] if len(parts) > 2 or (len(parts) == 2 and path.name == "__init__.py") else "top"
+
+
+def code_lines(name: str) -> int:
+    """Lines with tokens that are neither comments nor docstrings."""
+    text = modules()[name].read_text()
+    docstrings = {
+        line
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    empty = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in empty:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def sizes() -> dict[str, tuple[int, int]]:
+    """Code lines and modules of each room."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for name in modules():
+        found[room(name)].append(code_lines(name))
+    return {name: (sum(lines), len(lines)) for name, lines in sorted(found.items())}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_only_fall(shape: str) -> None:
+    found = SHAPES_OF[shape]()
+    assert len(found) <= SHAPES[shape], found
+
+
+def test_rooms_grow_only_where_the_table_says_so() -> None:
+    found = sizes()
+    assert found.keys() == SIZES.keys()
+    grown = {name: size for name, size in found.items() if size[0] > SIZES[name][0] or size[1] > SIZES[name][1]}
+    assert not grown
+
+
+if __name__ == "__main__":
+    for shape, find in SHAPES_OF.items():
+        print(f'    "{shape}": {len(find())},')
+        for line in find():
+            print("       #", line)
+    for name, size in sizes().items():
+        print(f'    "{name}": {size},')
+    total = [sum(column) for column in zip(*(size for name, size in sizes().items() if name != "recipes"), strict=True)]
+    print(f"    # the package: {total}")
