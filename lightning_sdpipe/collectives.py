@@ -14,6 +14,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 from torchmetrics import Metric
 
 from lightning_sdpipe.assembly import Assembled
@@ -63,7 +64,7 @@ class Collectives(SDPipeOptions):
             self._process_group_backend,
             timeout=self._timeout,
             device_id=None if self.root_device.type == "cpu" else self.root_device,
-            store=dist.PrefixStore("default_pg", open_store(*place, one_machine, self._run_timeout)),
+            store=PrefixStore("sdpipe", open_store(*place, one_machine, self._run_timeout)),
         )
 
     # ------------------------------------------------ what this worker has of a run

@@ -59,7 +59,7 @@ def listen(host: str, port: int, one_machine: bool) -> socket.socket | None:
     A host name may mean loopback on its own machine (/etc/hosts) and an outside address on the others.
     """
     for family, kind, protocol, _, address in _addresses(host, port):
-        if not one_machine and ipaddress.ip_address(address[0].partition("%")[0]).is_loopback and not is_loopback(host):
+        if is_loopback(address[0].partition("%")[0]) and not (one_machine or is_loopback(host)):
             continue
         listener = socket.socket(family, kind, protocol)
         try:

@@ -113,7 +113,8 @@ def _meet(timeout: timedelta) -> tuple[Store, int, int]:
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= here.keys():
         rank, size = int(here["RANK"]), int(here["WORLD_SIZE"])
         return open_store(here["MASTER_ADDR"], int(here["MASTER_PORT"]), rank, size, False, timeout), rank, size
-    return next(rendezvous("env://", timeout=timeout))  # says what is missing
+    store, rank, size = next(rendezvous("env://", timeout=timeout))  # says what is missing
+    return store, rank, size
 
 
 def _as_slurm_says() -> None:
