@@ -10,7 +10,8 @@ silent, fails, or departs. The rules:
 3. *The start.* The first pipelines begin together when ``start_pipelines`` are there, or ``gather`` seconds after the
    first if these are at least ``min_pipelines``. Everybody who comes later is given the state of a member
    (``donations.py``), and is a member when all its stages have it. If the donor goes, another one gives it. If there is
-   no member left, the run is over, or a new start is made from the newest checkpoint (``resume``).
+   no member left, the run is over, or a new start is made from the newest checkpoint (``resume``), also by a new
+   scheduler that is told of one before anything else.
 4. *Enough.* With fewer than ``min_pipelines`` nobody begins another turn. Newcomers count, all of whose stages are
    there: they need a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
 5. *One job per number.* Who enrols for a pipeline that is there waits until that one is heard of (then it is refused)
