@@ -155,7 +155,10 @@ def _parser() -> argparse.ArgumentParser:
         help="of that file and FILE.1, which has what came before; what is older is dropped (default: %(default)s)",
     )
     scheduler.add_argument(
-        "--journal", type=Path, help="file with the batches that are dealt, for a scheduler that is started again"
+        "--journal",
+        type=Path,
+        help="file with the batches that are dealt, and beside it one with the path of the newest checkpoint, for a "
+        "scheduler that is started again",
     )
     scheduler.add_argument("--verbose", action="store_true", help="log every group and its reason")
     scheduler.set_defaults(run=_scheduler)

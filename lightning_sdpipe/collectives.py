@@ -10,14 +10,18 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 from torchmetrics import Metric
 
 from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.elastic.run import ElasticRun
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.launching.environment import keep_gloo_on_loopback
 from lightning_sdpipe.launching.launcher import give_up
 from lightning_sdpipe.membership import Member
 from lightning_sdpipe.options import SDPipeOptions
@@ -25,6 +29,7 @@ from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.run import Run
 from lightning_sdpipe.sync.synchronizer import SyncStatistics
+from lightning_sdpipe.tcp_store import open_store
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
 from lightning_sdpipe.training import Training
 
@@ -38,6 +43,29 @@ class Collectives(SDPipeOptions):
     _training: Training | None = None
     brought_home: Mapping[str, Any] = {}
     """What the worker of rank 0 has said in the end, in a process that is none."""
+
+    # ------------------------------------------------ how it gets among the others
+
+    def setup_distributed(self) -> None:
+        """Open the process group as Lightning does, through a store that no other machine of the network reaches."""
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        environment = self.cluster_environment
+        assert environment is not None
+        if dist.is_initialized():
+            return
+        one_machine = (self if self._job is None else self._job).num_nodes == 1
+        if one_machine and self._job is None:  # pipelines of an elastic run may be on others
+            keep_gloo_on_loopback(environment)
+        place = environment.main_address, environment.main_port, self.global_rank, self.world_size
+        _init_dist_connection(
+            environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=None if self.root_device.type == "cpu" else self.root_device,
+            store=PrefixStore("sdpipe", open_store(*place, one_machine, self._run_timeout)),
+        )
 
     # ------------------------------------------------ what this worker has of a run
 

@@ -35,7 +35,7 @@ HOUSE = (
         "data",
     ),
     *("placement", "pipeline", "partition", "exchange", "groups", "scheduler", "simulate", "policies"),
-    *("optim", "heterogeneity", "random_streams", "option_checks", "p2p", "mesh", "errors"),
+    *("optim", "heterogeneity", "random_streams", "option_checks", "p2p", "tcp_store", "mesh", "errors"),
 )
 
 LONG = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import socket
 import tempfile
 import time
 import traceback
@@ -11,6 +12,7 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,22 @@ def free_port() -> int:
     port = environment.free_port()
     assert port is not None
     return port
+
+
+def listening(port: int | None = None) -> list[str]:
+    """The addresses at which this process listens for TCP connections: at ``port``, or at any."""
+    links = [entry.resolve().name for entry in Path("/proc/self/fd").iterdir()]
+    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            number, _, at_port = local.partition(":")
+            if state == "0A" and rest[5] in own and port in (None, int(at_port, 16)):
+                words = bytes.fromhex(number)
+                address = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                found.add(socket.inet_ntop(family, address))
+    return sorted(found)
 
 
 def run_workers(

@@ -12,9 +12,13 @@ from pathlib import Path
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.launching import job
+from lightning_sdpipe.tcp_store import is_loopback
 
 _CHOSEN = 10_000  # the first port that is chosen
 _OFTEN = 50  # tries
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK = "/sys/class/net/lo"
 
 
 def choose_port() -> None:
@@ -52,13 +56,23 @@ def naming_the_port(environment: ClusterEnvironment) -> Iterator[None]:
     """Around what opens the process groups: ConfigurationError if the port is another program's."""
     try:
         yield
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+    except (RuntimeError, OSError) as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise ConfigurationError(
                 f"MASTER_PORT={environment.main_port} is in use by another program. Choose another one, or unset "
                 "MASTER_PORT to let the system choose."
             ) from error
         raise
+
+
+def keep_gloo_on_loopback(environment: ClusterEnvironment) -> None:
+    """Where all processes meet on loopback, let gloo listen there, too, until the job ends.
+
+    By itself it takes the address of the host's name, which other machines may reach.
+    """
+    if is_loopback(environment.main_address) and _GLOO_INTERFACE not in os.environ and Path(_LOOPBACK).exists():
+        os.environ[_GLOO_INTERFACE] = Path(_LOOPBACK).name
+        job.at_end(os.environ.pop, _GLOO_INTERFACE, None)
 
 
 def where_to_listen(environment: ClusterEnvironment, num_nodes: int) -> str:

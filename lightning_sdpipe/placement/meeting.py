@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.tcp_store import open_store
 
 T = TypeVar("T")
 
@@ -50,8 +51,8 @@ class Meeting:
         if "RANK" not in os.environ:
             _as_slurm_says()
         try:
-            store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
-        except (ValueError, RuntimeError) as error:
+            store, rank, size = _meet(timedelta(seconds=patience))
+        except (ValueError, RuntimeError, OSError) as error:
             raise ConfigurationError(
                 f"The workers cannot meet: {str(error).splitlines()[0]}. {HOW_TO_START}"
             ) from error
@@ -104,6 +105,16 @@ class _Entry(msgspec.Struct):
 
     value: msgspec.Raw
     error: str = ""
+
+
+def _meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return the store, this process's rank in it, and the number of ranks."""
+    here = os.environ
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= here.keys():
+        rank, size = int(here["RANK"]), int(here["WORLD_SIZE"])
+        return open_store(here["MASTER_ADDR"], int(here["MASTER_PORT"]), rank, size, False, timeout), rank, size
+    store, rank, size = next(rendezvous("env://", timeout=timeout))  # says what is missing
+    return store, rank, size
 
 
 def _as_slurm_says() -> None:

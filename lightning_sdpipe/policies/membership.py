@@ -10,7 +10,8 @@ silent, fails, or departs. The rules:
 3. *The start.* The first pipelines begin together when ``start_pipelines`` are there, or ``gather`` seconds after the
    first if these are at least ``min_pipelines``. Everybody who comes later is given the state of a member
    (``donations.py``), and is a member when all its stages have it. If the donor goes, another one gives it. If there is
-   no member left, the run is over, or a new start is made from the newest checkpoint (``resume``).
+   no member left, the run is over, or a new start is made from the newest checkpoint (``resume``), also by a new
+   scheduler that is told of one before anything else.
 4. *Enough.* With fewer than ``min_pipelines`` nobody begins another turn. Newcomers count, all of whose stages are
    there: they need a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
 5. *One job per number.* Who enrols for a pipeline that is there waits until that one is heard of (then it is refused)
@@ -218,6 +219,9 @@ class Membership:
             return self._resumed(event, now)
         if isinstance(event, w.Passed):
             return self._time_passed(now)
+        if isinstance(event, w.Published) and not self.epoch.number:  # what an earlier scheduler has kept
+            self._newest = event
+            return []
         if self._returning is not None:
             return self._heard_while_recovering(event, self._returning)
         match event:
@@ -257,7 +261,7 @@ class Membership:
                 return []
             case w.Misses(_, _, epoch, pipelines):
                 if epoch == self.epoch.number:
-                    self._reach.misses(worker.pipeline, pipelines)
+                    self._reach.misses(worker.pipeline, {*pipelines} & {*self.members} - {worker.pipeline})
                 return []
 
     # -------------------------------------------------------------- coming
@@ -321,11 +325,11 @@ class Membership:
         if not (all_there or gathered) or (self.epoch.number and not self._may_resume):
             return []
         self.meetings.begin_anew()
-        self.resumed = self._newest if self.epoch.number else None
+        self.resumed = self._newest = self._newest if self._may_resume else None
         checkpoint = "" if self.resumed is None else self.resumed.path
         for i in complete:
             self._pipelines[i].member = self._pipelines[i].fresh = True
-        again = f"again from {checkpoint}, since nobody was left" if self.epoch.number else "together"
+        again = f"again from {checkpoint}, since nobody was left" if checkpoint else "together"
         decisions = self._new_epoch(f"pipelines {', '.join(map(str, sorted(complete)))} start {again}", complete)
         decisions += [w.Started(i, self.epoch, True, checkpoint) for i in sorted(complete)]
         return decisions
@@ -510,6 +514,8 @@ class Membership:
                 self._bury(member, reason)
                 return [w.Gone(member.pipeline, member.incarnation, reason, was_member=False)]
             return []
+        if isinstance(event, w.Enrolled) and (refused := self._refusal(event)):
+            return [w.Denied(event.worker, event.incarnation, refused)]
         returning.keep(event)
         return []
 

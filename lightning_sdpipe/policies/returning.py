@@ -6,6 +6,7 @@ or was lost; it may have heard of nothing since, as a machine that was asleep.
 
 from __future__ import annotations
 
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.members import Enrolled, Member, MemberEvent, Passed, Resumed, Unreachable
 
 
@@ -29,10 +30,19 @@ class Returning:
         self._back.setdefault(member, set()).add(event.worker.stage)
 
     def keep(self, event: MemberEvent) -> None:
-        """``event`` is to be decided later, unless it is of a job whose number another one has: that asks again."""
+        """``event`` is to be decided later, unless it is of a job whose number another one has: that asks again.
+
+        A worker may repeat itself, or be faulty: of each kind only its last event is kept, in the place of the first.
+        """
         member = _of(event)
         there = [*self._back, *map(_of, self.early)]
-        if member is None or not any(_rivals(other, member) for other in there):
+        if member is not None and any(_rivals(other, member) for other in there):
+            return
+        kind = _kind(event)
+        places = [place for place, early in enumerate(self.early) if _kind(early) == kind]
+        if places:
+            self.early[places[0]] = event
+        else:
             self.early.append(event)
 
     def is_there(self, member: Member, stage: int) -> bool:
@@ -64,6 +74,10 @@ def _of(event: MemberEvent) -> Member | None:
     if isinstance(event, Unreachable | Passed):
         return None
     return Member(event.worker.pipeline, event.incarnation)
+
+
+def _kind(event: MemberEvent) -> tuple[type, Worker | None]:
+    return type(event), None if isinstance(event, Unreachable | Passed) else event.worker
 
 
 def _rivals(other: Member | None, member: Member) -> bool:

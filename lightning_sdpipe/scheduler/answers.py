@@ -20,7 +20,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.members import Met
 from lightning_sdpipe.policies.stuck import Stuck
 from lightning_sdpipe.scheduler import elastic_messages as e
-from lightning_sdpipe.scheduler.regrouping import Broken, Regrouping
+from lightning_sdpipe.scheduler.regrouping import MOST_OPEN, Broken, Regrouping
 from lightning_sdpipe.scheduler.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -203,6 +203,8 @@ class Answers:
         if worker not in group.members or len(group.members) < 2:
             return e.Denial(f"worker {worker} is no member of {group}, or the only one, so it cannot have broken")
         broken = self._regrouping.hear(worker, group, request.together)
+        if broken is None:
+            return e.Denial(f"worker {worker} says of more than {MOST_OPEN} groups at once that they broke")
         undecided = broken.undecided(self.is_gone)
         for other in undecided:
             self._run.say(e.peer_of(other, self._here[other]), e.Broke(group.sequence))

@@ -13,6 +13,8 @@ from lightning_sdpipe.scheduler import messages as m
 
 MOST_ENTRIES = 64
 """Of a fingerprint."""
+MOST_CHARACTERS = 1 << 14
+"""Of all names and values of a fingerprint."""
 SNAPSHOT_STATES = ("past", "pending", "taken")
 
 
@@ -84,4 +86,6 @@ def _of_met(met: Met, worker: Worker) -> str | None:
 def _of_fingerprint(fingerprint: dict[str, str]) -> str | None:
     if len(fingerprint) > MOST_ENTRIES or "" in fingerprint:
         return f"a fingerprint has 1 to {MOST_ENTRIES} named values"
+    if sum(len(name) + len(value) for name, value in fingerprint.items()) > MOST_CHARACTERS:
+        return f"a fingerprint has at most {MOST_CHARACTERS} characters"
     return None

@@ -176,8 +176,9 @@ class Elastic:
         if isinstance(request, m.Failed):
             if not core.is_here(worker, incarnation):
                 return not self.in_use
-            self._run.say(peer, m.Abort(m.Failure(worker, request.reason)))
-            self._decide(w.Failed(worker, incarnation, request.reason), now)
+            reason = request.reason[: m.MAX_REASON_CHARACTERS]
+            self._run.say(peer, m.Abort(m.Failure(worker, reason)))
+            self._decide(w.Failed(worker, incarnation, reason), now)
             self._proceed(now)
             return False
         is_join = isinstance(request, m.Join)
@@ -285,7 +286,7 @@ class Elastic:
                         self._decide(w.Published(worker, incarnation, path, update), now)
             case e.Depart(finished=finished, failed=failed):
                 say(peer, e.Noted(request.number))
-                event = w.Failed(worker, incarnation, failed) if failed else None
+                event = w.Failed(worker, incarnation, failed[: m.MAX_REASON_CHARACTERS]) if failed else None
                 self._decide(event or w.Departed(worker, incarnation, finished), now)
             case e.Put() | e.Fetch() | e.Add() | e.Remove():
                 self._of_the_store(peer, request, now)

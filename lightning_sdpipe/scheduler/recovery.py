@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from lightning_sdpipe.policies.events import Worker
@@ -83,6 +83,7 @@ class Recovery:
         self._grace = grace
         self._over = False
         self._back: set[Worker] = set()
+        self._reported: dict[Worker, Sequence[Answer]] = {}
 
     def expect(self, workers: int) -> None:
         """So many are in the run now."""
@@ -104,11 +105,18 @@ class Recovery:
             self.until = -math.inf
 
     def keep(self, answers: Sequence[Answer], reporter: Worker) -> None:
-        """What a worker has heard of an earlier scheduler answers the readies of members that have not."""
-        for answer in answers:
-            for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
-                if iteration is not None and member != reporter:
-                    self.answers.setdefault(member, {})[iteration] = answer
+        """What a worker has heard of an earlier scheduler answers the readies of members that have not. It takes the
+        place of what the worker reported before: each report is whole."""
+        for member, iteration, answer in _readies(self._reported.pop(reporter, ()), reporter):
+            kept = self.answers.get(member, {})
+            if kept.get(iteration) is answer:
+                del kept[iteration]
+                if not kept:
+                    del self.answers[member]
+        if answers:
+            self._reported[reporter] = answers
+        for member, iteration, answer in _readies(answers, reporter):
+            self.answers.setdefault(member, {})[iteration] = answer
 
     def answer_to(self, worker: Worker, iteration: int) -> Answer | None:
         """The group that answers this ready, if another member has heard of it; earlier ones are not asked for any
@@ -133,3 +141,11 @@ class Recovery:
         self.holds, self.until, self._over = False, math.inf, True
         held, self.held = self.held, {}
         return held
+
+
+def _readies(answers: Sequence[Answer], reporter: Worker) -> Iterator[tuple[Worker, int, Answer]]:
+    """Yield what each answers: the member, its iteration, and the answer; but for those of ``reporter`` itself."""
+    for answer in answers:
+        for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
+            if iteration is not None and member != reporter:
+                yield member, iteration, answer

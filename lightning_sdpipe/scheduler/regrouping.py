@@ -16,6 +16,8 @@ from lightning_sdpipe.scheduler import elastic_messages as e
 
 REMEMBERED = 256
 """Broken groups whose outcome can be asked for again."""
+MOST_OPEN = 64
+"""Broken groups of one worker that are not decided; a worker is in a few groups at once."""
 
 
 @dataclass
@@ -49,8 +51,11 @@ class Regrouping:
         """Those of which it is decided who tries again, though perhaps not yet in which process group."""
         self._outcomes: OrderedDict[int, dict[Worker, e.Regroup | e.Skip]] = OrderedDict()
 
-    def hear(self, worker: Worker, group: Group, together: bool) -> Broken:
-        """``worker`` did not get the result."""
+    def hear(self, worker: Worker, group: Group, together: bool) -> Broken | None:
+        """``worker`` did not get the result; None if it says so of more groups than it can be in."""
+        others = [sequence for sequence, broken in self.open.items() if worker in broken.said]
+        if group.sequence not in others and len(others) >= MOST_OPEN:
+            return None
         broken = self.open.setdefault(group.sequence, Broken(group, together))
         broken.done.discard(worker)
         broken.said.add(worker)
@@ -74,9 +79,11 @@ class Regrouping:
 
     def goes(self, worker: Worker) -> None:
         """Its process is gone."""
-        for broken in self.open.values():
+        for sequence, broken in list(self.open.items()):
             broken.said.discard(worker)
             broken.done.discard(worker)
+            if not broken.said:  # a member that misses the result, too, will say so itself
+                del self.open[sequence]
 
     def settled(self, is_gone: Callable[[Worker, int], bool], takes_part: Callable[[Worker], bool]) -> Iterator[Broken]:
         """Those that can be decided; they are open no longer. A restarted scheduler may hear of one from a worker whose

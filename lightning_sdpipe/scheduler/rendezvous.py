@@ -111,10 +111,14 @@ class Rendezvous:
             return self.get(keys)
         for gone in [waiting.asker for waiting in self._waiting.values() if waiting.until <= now]:
             del self._waiting[gone]
-        if len(keys) > MAX_FETCHED:
-            raise Full(f"{len(keys)} keys at once; at most {MAX_FETCHED} are allowed")
+        if len(keys) > MAX_FETCHED or any(len(key) > MAX_KEY_CHARACTERS for key in keys):
+            most = f"at most {MAX_FETCHED} of at most {MAX_KEY_CHARACTERS} characters are allowed"
+            raise Full(f"{len(keys)} keys at once; {most}")
         if len(self._waiting) >= MAX_WAITING and asker not in self._waiting:
             raise Full(f"{MAX_WAITING} requests wait for keys already; nobody can need as many")
+        others = sum(len(waiting.keys) for waiting in self._waiting.values() if waiting.asker != asker)
+        if others + len(keys) > self._max_keys:
+            raise Full(f"{len(keys)} keys more to wait for; all that wait may wait for {self._max_keys} keys")
         self._waiting[asker] = Waiting(asker, keys, now + PATIENCE)
         return None
 

@@ -21,6 +21,7 @@ from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.event_log import LIMIT, Beginning, EventLog
 from lightning_sdpipe.scheduler.journal import Journal
 from lightning_sdpipe.scheduler.lifelines import Lifelines
+from lightning_sdpipe.scheduler.newest import NewestCheckpoint
 from lightning_sdpipe.scheduler.service import Addressed, SchedulerService
 from lightning_sdpipe.scheduler.watcher import StopMessage, Watcher
 
@@ -86,6 +87,7 @@ class Server:
             log=self._log,
         )
         self._journal = None if journal is None else Journal(journal, num_stages, num_pipelines)
+        self._newest = None if journal is None else NewestCheckpoint(journal)
         self._lifeline_port = lifeline_port
         self._lifeline_notice = StopMessage()
         self._bind = bind
@@ -124,6 +126,8 @@ class Server:
                 for event in self._journal.open():
                     self.service.restore(event, self._clock())
                 self._log.journal = self._journal.write
+            if self._newest is not None and self.service.elastic is not None:
+                self._newest.follow(self.service.elastic, self._clock())
         except ConfigurationError:
             self.close()
             raise

@@ -227,7 +227,7 @@ class SchedulerService:
             signals_per_second=overview.rate(now, uptime),
             groups_by_size=dict(sorted(overview.sizes.items())),
             groups_by_reason=dict(overview.reasons),
-            broken=len(overview.broken),
+            broken=overview.broken,
             refused=dict(self.refused),
             failure=None if self.failure is None else str(self.failure),
             held=len(self._recovery.held),

@@ -7,7 +7,7 @@ met whom, ρ) is worked out by who looks, not by the scheduler.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -18,6 +18,8 @@ from lightning_sdpipe.policies.events import Broken, Event, Joined, Left, Lost, 
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.sync_graph import Meeting, SyncGraph
 
+BROKEN_REMEMBERED = 1024
+"""Groups that broke last, each of which is counted once though every member says so."""
 RATE_SECONDS = 10
 """Signals per second are counted over this many whole seconds."""
 
@@ -201,7 +203,9 @@ class Overview:
         self.signals = 0
         self.sizes: Counter[int] = Counter()
         self.reasons: Counter[str] = Counter()
-        self.broken: set[int] = set()
+        self.broken = 0
+        """Groups whose members did not average."""
+        self._broken_last: OrderedDict[int, None] = OrderedDict()
         self._views = [[_WorkerView() for _ in range(num_pipelines)] for _ in range(num_stages)]
         self._second = 0
         self._per_second: deque[list[int]] = deque([[0, 0]], maxlen=RATE_SECONDS + 1)
@@ -221,7 +225,10 @@ class Overview:
             view = self._views[worker.stage][worker.pipeline]
             view.seconds, view.waiting = event.seconds, event.waiting
         elif type(event) is Broken:
-            self.broken.add(event.sequence)
+            self.broken += event.sequence not in self._broken_last  # each member says so
+            self._broken_last[event.sequence] = None
+            while len(self._broken_last) > BROKEN_REMEMBERED:
+                self._broken_last.popitem(last=False)
         for group in decisions:
             members = group.members
             self.sizes[len(members)] += 1

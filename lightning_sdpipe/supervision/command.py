@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
     terminal = own_terminal()  # before anything is opened that could take the place of a closed output
     logs = _make_directory(options.logs)
     terminal.log = Log(logs / "supervisor.log", terminal.say)
-    environment = _environment(settings)
+    environment = _environment(settings, options.bind)
     of_scheduler = ["--num-stages", str(settings.num_stages), "--num-pipelines", str(settings.num_pipelines)]
     of_scheduler += ["--journal", str(logs / "scheduler.journal"), "--log", str(logs / "scheduler.jsonl")]
     of_scheduler += ["--min-pipelines", str(settings.min_pipelines), "--start-pipelines", str(settings.num_pipelines)]
@@ -155,8 +155,10 @@ def _make_directory(asked: Path | None) -> Path:
     return directory.resolve()
 
 
-def _environment(settings: Settings) -> dict[str, str]:
-    """Of all ranks. The processors are shared by all pipelines, of which a rank does not know."""
+def _environment(settings: Settings, bind: str) -> dict[str, str]:
+    """Of all ranks. The processors are shared by all pipelines, of which a rank does not know. Where no other machine
+    can send pipelines, tensors travel over loopback."""
     processes = settings.num_pipelines * settings.num_stages
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"} | os.environ
+    network = {"GLOO_SOCKET_IFNAME": "lo"} if bind.startswith("tcp://127.") else {}
+    return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"} | network | os.environ

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.scheduler.credentials import write_keys
 from tests.namespaces import Machine
-from tests.workers import free_port
+from tests.workers import free_port, listening
 
 BATCH = 4
 SECONDS = 0.02
@@ -96,7 +96,8 @@ class Diary(Callback):
         optimizer = trainer.optimizers[0]
         steps = [int(state["step"]) for state in optimizer.state.values()]
         moments = max(steps, default=0)
-        self.note(started=trainer.global_step, epoch=trainer.current_epoch, moments=moments, state=sums(module))
+        where = {"started": trainer.global_step, "epoch": trainer.current_epoch, "listens": listening()}
+        self.note(**where, moments=moments, state=sums(module))
         self.before = time.monotonic()
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -166,6 +167,7 @@ class Job:
             os.dup2(output, 2)
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.num_stages, "LOCAL_WORLD_SIZE": run.num_stages}
             place: dict[str, object] = {"SDPIPE_PIPELINE": self.pipeline, "SDPIPE_SCHEDULER": run.address, **world}
+            place["GLOO_SOCKET_IFNAME"] = "lo"  # as sdpipe run sets it
             if run.machines:
                 machine = run.machines[self.pipeline]
                 machine.enter()

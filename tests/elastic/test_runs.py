@@ -104,6 +104,8 @@ def test_a_stage_is_killed_and_its_pipeline_comes_back(tmp_path: Path) -> None:
         assert codes == {0: [0, 0], 1: [0, 0]}, run.said()
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1])
+        listens = [rows[0]["listens"] for pipeline in (0, 1) for rank in (0, 1) for rows in run.rows(pipeline, rank)]
+        assert listens == [["127.0.0.1"]] * 6
 
 
 def fit_on_host(directory: Path, placement: Path, host: str) -> None:
@@ -251,7 +253,8 @@ def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_n
         check_that_nothing_is_lost(run)
 
 
-def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheduler", ["lives", "dies, too"])
+def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp_path: Path, scheduler: str) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
     with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--resume") as run:
         for pipeline in range(2):
@@ -259,6 +262,10 @@ def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp
         run.wait_for_turns([0, 1], 25)
         for job in list(run.jobs):
             job.signal(signal.SIGKILL)
+        if scheduler != "lives":
+            run.scheduler.kill()
+            run.scheduler.wait()
+            run.start_scheduler()
         run.wait(lambda: all(job.ended() for job in run.jobs), "the end of all")
         for pipeline in range(2):
             run.start(pipeline, work)
@@ -271,6 +278,7 @@ def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp
         assert min(started) >= 10
         assert "start again from" in run.said()
         assert f"step={min(started)}.ckpt" in run.said()
+        assert not list(tmp_path.glob("journal.checkpoint*")), "the run has finished"
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1])
 

@@ -139,6 +139,10 @@ class Run:
         return code
 
 
+def children_of(pid: int) -> set[int]:
+    return {*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())}
+
+
 def lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -255,24 +259,31 @@ def test_who_does_not_listen_is_killed_by_a_second_word(tmp_path: Path) -> None:
 def test_no_orphans_of_a_killed_supervisor(tmp_path: Path) -> None:
     with supervised(tmp_path, 2, 2) as run:
         run.all_run()
-        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+        children = children_of(run.process.pid)
         assert len(children) == 6, "and the scheduler, and what kills the rest"
-        run.seen |= {int(pid) for pid in children}
+        run.seen |= children
         run.order(f"child {tmp_path / 'helper'}", 1)
         run.seen.add(int(run.until(lambda: (tmp_path / "helper").exists() and (tmp_path / "helper").read_text())))
         run.process.kill()
         assert run.ends() == -signal.SIGKILL
 
 
-def test_a_killed_scheduler_starts_again_at_its_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", ["nothing", "to end meanwhile"])
+def test_a_killed_scheduler_starts_again_at_its_address(tmp_path: Path, told: str) -> None:
     with supervised(tmp_path, 1) as run:
         (toy,) = run.all_run()
         address = json.loads((tmp_path / "runs-0-0").read_text())["SDPIPE_SCHEDULER"]
-        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-        keeper = int(next(pid for pid in children if b"kept.py" in Path(f"/proc/{pid}/cmdline").read_bytes()))
-        (scheduler,) = {int(pid) for pid in children} - {toy, keeper}
+        children = children_of(run.process.pid)
+        keeper = next(pid for pid in children if b"kept.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        (scheduler,) = children - {toy, keeper}
         os.kill(scheduler, signal.SIGKILL)
         run.says("the scheduler ended (killed); it starts again")
+        if told != "nothing":
+            again = run.until(lambda: children_of(run.process.pid) - {toy, keeper, scheduler})
+            run.seen |= again
+            run.process.send_signal(signal.SIGTERM)
+            assert run.ends() == 143, "and the scheduler that began to start has ended, too"
+            return
         assert ask_status(address, credentials=worker_keys(address, None), timeout=15).failure is None
         run.order("exit 0")
         assert run.ends() == 0

@@ -1,0 +1,90 @@
+"""The store through which the processes of one job find each other, bound to the address where they look for it.
+
+torch's TCPStore asks for no key. By itself it also listens on every interface, so every machine that reaches this one
+could read and change what is in it. Here rank 0 gives it a socket that is bound to MASTER_ADDR alone: loopback for a
+run on one machine, and the network between the machines, which has to be trusted, for a run on several.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store, default_pg_timeout
+
+log = logging.getLogger(__name__)
+
+_OF_THE_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun, whose agent listens at MASTER_PORT then
+
+
+def open_store(
+    host: str, port: int, rank: int, world_size: int, one_machine: bool, timeout: timedelta = default_pg_timeout
+) -> Store:
+    """Return this rank's store.
+
+    Args:
+        host: MASTER_ADDR, or what the launcher has in its place.
+        port: of rank 0.
+        rank: of this process.
+        world_size: number of processes.
+        one_machine: all of them run on this machine.
+        timeout: of each wait.
+
+    Raises:
+        OSError: the port is in use.
+        RuntimeError: the store of rank 0 cannot be reached.
+    """
+    if world_size == 1:
+        return HashStore()
+    if rank > 0 or os.environ.get(_OF_THE_AGENT) == str(True):
+        return TCPStore(host, port, world_size, False, timeout)
+    options: dict[str, Any] = {"use_libuv": os.environ.get("USE_LIBUV", "1") == "1"}
+    listener = listen(host, port, one_machine)
+    if listener is not None:
+        options["master_listen_fd"] = listener.detach()
+    else:
+        log.info(f"MASTER_ADDR={host} is no address of this machine, so the store listens on all of its interfaces")
+    return TCPStore(host, port, world_size, True, timeout, **options)
+
+
+def listen(host: str, port: int, one_machine: bool) -> socket.socket | None:
+    """Return a socket bound to ``host``; None if that is not an address of this machine that the others reach.
+
+    A host name may mean loopback on its own machine (/etc/hosts) and an outside address on the others.
+    """
+    for family, kind, protocol, _, address in _addresses(host, port):
+        if is_loopback(address[0].partition("%")[0]) and not (one_machine or is_loopback(host)):
+            continue
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            listener.close()
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                continue
+            raise
+        return listener
+    return None
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return []
+    return found  # type: ignore[return-value]
+
+
+def is_loopback(host: str) -> bool:
+    """Is it loopback on whichever machine it is looked up?"""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

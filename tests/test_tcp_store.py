@@ -1,0 +1,107 @@
+"""Where the store of a job listens, and the processes that use it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lightning_sdpipe import tcp_store
+from lightning_sdpipe.tcp_store import listen, open_store
+from tests.features.running import Regression, as_torchrun, pipelines, train_loader
+from tests.own_session import script
+from tests.workers import free_port, listening
+
+SOON = timedelta(seconds=40)
+ELSEWHERE = "192.0.2.1"  # of no machine (RFC 5737)
+
+
+def test_the_socket_is_bound_to_the_one_address() -> None:
+    port = free_port()
+    listener = listen("127.0.0.1", port, one_machine=False)
+    assert listener is not None
+    with listener:
+        assert listener.getsockname() == ("127.0.0.1", port)
+        listener.listen()
+        with pytest.raises(OSError, match="in use"):
+            listen("127.0.0.1", port, one_machine=True)
+
+
+def test_a_name_that_is_loopback_here_only_is_no_address_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", free_port()))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: here)
+    assert listen("node7", here[0][4][1], one_machine=False) is None
+    listener = listen("node7", here[0][4][1], one_machine=True)
+    assert listener is not None
+    listener.close()
+
+
+@pytest.mark.parametrize("libuv", ["0", "1"])
+@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", {"127.0.0.1"}), (ELSEWHERE, {"::", "0.0.0.0"})])
+def test_where_the_store_listens(
+    host: str, expected: set[str], libuv: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("USE_LIBUV", libuv)
+    caplog.set_level("INFO")
+    port = free_port()
+    if host == ELSEWHERE:  # torch's store also connects to itself, by its address
+        monkeypatch.setattr(tcp_store, "listen", lambda *_: None)
+        host = "127.0.0.1"
+    with ThreadPoolExecutor() as ranks:
+        first, second = ranks.map(lambda rank: open_store(host, port, rank, 2, True, SOON), range(2))
+    second.set("key", "value")
+    assert first.get("key") == b"value"
+    (address,) = listening(port)
+    assert address in expected
+    said = "is no address of this machine" in caplog.text
+    assert said == (expected != {"127.0.0.1"})
+
+
+def test_the_store_of_an_agent_is_only_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    agent = dist.TCPStore("127.0.0.1", port, None, True, SOON, wait_for_workers=False)  # type: ignore[attr-defined]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    open_store("127.0.0.1", port, 0, 2, True, SOON).set("key", "value")
+    assert agent.get("key") == b"value"
+
+
+def test_an_address_of_another_machine_cannot_be_bound() -> None:
+    assert listen(ELSEWHERE, free_port(), one_machine=False) is None
+
+
+def test_a_job_of_one_process_needs_no_port() -> None:
+    before = listening()
+    store = open_store(ELSEWHERE, 0, 0, 1, True)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert {*listening()} <= {*before}
+
+
+def _fit(directory: Path) -> None:
+    trainer = pipelines(directory)
+
+    class Listening(Regression):
+        def on_train_start(self) -> None:
+            print("LISTENS " + json.dumps(listening()), flush=True)
+
+    trainer.fit(Listening(), train_loader())
+
+
+@pytest.mark.distributed
+def test_all_sockets_of_a_run_on_one_machine_are_on_loopback(tmp_path: Path) -> None:
+    port = free_port()
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            (own := tmp_path / str(rank)).mkdir()
+            ranks.append(stack.enter_context(script(own, as_torchrun, rank, port, 2, _fit, (own,))))
+        assert [each.wait(60) for each in ranks] == [0, 0], [each.printed() for each in ranks]
+        found = [re.findall("^LISTENS (.*)$", each.printed(), re.M) for each in ranks]
+    assert [json.loads(addresses) for (addresses,) in found] == [["127.0.0.1"]] * 2
