@@ -84,7 +84,8 @@ def assemble(
     worker, pipeline_number = groups.mesh.locate(groups.rank)
     chain, spans = plan.chain, plan.module_spans
     ownership = assign_owners(module, chain, spans, options.num_stages, plan.readers, memory)
-    shared = SharedParameters(module, ownership, groups, options.timeout)
+    by_stage = assign_owners(module, chain, spans, readers=plan.readers, memory=memory)
+    shared = SharedParameters(module, ownership, by_stage, groups, options.timeout)
     materialise(module, ownership, worker, initialisation)
     keep_only(module, ownership, worker, device)
     move_the_rest(module, device)
