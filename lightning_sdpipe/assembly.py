@@ -62,6 +62,12 @@ class Assembled:
         travel = self.runners[0].travel.get("training_step")
         return travel.late if travel is not None and self.pipeline.flushes else ()
 
+    @property
+    def logged_late(self) -> Sequence[str]:
+        """The metrics that training steps log where the first stage does not come."""
+        travel = self.runners[0].travel.get("training_step")
+        return travel.metrics if travel is not None else ()
+
 
 def assemble(
     module: LightningModule,

@@ -2,9 +2,9 @@
 of random numbers, in attributes of modules and of their classes and in global variables; and the metrics that the step
 has logged.
 
-Tensors leave traces in torch (:mod:`~lightning_sdpipe.partition.labels`). Of the rest, an attribute or a global variable
-is seen when it is read or set, and what is changed within an object between two looks at it. An iterator that is read
-is taken from.
+Tensors leave traces in torch (:mod:`~lightning_sdpipe.partition.labels`). Of the rest, an attribute or a global
+variable is seen when it is read or set, and what is changed within an object between two looks at it. An iterator that
+is read is taken from.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from lightning_sdpipe.partition.python_values import GENERATORS, is_of_the_user,
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
 _CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+METRIC = "the metric "
 _MANY = 10_000  # values that are looked at in one
 _DEPTH = 4  # of containers and objects in each other
 
@@ -122,7 +123,7 @@ class Touches:
     def logged(self, name: str) -> None:
         """The step has logged a value."""
         for suffix in ("", "_step", "_epoch"):
-            self._note(f"the metric {name + suffix!r}", writes=True)
+            self._note(f"{METRIC}{name + suffix!r}", writes=True)
 
     def _candidates(self) -> Iterator[tuple[str, Any, bool]]:
         """What may change without being set: what it is called, it, and whether stand-ins see changes in it."""
@@ -219,9 +220,9 @@ class Touches:
 
     @contextmanager
     def _metrics(self) -> Iterator[None]:
-        """A step that looks for metrics of the Trainer's reads those that it asks for; one that looks for callbacks, all
-        of them."""
-        originals = {name: vars(Trainer)[name] for name in _METRICS}
+        """A step that looks for metrics of the Trainer's reads those that it asks for, and one that looks for callbacks
+        all of them."""
+        originals = {name: vars(Trainer)[name] for name in METRICS}
         for name, original in originals.items():
             setattr(Trainer, name, property(partial(self._metrics_of, original)))
         Trainer.callbacks = property(self._callbacks)  # type: ignore[attr-defined]
@@ -269,7 +270,7 @@ class _Metrics(dict[str, Any]):
         self._note = note
 
     def _read(self, name: Any) -> None:
-        self._note(f"the metric {name!r}", writes=False)
+        self._note(f"{METRIC}{name!r}", writes=False)
 
     def __getitem__(self, name: str) -> Any:
         self._read(name)
@@ -366,6 +367,12 @@ def late(touches: Sequence[Touch], end: int) -> set[str]:
     """The attributes that are changed outside of blocks where a stage does not come that ends before block ``end``."""
     changes = (t for t in touches if t.attribute and t.writes and t.block < 0 and t.position >= end)
     return {touch.what for touch in changes}
+
+
+def logged_late(touches: Sequence[Touch], end: int) -> set[str]:
+    """The metrics that are logged where a stage does not come that ends before block ``end``."""
+    logged = (t for t in touches if t.writes and t.what.startswith(METRIC))
+    return {t.what for t in logged if (t.position if t.block < 0 else t.block) >= end}
 
 
 def counted(touches: Sequence[Touch]) -> set[str]:

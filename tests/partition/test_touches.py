@@ -291,7 +291,17 @@ def early(model: Any, x: Tensor) -> Tensor:
     model.number += 0.25
     model.meter.add(model.number)
     model.state["a"]["b"] += 1
-    x = x + model.meter() + next(model.ticks) + vars(model)["number"] + Shared.number + function(Model.of_class) + model.state["a"]["b"] + torch.randn(4, generator=model.draws) + model.numbers.random()
+    x = (
+        x
+        + model.meter()
+        + next(model.ticks)
+        + vars(model)["number"]
+        + Shared.number
+        + function(Model.of_class)
+        + model.state["a"]["b"]
+        + torch.randn(4, generator=model.draws)
+        + model.numbers.random()
+    )
     return squared(model(x + float(model.arrays.random())))
 
 
@@ -307,7 +317,9 @@ def begun_anew(model: Any, x: Tensor) -> Tensor:
 
 def only_late(model: Any, x: Tensor) -> Tensor:
     """Nothing but the end of a step uses it."""
-    loss = squared(model(x)) * (1 + model.meter() + model.number + next(model.cycle)) + torch.randn((), generator=model.draws)
+    loss = squared(model(x)) * (1 + model.meter() + model.number + next(model.cycle)) + torch.randn(
+        (), generator=model.draws
+    )
     model.meter.add(loss.item())
     model.number = loss.item()
     return loss
@@ -375,7 +387,17 @@ def test_what_the_trainer_keeps(make: Any, what: str) -> None:
         module.trainer.strategy.optimizers = [torch.optim.SGD(module.parameters())]
         steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
         with pytest.raises(ConfigurationError, match=f"changes {what} after") if late else nullcontext():
-            plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
+            cut = plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
+            assert cut.travel["training_step"].metrics == ()
+
+
+def test_metrics_that_only_the_end_logs_are_known() -> None:
+    module = Logging(late=True)
+    module.training_step = lambda batch: module.log("loss", module.model(batch).mean())  # type: ignore[method-assign,assignment]
+    steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
+    cut = plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
+    found = ("the metric 'loss'", "the metric 'loss_epoch'", "the metric 'loss_step'")
+    assert decode(encode(cut)).travel["training_step"].metrics == found
 
 
 def test_of_a_large_list_the_length_is_looked_at() -> None:
