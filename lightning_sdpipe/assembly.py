@@ -62,6 +62,12 @@ class Assembled:
         travel = self.runners[0].travel.get("training_step")
         return travel.late if travel is not None and self.pipeline.flushes else ()
 
+    @property
+    def logged_late(self) -> Sequence[str]:
+        """The metrics that training steps log where the first stage does not come."""
+        travel = self.runners[0].travel.get("training_step")
+        return travel.metrics if travel is not None else ()
+
 
 def assemble(
     module: LightningModule,
@@ -84,7 +90,8 @@ def assemble(
     worker, pipeline_number = groups.mesh.locate(groups.rank)
     chain, spans = plan.chain, plan.module_spans
     ownership = assign_owners(module, chain, spans, options.num_stages, plan.readers, memory)
-    shared = SharedParameters(module, ownership, groups, options.timeout)
+    by_stage = assign_owners(module, chain, spans, readers=plan.readers, memory=memory)
+    shared = SharedParameters(module, ownership, by_stage, groups, options.timeout)
     materialise(module, ownership, worker, initialisation)
     keep_only(module, ownership, worker, device)
     move_the_rest(module, device)

@@ -201,6 +201,7 @@ class SDPipeStrategy(CheckpointHooks):
                 lambda: self._checkpoints.whole_groups(self.optimizers[0]),
                 lambda: self._checkpoints.whole_groups_shown(self.optimizers),
                 self._state.hand_on,
+                parts.logged_late,
             ),
         ]
         self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]

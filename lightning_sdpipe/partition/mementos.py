@@ -71,7 +71,7 @@ class Mementos:
             self._remember_names(value)
             yield from value.values()
         elif isinstance(value, type):
-            if _is_users(value.__module__):
+            if is_users(value.__module__):
                 yield from self._remember_class(value)
             return
         elif isinstance(value, MethodType):
@@ -103,7 +103,7 @@ class Mementos:
         yield from cls.__mro__[1:]
 
     def _remember_function(self, function: FunctionType) -> Iterator[Any]:
-        if not _is_users(function.__module__):
+        if not is_users(function.__module__):
             return
         names = set(_names(function.__code__))
         self._remember_names(function.__globals__, names)
@@ -181,7 +181,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 @lru_cache(maxsize=4096)
-def _is_users(module: str | None) -> bool:
+def is_users(module: str | None) -> bool:
     """Whether what is defined in ``module`` is the user's own: installed packages are not."""
     root = (module or "builtins").partition(".")[0]
     if root != "__main__" and (root in sys.stdlib_module_names or root == "lightning_sdpipe"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -47,7 +48,8 @@ def profile(
     """Measures each block while ``step`` runs forward and backward: medians over ``repeats`` runs after a
     first one.
 
-    Nothing of it remains: see :func:`~lightning_sdpipe.partition.rehearsal.without_a_trace`. With activation
+    Nothing of it remains: see :func:`~lightning_sdpipe.partition.rehearsal.without_a_trace`; and parameters, which a
+    step may change in place, get their values back from a copy on the CPU. With activation
     checkpointing the recomputation is part of the backward, as it is in training.
 
     Args:
@@ -75,7 +77,7 @@ def profile(
             torch.accelerator.synchronize(device)
         return clock()
 
-    with without_a_trace(module):
+    with without_a_trace(module), _parameters_kept(module):
         with recording_saved(module, blocks) as saved:
             _measure(module, blocks, step, now)
         runs = [_measure(module, blocks, step, now) for _ in range(repeats)]
@@ -90,6 +92,17 @@ def profile(
         )
         for block, kept, of_block in zip(blocks, saved, zip(*runs, strict=True), strict=True)
     )
+
+
+@contextmanager
+def _parameters_kept(module: nn.Module) -> Iterator[None]:
+    before = [(p, p.detach().to("cpu", copy=True)) for p in module.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.labels import OUTSIDE, Trace
 from lightning_sdpipe.partition.needs import Leaves, Needs, Refusal, needs
 from lightning_sdpipe.partition.sending import Travel
-from lightning_sdpipe.partition.touches import counted, late
+from lightning_sdpipe.partition.touches import counted, late, logged_late
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class Rehearsed:
         touches = [trace.touches for trace in self.traces[step]]
         all_late = {name for each in touches for name in late(each, spans[0].stop)}
         all_counted = {name for each in touches for name in counted(each)}
-        return Travel(crossing, changed, tuple(sorted(all_late)), tuple(sorted(all_counted)))
+        logged = {name for each in touches for name in logged_late(each, spans[0].stop)}
+        return Travel(crossing, changed, tuple(sorted(all_late)), tuple(sorted(all_counted)), tuple(sorted(logged)))
 
     def readers(self, spans: Sequence[range]) -> dict[str, set[int]]:
         """The stages that read a parameter or buffer of another stage's block."""

@@ -30,12 +30,14 @@ class Travel:
         changed: leaves that something writes to after the block's call, so that they are copied before.
         late: attributes of modules that the step changes in Python where the first stage does not come.
         counted: what the step changes in Python outside of blocks by what it was before.
+        metrics: those that the step logs where the first stage does not come.
     """
 
     crossing: Mapping[int, Sequence[Sequence[LeafKey]]] = field(default_factory=dict)
     changed: frozenset[LeafKey] = frozenset()
     late: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
 
 
 NOTHING_MORE = Travel()

@@ -1,8 +1,10 @@
-"""Where a step reads and changes what modules keep in Python: numbers, lists, objects of the user's own, generators of
-random numbers, and the metrics that the step has logged.
+"""Where a step reads and changes what Python keeps: numbers, lists, iterators, objects of the user's own and generators
+of random numbers, in attributes of modules and of their classes and in global variables; and the metrics that the step
+has logged.
 
-Tensors leave traces in torch (:mod:`~lightning_sdpipe.partition.labels`). Of the rest, an attribute of a module is seen
-when it is read or set, and what is changed within an object between two looks at it.
+Tensors leave traces in torch (:mod:`~lightning_sdpipe.partition.labels`). Of the rest, an attribute or a global
+variable is seen when it is read or set, and what is changed within an object between two looks at it. An iterator that
+is read is taken from.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from __future__ import annotations
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import IOBase
 from typing import Any
 from zlib import crc32
 
@@ -25,11 +28,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchmetrics import Metric
 
 from lightning_sdpipe.partition.effects import hear_assignments, listening
+from lightning_sdpipe.partition.mementos import is_users
+from lightning_sdpipe.partition.names import ClassAttributes, heard_globals
 from lightning_sdpipe.partition.python_values import GENERATORS, is_of_the_user, state_of
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
 _CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+METRIC = "the metric "
 _MANY = 10_000  # values that are looked at in one
 _DEPTH = 4  # of containers and objects in each other
 
@@ -67,6 +73,7 @@ class Touches:
         self._modules = {name: m for name, m in module.named_modules() if not isinstance(m, Metric)}
         self._paths = {id(m): name for name, m in self._modules.items()}  # a metric's hash depends on its values
         self._blocks = [f"{path}." for path in chain]
+        self._classes = ClassAttributes({type(m) for m in self._modules.values()}, _holds, self._named)
         self._found: list[Touch] = []
         self._place: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._states: dict[str, tuple[Any, bool, Any]] = {}  # what it is, whether a stand-in changes it, its state
@@ -79,7 +86,13 @@ class Touches:
         self._states = {what: (v, plain, _state(v)) for what, v, plain in self._candidates()}
         stop = hear_assignments()
         try:
-            with listening(self._set), self._reading(), self._metrics():
+            with (
+                listening(self._set),
+                self._reading(),
+                self._metrics(),
+                self._classes.heard(),
+                heard_globals(self._global),
+            ):
                 for what in self._options_of_optimizers():
                     self._note(what, writes=False)  # every update does
                 yield
@@ -91,6 +104,7 @@ class Touches:
         """What has changed since was changed by the code that has run since."""
         self._looking = True
         try:
+            self._classes.look()
             for what, (value, plain, before) in self._states.items():
                 now = _state(value)
                 if now != before:
@@ -109,7 +123,7 @@ class Touches:
     def logged(self, name: str) -> None:
         """The step has logged a value."""
         for suffix in ("", "_step", "_epoch"):
-            self._note(f"the metric {name + suffix!r}", writes=True)
+            self._note(f"{METRIC}{name + suffix!r}", writes=True)
 
     def _candidates(self) -> Iterator[tuple[str, Any, bool]]:
         """What may change without being set: what it is called, it, and whether stand-ins see changes in it."""
@@ -145,6 +159,22 @@ class Touches:
             return
         self._note(what, writes=True, anew=True, replayed=self._in_its_block(what), attribute=True)
 
+    def _named(self, what: str, value: Any, writes: bool) -> None:
+        """An attribute of a class or a global variable is read, or set."""
+        if self._looking and not writes:
+            return
+        if _holds(value) and (writes or what not in self._states):
+            self._states[what] = value, False, _state(value)
+        self._note(what, writes, anew=writes)
+        if not writes and _is_taken_from(value):
+            self._note(what, writes=True)
+
+    def _global(self, what: str, value: Any, writes: bool) -> None:
+        if isinstance(value, types.FunctionType):
+            value = vars(value)  # its attributes
+        if writes or _has_names(value) or not isinstance(value, (*_CODE, Tensor, types.ModuleType, *GENERATORS)):
+            self._named(what, value, writes)
+
     def _is_attribute(self, what: str) -> bool:
         path, _, name = what.rpartition(".")
         return name in vars(self._modules.get(path, object))
@@ -160,10 +190,17 @@ class Touches:
     def _reading(self) -> Iterator[None]:
         def read(module: nn.Module, name: str) -> Any:
             value = object.__getattribute__(module, name)
-            if not self._looking and not name.startswith("__") and name not in _OF_EVERY_MODULE:
+            if self._looking:
+                return value
+            if name == "__dict__" and is_users(sys._getframe(1).f_globals.get("__name__")):
+                return _Attributes(module)
+            if not name.startswith("__") and name not in _OF_EVERY_MODULE:
                 path = self._paths.get(id(module))
                 if path is not None and not isinstance(value, (*_CODE, Tensor, *GENERATORS)):
-                    self._note(f"{path}.{name}".lstrip("."), writes=False)
+                    what = f"{path}.{name}".lstrip(".")
+                    self._note(what, writes=False)
+                    if _is_taken_from(value):
+                        self._note(what, writes=True, attribute=True)
             return value
 
         nn.Module.__getattribute__ = read  # type: ignore[method-assign,assignment]
@@ -175,17 +212,56 @@ class Touches:
     def _metrics_of(self, original: Any, trainer: Trainer) -> _Metrics:
         return _Metrics(original.__get__(trainer), self._note)
 
+    def _callbacks(self, trainer: Trainer) -> Any:
+        for callback in vars(trainer)["callbacks"] if not self._looking else ():
+            if is_of_the_user(callback):
+                self._named(f"the callback {type(callback).__name__}", callback, False)
+        return vars(trainer)["callbacks"]
+
     @contextmanager
     def _metrics(self) -> Iterator[None]:
-        """A step that looks for metrics of the Trainer's reads those that it asks for."""
-        originals = {name: vars(Trainer)[name] for name in _METRICS}
+        """A step that looks for metrics of the Trainer's reads those that it asks for, and one that looks for callbacks
+        all of them."""
+        originals = {name: vars(Trainer)[name] for name in METRICS}
         for name, original in originals.items():
             setattr(Trainer, name, property(partial(self._metrics_of, original)))
+        Trainer.callbacks = property(self._callbacks)  # type: ignore[attr-defined]
         try:
             yield
         finally:
+            del Trainer.callbacks  # type: ignore[attr-defined]
             for name, original in originals.items():
                 setattr(Trainer, name, original)
+
+
+class _Attributes(MutableMapping[str, Any]):
+    """Those of a module, for user code that uses its ``__dict__``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def _all(self) -> dict[str, Any]:
+        attributes: dict[str, Any] = object.__getattribute__(self._module, "__dict__")
+        return attributes
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._module, name) if name in self._all() else self._all()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._all().pop(name, None)
+        if isinstance(value, (Tensor, nn.Module)):
+            self._all()[name] = value  # which the module would register
+        else:
+            setattr(self._module, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        del self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
 
 
 class _Metrics(dict[str, Any]):
@@ -194,7 +270,7 @@ class _Metrics(dict[str, Any]):
         self._note = note
 
     def _read(self, name: Any) -> None:
-        self._note(f"the metric {name!r}", writes=False)
+        self._note(f"{METRIC}{name!r}", writes=False)
 
     def __getitem__(self, name: str) -> Any:
         self._read(name)
@@ -211,7 +287,19 @@ class _Metrics(dict[str, Any]):
 
 def _holds(value: Any) -> bool:
     """May it change without being set?"""
-    return isinstance(value, (list, dict, set, deque, np.ndarray, *GENERATORS)) or is_of_the_user(value)
+    kept = isinstance(value, (list, dict, set, deque, np.ndarray, *GENERATORS))
+    return kept or is_of_the_user(value) or _has_names(value)
+
+
+def _has_names(value: Any) -> bool:
+    """Is it a file of the user's, or a class that is no module's?"""
+    if isinstance(value, types.ModuleType):
+        return is_users(value.__name__)
+    return isinstance(value, type) and not issubclass(value, nn.Module) and is_users(value.__module__)
+
+
+def _is_taken_from(value: Any) -> bool:
+    return isinstance(value, Iterator) and not isinstance(value, IOBase)
 
 
 def _state(value: Any) -> Any:
@@ -232,6 +320,8 @@ def _state_within(value: Any, depth: int, left: Iterator[int]) -> Any:
     if isinstance(value, (Tensor, nn.Module)) or not depth:
         return None
     within = partial(_state_within, depth=depth - 1, left=left)
+    if _has_names(value):
+        return within({name: each for name, each in vars(value).items() if not name.startswith("__")})
     if isinstance(value, dict):
         items = ((key, item) for key, item in value.items() if not _in_torch(item))
         return tuple((str(key), within(item)) for (key, item), _ in zip(items, left, strict=False))
@@ -277,6 +367,12 @@ def late(touches: Sequence[Touch], end: int) -> set[str]:
     """The attributes that are changed outside of blocks where a stage does not come that ends before block ``end``."""
     changes = (t for t in touches if t.attribute and t.writes and t.block < 0 and t.position >= end)
     return {touch.what for touch in changes}
+
+
+def logged_late(touches: Sequence[Touch], end: int) -> set[str]:
+    """The metrics that are logged where a stage does not come that ends before block ``end``."""
+    logged = (t for t in touches if t.writes and t.what.startswith(METRIC))
+    return {t.what for t in logged if (t.position if t.block < 0 else t.block) >= end}
 
 
 def counted(touches: Sequence[Touch]) -> set[str]:

@@ -32,16 +32,29 @@ class SharedParameters:
     """Keeps all copies of a shared parameter in step: they start equal, and get the sum of their gradients.
 
     Every rank must construct it, since it opens process groups for the pipelines in turn.
+
+    Args:
+        module: whole.
+        ownership: which worker of a pipeline holds what.
+        by_stage: which stage does, of which a worker may have several.
+        groups: this worker's place.
+        timeout: of the process groups.
     """
 
     def __init__(
-        self, module: nn.Module, ownership: Ownership, groups: ProcessGroups, timeout: timedelta | None
+        self,
+        module: nn.Module,
+        ownership: Ownership,
+        by_stage: Ownership,
+        groups: ProcessGroups,
+        timeout: timedelta | None,
     ) -> None:
         mesh = groups.mesh
         shared = ownership.shared_parameters(module)
         stage, _ = mesh.locate(groups.rank)
         self._module = module
         self._stage = stage
+        self._summed = by_stage.shared_parameters(module)
         self._copies: list[_Copies] = []
         for owners in sorted({owners for owners, _ in shared}):
             for row in mesh.ranks:
@@ -63,16 +76,15 @@ class SharedParameters:
 
     def refuse_hooks(self) -> None:
         """Raises ConfigurationError if the user's hooks would see the parts of a gradient that stages add up."""
-        for copies in self._copies:
-            for name in copies.names:
-                parameter = self._module.get_parameter(name)
-                if parameter.requires_grad and has_hooks(parameter):
-                    raise ConfigurationError(
-                        f"{name!r} has a hook on its gradient, and stages {list(copies.owners)} hold it, each with a "
-                        "part of the gradient: the hook would see the parts, not their sum. Change the gradient in "
-                        "on_before_optimizer_step or on_after_backward, which see the sum; or keep all that uses the "
-                        "weight on one stage with partition=[...]."
-                    )
+        for stages, name in self._summed:
+            parameter = self._module.get_parameter(name)
+            if parameter.requires_grad and has_hooks(parameter):
+                raise ConfigurationError(
+                    f"{name!r} has a hook on its gradient, and stages {list(stages)} hold it, each with a "
+                    "part of the gradient: the hook would see the parts, not their sum. Change the gradient in "
+                    "on_before_optimizer_step or on_after_backward, which see the sum; or keep all that uses the "
+                    "weight on one stage with partition=[...]."
+                )
 
     def make_equal(self) -> None:
         """Gives every copy the value of the first stage that holds it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from lightning_sdpipe.trainer import finetuning
 from lightning_sdpipe.trainer.clipping import clip_over_stages, clip_without_flush
 from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage
 from lightning_sdpipe.trainer.loss_scale import agree_on_overflow, scale_without_flush
+from lightning_sdpipe.trainer.metrics_elsewhere import refuse_metrics_elsewhere
 from lightning_sdpipe.trainer.readiness import Readiness, clips_by_norm
 from lightning_sdpipe.trainer.refusals import leave_out_example
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
@@ -35,6 +36,7 @@ def adapt(
     whole_groups: Callable[[], list[dict[str, Any]]],
     whole_groups_shown: Callable[[], AbstractContextManager[None]],
     hand_on: Callable[[str], None],
+    logged_late: Collection[str],
 ) -> list[Callable[[], None]]:
     """Changes hooks, metrics, callbacks, clipping and the loss scale of ``trainer`` so.
 
@@ -49,6 +51,7 @@ def adapt(
         whole_groups: those of the optimizer, with the parameters of all stages.
         whole_groups_shown: within, the optimizer's own groups have them.
         hand_on: gives other stages what the last one's Python has changed in an evaluation that ends with this hook.
+        logged_late: metrics that the training step logs after the first stage has ended.
 
     Returns:
         What undoes it.
@@ -72,4 +75,5 @@ def adapt(
         gather_metrics_over(module, groups.stage, lambda: stage != last and whereabouts.in_step),
         finetuning.adapt(callbacks, whole_groups),
         show_whole_groups(module, callbacks, whole_groups_shown) if last else lambda: None,
-    ]
+        refuse_metrics_elsewhere(module, callbacks, logged_late) if stage != last else lambda: None,
+    ][::-1]  # several may have changed the same hook

@@ -28,6 +28,10 @@ class Freezing:
         parameters: this stage's, about in the order in which a backward completes their gradients.
         groups: this worker's place.
         together: tensors over the same memory.
+
+    Raises:
+        ConfigurationError: ranks differ in which parameters train, or in which modules are in training mode. All ranks
+            must construct it.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Freezing:
         together: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         self._named = list(module.named_parameters())
+        modes = {name: m.training for name, m in module.named_modules()}
         self._parameters = parameters
         self._groups = groups
         self._together = together
@@ -47,6 +52,13 @@ class Freezing:
         """Those of ``parameters`` that train, in their order. The list itself changes."""
         self.buckets: list[FlatBucket] = []
         """Of all ``parameters``. The list itself changes."""
+        self._refuse_different(self._flags(), "comparing which layers train")
+        different = self._different(list(modes.values()), "comparing training modes")
+        if different is not None:
+            raise ConfigurationError(
+                f"Module {list(modes)[different]!r} is in training mode on some ranks only. Every rank has every "
+                "module, those of other stages too: call train() and eval() on the same modules on every rank."
+            )
         self._agree()
 
     def changed(self) -> bool:
@@ -65,17 +77,7 @@ class Freezing:
             ConfigurationError: it was changed on some ranks only.
             WorkerFailedError: another rank is gone, or has not changed anything within the timeout.
         """
-        mine = torch.tensor(self._flags(), dtype=torch.uint8)
-        everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        with waiting_for(self._groups.everybody, "agreeing on which layers train (requires_grad has changed)"):
-            dist.all_gather(everybody, mine)
-        different = (torch.stack(everybody) != mine).any(0).nonzero()
-        if len(different):
-            raise ConfigurationError(
-                f"requires_grad of {self._named[int(different[0])][0]!r} was set on some ranks only. Every rank has "
-                "every parameter, most of them on the meta device: set requires_grad of those too, through the module "
-                "(not through parameters kept from before training), and in all pipelines at the same batch."
-            )
+        self._refuse_different(self._flags(), "agreeing on which layers train (requires_grad has changed)")
         self.generation += 1
         self._agree()
 
@@ -98,6 +100,24 @@ class Freezing:
             ) from failure
         if failure is not None:
             raise failure
+
+    def _refuse_different(self, flags: Sequence[bool], doing: str) -> None:
+        different = self._different(flags, doing)
+        if different is not None:
+            raise ConfigurationError(
+                f"requires_grad of {self._named[different][0]!r} was set on some ranks only. Every rank has "
+                "every parameter, most of them on the meta device: set requires_grad of those too, through the module "
+                "(not through parameters kept from before training), and in all pipelines at the same batch."
+            )
+
+    def _different(self, flags: Sequence[bool], doing: str) -> int | None:
+        """The place of the first of ``flags`` that is not the same on all ranks."""
+        mine = torch.tensor(flags, dtype=torch.uint8)
+        everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        with waiting_for(self._groups.everybody, doing):
+            dist.all_gather(everybody, mine)
+        places = (torch.stack(everybody) != mine).any(0).nonzero()
+        return int(places[0]) if len(places) else None
 
     def _flags(self) -> list[bool]:
         return [parameter.requires_grad for _, parameter in self._named]

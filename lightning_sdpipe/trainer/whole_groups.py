@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -23,15 +24,25 @@ def show_whole_groups(
     module: LightningModule, callbacks: Sequence[Callback], shown: Callable[[], AbstractContextManager[None]]
 ) -> Callable[[], None]:
     """Holds ``shown()`` around the user's hooks of training. Returns what undoes it."""
+    return around_hooks(module, callbacks, _HOOKS, lambda _: shown())
+
+
+def around_hooks(
+    module: LightningModule,
+    callbacks: Sequence[Callback],
+    names: Sequence[str],
+    held: Callable[[str], AbstractContextManager[None]],
+) -> Callable[[], None]:
+    """Holds ``held(name)`` around the user's hooks of these ``names``. Returns what undoes it."""
     changed: list[tuple[Any, str, Any]] = []
     for owner in (module, *callbacks):
-        for name in _HOOKS:
+        for name in names:
             hook = getattr(owner, name, None)
             if hook is None:
                 continue
             if name in vars(owner) or not hook.__module__.startswith(("lightning.", "lightning_sdpipe.")):
                 changed.append((owner, name, vars(owner).get(name)))
-                vars(owner)[name] = _within(hook, shown)
+                vars(owner)[name] = _within(hook, partial(held, name))
 
     def undo() -> None:
         for owner, name, before in changed:
@@ -42,9 +53,9 @@ def show_whole_groups(
     return undo
 
 
-def _within(hook: Callable[..., Any], shown: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+def _within(hook: Callable[..., Any], held: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
     def within(*arguments: Any, **kwargs: Any) -> Any:
-        with shown():
+        with held():
             return hook(*arguments, **kwargs)
 
     return within

@@ -204,6 +204,17 @@ class OnOneStage(Regression):
             self.net[0].requires_grad_(False)
 
 
+class FromTheBeginning(Regression):
+    def configure_model(self) -> None:
+        if self.global_rank == 1:
+            self.net[0].requires_grad_(False)
+
+
+class Evaluating(Regression):
+    def configure_model(self) -> None:
+        self.net[1].train(self.global_rank == 0)
+
+
 class InTheStep(Regression):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.net[0].requires_grad_(batch_idx < 2)
@@ -220,9 +231,16 @@ def _refuse(directory: Path, module: L.LightningModule, error: str, **options: A
 _SOME_RANKS = "was set on some ranks only"
 
 
-@refused("Optimizers", "`requires_grad` set on some ranks only", _SOME_RANKS)
+def _disagree(directory: Path) -> None:
+    _refuse(directory, FromTheBeginning(), _SOME_RANKS)
+    _refuse(directory, Evaluating(), "Module 'net.1' is in training mode on some ranks only")
+    _refuse(directory, OnItsStageOnly(), _SOME_RANKS)
+
+
+@refused("Optimizers", "`requires_grad` set on some ranks only, or `train()` and `eval()` in `configure_model`",
+         _SOME_RANKS)  # fmt: skip
 def test_stages_that_disagree(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, OnItsStageOnly(), _SOME_RANKS, count=2)
+    on_four_ranks(_disagree, tmp_path, count=2)
 
 
 @pytest.mark.parametrize(("stage", "schedule"), [(0, "pipedream"), (1, "1f1b")])

@@ -138,6 +138,9 @@ class Stateful(nn.Module):
         raise AssertionError("Lightning refuses to log outside of training")
 
     def training_step(self) -> Tensor:
+        with torch.no_grad():
+            self.layers[0].weight /= 2  # type: ignore[operator]
+        self.layers[1].bias.data += 1  # type: ignore[operator]
         loss = self.layers(X).sum() * random.random()
         self.metric.update(loss)
         self.log("loss", loss)
@@ -149,10 +152,12 @@ def test_nothing_remains_of_a_profile() -> None:
     model.layers(X).sum().backward()
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     gradients = [p.grad for p in model.parameters()]
+    weights = [p.detach().clone() for p in model.parameters()]
     states = torch.get_rng_state(), random.getstate()
     profile(model, [("layers.0",), ("layers.1",), ("layers.2",)], model.training_step, CPU)
     assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
     assert [p.grad for p in model.parameters()] == gradients
+    assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), weights, strict=True))
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert model.metric.update_count == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -17,12 +19,24 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.assembly import refuse_counting
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.plan import decode, encode, plan
 from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
 from tests.partition.cutting import Stepping, assert_equal_when_cut, planned
 from tests.partition.test_side_channels import batches
 
 GLOBAL = np.random.default_rng(5)
+NUMBER, NUMBERS = 1.0, [1.0]
+
+
+class Shared:
+    """Used as a place for variables."""
+
+    number = 1.0
+
+
+def function(value: float) -> float:
+    return value * getattr(function, "factor", 1.0)
 
 
 class Meter:
@@ -38,8 +52,11 @@ class Meter:
 
 
 class Model(nn.Module):
+    of_class, in_class, ticks_of_class = 1.0, [1.0], itertools.count()
+
     def __init__(self) -> None:
         super().__init__()
+        self.ticks, self.cycle = itertools.count(), itertools.cycle([1.0, 2.0])
         self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
         self.number, self.flag, self.text, self.maybe = 0.5, False, "a", None
         self.meter, self.history, self.state = Meter(), [1.0], {"a": {"b": 1.0}}
@@ -111,6 +128,73 @@ def array(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+def class_attribute(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x * model.of_class))
+    Model.of_class = loss.item()
+    return loss
+
+
+def by_the_class(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x * type(model).of_class))
+    type(model).of_class = loss.item()
+    return loss
+
+
+def list_of_class(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x * model.in_class[-1]))
+    Model.in_class.append(loss.item())
+    return loss
+
+
+def other_class(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x * Shared.number))
+    Shared.number = loss.item()
+    return loss
+
+
+def function_attribute(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x * function(1.0)))
+    function.factor = loss.item()  # type: ignore[attr-defined]
+    return loss
+
+
+def global_number(model: Any, x: Tensor) -> Tensor:
+    global NUMBER
+    loss = squared(model(x * NUMBER))
+    NUMBER = loss.item()
+    return loss
+
+
+def global_list(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x * NUMBERS[-1]))
+    NUMBERS.append(loss.item())
+    return loss
+
+
+def count(model: Any, x: Tensor) -> Tensor:
+    return squared(model(x * next(model.ticks))) + next(model.ticks)
+
+
+def count_of_class(model: Any, x: Tensor) -> Tensor:
+    return squared(model(x * next(model.ticks_of_class))) + next(model.ticks_of_class)
+
+
+def cycle(model: Any, x: Tensor) -> Tensor:
+    return squared(model(x * next(model.cycle))) + next(model.cycle)
+
+
+def through_vars(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x * vars(model)["number"]))
+    model.number = loss.item()
+    return loss
+
+
+def through_dict(model: Any, x: Tensor) -> Tensor:
+    loss = squared(model(x * model.number))
+    model.__dict__.update(number=loss.item())
+    return loss
+
+
 def amidst(model: Any, x: Tensor) -> Tensor:
     """Changed between the last two blocks."""
     for number, layer in enumerate(model.layers):
@@ -140,6 +224,13 @@ def in_every_block(model: Any, x: Tensor) -> Tensor:
     return squared(model(x))
 
 
+@pytest.fixture
+def kept_globals() -> Iterator[None]:
+    mementos = Mementos(Model, global_number, global_list, other_class, function_attribute)
+    yield
+    mementos.restore()
+
+
 @pytest.mark.parametrize(
     ("loss_of", "what"),
     [
@@ -152,6 +243,18 @@ def in_every_block(model: Any, x: Tensor) -> Tensor:
         (nested, "model.state"),
         (namespace, "model.namespace"),
         (array, "model.array"),
+        (class_attribute, "Model.of_class"),
+        (by_the_class, "Model.of_class"),
+        (list_of_class, "Model.in_class"),
+        (other_class, "tests.partition.test_touches.Shared"),
+        (function_attribute, "tests.partition.test_touches.function"),
+        (global_number, "tests.partition.test_touches.NUMBER"),
+        (global_list, "tests.partition.test_touches.NUMBERS"),
+        (count, "model.ticks"),
+        (count_of_class, "Model.ticks_of_class"),
+        (cycle, "model.cycle"),
+        (through_vars, "model.number"),
+        (through_dict, "model.number"),
         (amidst, "model.number"),
         (late_draw, "model.draws"),
         (late_numpy, "model.arrays"),
@@ -160,7 +263,7 @@ def in_every_block(model: Any, x: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_what_a_stage_would_miss_is_refused(loss_of: Any, what: str, num_stages: int) -> None:
+def test_what_a_stage_would_miss_is_refused(kept_globals: None, loss_of: Any, what: str, num_stages: int) -> None:
     with pytest.raises(ConfigurationError, match=f"training_step changes {what} after the end of a stage that reads"):
         planned(Stepping(Model(), loss_of), batches(2), num_stages)
 
@@ -188,7 +291,17 @@ def early(model: Any, x: Tensor) -> Tensor:
     model.number += 0.25
     model.meter.add(model.number)
     model.state["a"]["b"] += 1
-    x = x + model.meter() + model.state["a"]["b"] + torch.randn(4, generator=model.draws) + model.numbers.random()
+    x = (
+        x
+        + model.meter()
+        + next(model.ticks)
+        + vars(model)["number"]
+        + Shared.number
+        + function(Model.of_class)
+        + model.state["a"]["b"]
+        + torch.randn(4, generator=model.draws)
+        + model.numbers.random()
+    )
     return squared(model(x + float(model.arrays.random())))
 
 
@@ -204,7 +317,9 @@ def begun_anew(model: Any, x: Tensor) -> Tensor:
 
 def only_late(model: Any, x: Tensor) -> Tensor:
     """Nothing but the end of a step uses it."""
-    loss = squared(model(x)) * (1 + model.meter() + model.number) + torch.randn((), generator=model.draws)
+    loss = squared(model(x)) * (1 + model.meter() + model.number + next(model.cycle)) + torch.randn(
+        (), generator=model.draws
+    )
     model.meter.add(loss.item())
     model.number = loss.item()
     return loss
@@ -221,7 +336,7 @@ def test_what_workers_with_several_stages_would_count_twice_is_refused() -> None
 
 def test_what_only_the_end_changes_is_known_to_be_handed_on() -> None:
     cut = planned(Stepping(Model(), only_late), batches(2), 2)
-    assert set(cut.travel["training_step"].late) == {"model.number", "model.meter", "model.draws"}
+    assert set(cut.travel["training_step"].late) == {"model.number", "model.meter", "model.draws", "model.cycle"}
     assert decode(encode(cut)).travel["training_step"].late == cut.travel["training_step"].late
 
 
@@ -272,7 +387,17 @@ def test_what_the_trainer_keeps(make: Any, what: str) -> None:
         module.trainer.strategy.optimizers = [torch.optim.SGD(module.parameters())]
         steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
         with pytest.raises(ConfigurationError, match=f"changes {what} after") if late else nullcontext():
-            plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
+            cut = plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
+            assert cut.travel["training_step"].metrics == ()
+
+
+def test_metrics_that_only_the_end_logs_are_known() -> None:
+    module = Logging(late=True)
+    module.training_step = lambda batch: module.log("loss", module.model(batch).mean())  # type: ignore[method-assign,assignment]
+    steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
+    cut = plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
+    found = ("the metric 'loss'", "the metric 'loss_epoch'", "the metric 'loss_step'")
+    assert decode(encode(cut)).travel["training_step"].metrics == found
 
 
 def test_of_a_large_list_the_length_is_looked_at() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,14 @@ from lightning_sdpipe.errors import ConfigurationError
 from tests.pipeline.harness import TRAIN
 from tests.pipeline.test_exchange import Chain, Tied, assembled
 from tests.workers import run_workers
+
+
+class TiedInTurn(Chain):
+    """Each worker has both stages that use one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].weight, self.net[3].weight = self.net[0].weight, self.net[1].weight
 
 
 def clamp(weight: Tensor) -> None:
@@ -27,6 +37,7 @@ def train(rank: int) -> dict[str, str]:
         ("shared", Tied, "1f1b", True),
         ("shared, afterwards", Tied, "1f1b", False),
         ("shared, pipedream", Tied, "pipedream", True),
+        ("shared within a worker", TiedInTurn, "interleaved_1f1b", True),
         ("split", Chain, "zero_bubble", True),
         ("accumulated", Chain, "1f1b", False),
     ):
@@ -54,5 +65,6 @@ def test_hooks_that_would_see_something_else_are_refused() -> None:
         assert said["own"] == ""
         for case in ("shared", "shared, afterwards", "shared, pipedream"):
             assert "'net.0.weight' has a hook on its gradient, and stages [0, 1] hold it" in said[case]
+        assert re.search(r"stages \[(0, 2|1, 3)\] hold it", said["shared within a worker"])
         assert "zero_bubble" in said["split"]
         assert "of all so far in one process" in said["accumulated"]

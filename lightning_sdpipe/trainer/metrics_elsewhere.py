@@ -1,0 +1,76 @@
+"""Metrics that a training step logs where this worker's stage does not come.
+
+A hook around a training batch that looked for them here would find none, or those of the last validation, and do
+something else than the same hook on the last stage. So it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.touches import METRIC, METRICS
+from lightning_sdpipe.trainer.whole_groups import around_hooks
+
+_HOOKS = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end"),
+)
+
+
+def refuse_metrics_elsewhere(
+    module: LightningModule, callbacks: Sequence[Callback], logged: Collection[str]
+) -> Callable[[], None]:
+    """The user's hooks may not look for the metrics that are ``logged`` elsewhere. Returns what undoes it."""
+
+    @contextmanager
+    def held(hook: str) -> Iterator[None]:
+        originals = {name: vars(Trainer)[name] for name in METRICS}
+        for name, original in originals.items():
+            setattr(Trainer, name, property(partial(_metrics, original, logged, hook)))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(Trainer, name, original)
+
+    return around_hooks(module, callbacks, _HOOKS, held)
+
+
+def _metrics(original: Any, logged: Collection[str], hook: str, trainer: Trainer) -> _Metrics:
+    return _Metrics(original.__get__(trainer), logged, hook)
+
+
+class _Metrics(dict[str, Any]):
+    def __init__(self, metrics: Any, logged: Collection[str], hook: str) -> None:
+        super().__init__(metrics)
+        self._logged, self._hook = logged, hook
+
+    def _check(self, name: object) -> None:
+        if f"{METRIC}{name!r}" in self._logged:
+            raise ConfigurationError(
+                f"{self._hook} looks for the metric {name!r} on a stage that ends before training_step logs it. Use "
+                "outputs['loss'] in on_train_batch_end; keep the number in an attribute (self.last = loss.item()), "
+                "which all stages get after each mini-batch; or look for it in on_validation_end or "
+                "on_train_epoch_end, where all stages have it."
+            )
+
+    def __getitem__(self, name: str) -> Any:
+        self._check(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._check(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._check(name)
+        return super().get(name, default)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return dict(self)  # as ModelCheckpoint takes one, at a point where all stages have the metrics
