@@ -125,10 +125,10 @@ class CheckpointHooks(Collectives):
         """Every rank must call it."""
         stage, _ = self.mesh.locate(self.global_rank)
         rounds = torch.zeros(self.mesh.num_stages, dtype=torch.int64, device=self.root_device)
-        rounds[stage] = self.training.sync.rounds
+        rounds[stage] = self.training.sync.rounds or 0
         with waiting_for(self.groups.everybody, "gathering how many rounds there were"):
             dist.all_reduce(rounds, dist.ReduceOp.MAX)
-        return rounds.tolist()  # type: ignore[no-any-return]
+        return rounds.tolist()
 
     def _take_over_rounds(self, saved: list[int] | None) -> None:
         """Of this stage; of the one with the fewest, if the model was cut otherwise."""

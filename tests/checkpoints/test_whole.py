@@ -39,6 +39,8 @@ class Counting(nn.Module):
 class Reading(nn.Linear):
     """Its extra state is read from a buffer, and loaded into another."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.register_buffer("seen", torch.zeros(()))
@@ -124,7 +126,7 @@ def test_names_alone_leave_what_is_there() -> None:
 
 
 def test_extra_state_is_asked_of_the_stage_that_has_the_module() -> None:
-    module = nn.Sequential(Reading(), Reading())
+    module: Any = nn.Sequential(Reading(), Reading())
     for number, part in enumerate(module, 1):
         part.seen.fill_(number)
     expected = module.state_dict()
@@ -133,7 +135,7 @@ def test_extra_state_is_asked_of_the_stage_that_has_the_module() -> None:
         whole.check_module_state(half, ownership, stage, True)
         held = whole.held_module_state(half, ownership, stage)
         parts |= {name: value for name, value in held.items() if value is not None}
-        newcomer, _ = stages(nn.Sequential(Reading(), Reading()))[stage]
+        newcomer: Any = stages(nn.Sequential(Reading(), Reading()))[stage][0]
         whole.load_module_state(newcomer, held, True)
         assert [part.known for part in newcomer] == [stage + 1 if number == stage else 0 for number in range(2)]
         whole.load_module_state(newcomer, expected, True)
