@@ -123,8 +123,8 @@ class CheckpointHooks(Collectives):
 
     def _rounds_by_stage(self) -> list[int]:
         """Every rank must call it."""
-        stage, _ = self.mesh.locate(self.global_rank)
-        rounds = torch.zeros(self.mesh.num_stages, dtype=torch.int64, device=self.root_device)
+        stage, _ = self.groups.mesh.locate(self.groups.rank)
+        rounds = torch.zeros(self.groups.mesh.num_stages, dtype=torch.int64, device=self.root_device)
         rounds[stage] = self.training.sync.rounds or 0
         with waiting_for(self.groups.everybody, "gathering how many rounds there were"):
             dist.all_reduce(rounds, dist.ReduceOp.MAX)
@@ -133,5 +133,5 @@ class CheckpointHooks(Collectives):
     def _take_over_rounds(self, saved: list[int] | None) -> None:
         """Of this stage; of the one with the fewest, if the model was cut otherwise."""
         if saved and self.training.sync.rounds is not None:
-            stage, _ = self.mesh.locate(self.global_rank)
-            self.training.sync.rounds = saved[stage] if len(saved) == self.mesh.num_stages else min(saved)
+            stage, _ = self.groups.mesh.locate(self.groups.rank)
+            self.training.sync.rounds = saved[stage] if len(saved) == self.groups.mesh.num_stages else min(saved)
