@@ -131,7 +131,7 @@ class PipelineLoader:
             yield batch
 
 
-def _refuse_lost_batches(loader: object) -> None:
+def _refuse_lost_batches(loader: Any) -> None:
     """Lightning makes a loader with a plain ``BatchSampler`` anew with its own sampler and the loader's ``batch_size``,
     which is None there. Samples that are tensors would be taken for batches without a word."""
     made = isinstance(loader, DataLoader) and type(loader.sampler) in (DistributedSampler, DistributedSamplerWrapper)
