@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from torch.optim import Optimizer
 
@@ -16,6 +18,7 @@ from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.collectives import Collectives
 from lightning_sdpipe.errors import NotWrittenError
+from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.trainer import finetuning
 from lightning_sdpipe.trainer.split import Split
 
@@ -60,6 +63,7 @@ class CheckpointHooks(Collectives):
         self._loaded_split = saved.get("split")
         if self._training is not None:
             self._training.first_update = saved.get("updates", 0)
+            self._take_over_rounds(saved.get("rounds"))
         self._checkpoints.load_module(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -113,4 +117,21 @@ class CheckpointHooks(Collectives):
     def _random_states(self) -> dict[str, Any]:
         """And what else a resumed run goes on from: rounds are due by the number of the update."""
         counted = {"data_seed": self._data_seed, "split": self._split, "updates": self.training.updates}
+        if self.training.sync.rounds is not None:
+            counted["rounds"] = self._rounds_by_stage()
         return {**counted, **self._run.random_states()}
+
+    def _rounds_by_stage(self) -> list[int]:
+        """Every rank must call it."""
+        stage, _ = self.groups.mesh.locate(self.groups.rank)
+        rounds = torch.zeros(self.groups.mesh.num_stages, dtype=torch.int64, device=self.root_device)
+        rounds[stage] = self.training.sync.rounds or 0
+        with waiting_for(self.groups.everybody, "gathering how many rounds there were"):
+            dist.all_reduce(rounds, dist.ReduceOp.MAX)
+        return rounds.tolist()
+
+    def _take_over_rounds(self, saved: list[int] | None) -> None:
+        """Of this stage; of the one with the fewest, if the model was cut otherwise."""
+        if saved and self.training.sync.rounds is not None:
+            stage, _ = self.groups.mesh.locate(self.groups.rank)
+            self.training.sync.rounds = saved[stage] if len(saved) == self.groups.mesh.num_stages else min(saved)

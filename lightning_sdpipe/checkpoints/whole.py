@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +36,14 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
     Raises:
         ConfigurationError: the module's own state on another stage than rank 0's is of a kind that is not sent.
     """
-    state = module.state_dict()
     stage_of_zero, pipeline_of_zero = groups.mesh.locate(0)
     stage, pipeline = groups.mesh.locate(groups.rank)
+    state, entries = _state(module, ownership, stage)
     if pipeline != pipeline_of_zero:
         return state
     transfers = []
     more: dict[int, dict[str, Any]] = {}  # by stage, what is no parameter or buffer
-    for name, entry in _entries(module, ownership, state).items():
+    for name, entry in entries.items():
         if stage_of_zero in entry.owners:
             continue
         source = groups.mesh.rank(entry.owners[0], pipeline)
@@ -69,24 +69,22 @@ def gather_module_state(module: nn.Module, ownership: Ownership, groups: Process
 def part_of_module_state(module: nn.Module, ownership: Ownership, stage: int) -> dict[str, Any]:
     """What this stage is the last to hold of the module's ``state_dict``: buffers outside of blocks are up to date
     where the step runs to its end."""
-    state = module.state_dict()
-    entries = _entries(module, ownership, state)
+    state, entries = _state(module, ownership, stage)
     return {name: value for name, value in state.items() if entries[name].owners[-1] == stage}
 
 
 def held_module_state(module: nn.Module, ownership: Ownership, stage: int) -> dict[str, Any]:
     """All that this stage holds of the module's ``state_dict``; of what it does not, the names (None)."""
-    state = module.state_dict()
-    entries = _entries(module, ownership, state)
+    state, entries = _state(module, ownership, stage)
     return {name: value if stage in entries[name].owners else None for name, value in state.items()}
 
 
 def check_module_state(module: nn.Module, ownership: Ownership, stage: int, sends: bool) -> None:
     """Raises ConfigurationError if the ``state_dict`` that the module and its hooks make has something that no stage
     alone can give, or that it cannot send, if it ``sends`` its part."""
-    state = module.state_dict()
+    state, entries = _state(module, ownership, stage)
     more = {}
-    for name, entry in _entries(module, ownership, state).items():
+    for name, entry in entries.items():
         if stage not in entry.owners:
             continue
         if isinstance(state[name], Placeholder):
@@ -106,12 +104,15 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool)
     Raises:
         ConfigurationError: it does not fit the module.
     """
-    here = module.state_dict()
+    extras = _with_extra_state(module)
+    with _instead(extras.values(), "get_extra_state", lambda: None):
+        here = module.state_dict()
     known = {  # what no checkpoint of this stage has, has a name only
         name: here[name] if value is None and isinstance(here.get(name), Tensor) else value
         for name, value in state.items()
     }
-    with warnings.catch_warnings():
+    unknown = [part for name, part in extras.items() if name in known and known[name] is None]
+    with warnings.catch_warnings(), _instead(unknown, "set_extra_state", lambda _: None):
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # that is of another stage
         try:
             module.load_state_dict(known, strict=strict)
@@ -130,6 +131,16 @@ class _Entry:
     is_weight: bool
 
 
+def _state(module: nn.Module, ownership: Ownership, stage: int) -> tuple[dict[str, Any], dict[str, _Entry]]:
+    """The ``state_dict`` as far as this stage has it, and its entries. Modules of other stages are not asked for their
+    extra state, which they may make of buffers that are not here: it is None."""
+    extras = _with_extra_state(module)
+    elsewhere = [part for name, part in extras.items() if ownership.stage_of(name) != stage]
+    with _instead(elsewhere, "get_extra_state", lambda: None):
+        state = module.state_dict()
+        return state, _entries(module, ownership, state)
+
+
 def _entries(module: nn.Module, ownership: Ownership, state: Mapping[str, Any]) -> dict[str, _Entry]:
     """Of each entry of ``state``, which hooks may have given another name than the module did. What is neither a
     parameter nor a buffer (extra state) is where its module runs: the last stage, if that is in no block."""
@@ -143,7 +154,7 @@ def _entries(module: nn.Module, ownership: Ownership, state: Mapping[str, Any]) 
         for name, value in module.state_dict(keep_vars=True).items()
         if id(value) in names
     }
-    extras = [f"{path}.{_EXTRA}" for path, m in module.named_modules() if path and _keeps_extra_state(m)]
+    extras = _with_extra_state(module)
     entries = {}
     for name in state:
         owners = ownership.stages.get(name) or weights.get(name)
@@ -152,8 +163,26 @@ def _entries(module: nn.Module, ownership: Ownership, state: Mapping[str, Any]) 
     return entries
 
 
-def _keeps_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
+    """The parts of ``module`` that keep any, by its name."""
+    return {
+        f"{path}.{_EXTRA}": part
+        for path, part in module.named_modules()
+        if path and type(part).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+@contextmanager
+def _instead(modules: Iterable[nn.Module], method: str, other: Callable[..., Any]) -> Iterator[None]:
+    """Within, ``other`` is called in the place of the ``method`` of each of ``modules``."""
+    changed = [part for part in modules if method not in vars(part)]
+    for part in changed:
+        vars(part)[method] = other
+    try:
+        yield
+    finally:
+        for part in changed:
+            del vars(part)[method]
 
 
 def _packed(state: dict[str, Any]) -> bytes:

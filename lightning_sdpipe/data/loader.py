@@ -29,9 +29,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    default_collate,
 )
 
 from lightning_sdpipe.data.drawing import DrawingCollate, Drawn, drawing_copy, with_collate
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.random_streams import RandomStreams, Stream, mix
 
@@ -47,11 +49,15 @@ class PipelineLoader:
         pipeline: this one.
         num_pipelines: N.
         seed: non-negative integers that are equal on all workers, and differ between epochs.
+
+    Raises:
+        ConfigurationError: Lightning has put a sampler into the loader, which would give samples instead of batches.
     """
 
     def __init__(
         self, loader: Iterable[Any], pipeline: int, num_pipelines: int, seed: Callable[[], tuple[int, ...]]
     ) -> None:
+        _refuse_lost_batches(loader)
         self._loader = loader
         self._seed = seed
         self._last: tuple[int, ...] = ()
@@ -123,6 +129,19 @@ class PipelineLoader:
                 except StopIteration:
                     return
             yield batch
+
+
+def _refuse_lost_batches(loader: Any) -> None:
+    """Lightning makes a loader with a plain ``BatchSampler`` anew with its own sampler and the loader's ``batch_size``,
+    which is None there. Samples that are tensors would be taken for batches without a word."""
+    made = isinstance(loader, DataLoader) and type(loader.sampler) in (DistributedSampler, DistributedSamplerWrapper)
+    if made and loader.batch_size is loader.batch_sampler is None and loader.collate_fn is default_collate:
+        raise ConfigurationError(
+            "The loader gives single samples to a collate function that makes batches: Lightning has put a distributed "
+            "sampler into DataLoader(batch_sampler=BatchSampler(...)), of which the batch size is lost. Give "
+            "DataLoader(batch_size=..., drop_last=..., sampler=...) instead, or a subclass of BatchSampler, or "
+            "Trainer(use_distributed_sampler=False) with a sampler of each pipeline's own."
+        )
 
 
 class _Positions:

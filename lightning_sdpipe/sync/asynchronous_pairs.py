@@ -94,7 +94,7 @@ class AsynchronousPairs(Synchronizer):
         return EncodedMean(replicas, OwnReference(self.replica.exchange.payload), lock=self._lock)
 
     def enter(self) -> None:
-        self._published = [bucket.buffer.clone() for bucket in self.replica.parameters]
+        self._published = [bucket.buffer.clone() for bucket in self.replica.exchanged]
         self._computed_on = [tensor.clone() for tensor in self._published]
         self._thread = threading.Thread(target=self._serve, name="AD-PSGD averaging", daemon=True)
         self._thread.start()
@@ -124,17 +124,13 @@ class AsynchronousPairs(Synchronizer):
 
     def _publish(self) -> None:
         with self._lock:
-            for bucket, base, published in zip(
-                self.replica.parameters, self._computed_on, self._published, strict=True
-            ):
+            for bucket, base, published in zip(self.replica.exchanged, self._computed_on, self._published, strict=True):
                 bucket.check()
                 published.add_(bucket.buffer - base)
 
     def _take_published(self) -> None:
         with self._lock:
-            for bucket, base, published in zip(
-                self.replica.parameters, self._computed_on, self._published, strict=True
-            ):
+            for bucket, base, published in zip(self.replica.exchanged, self._computed_on, self._published, strict=True):
                 bucket.buffer.copy_(published)
                 base.copy_(published)
 

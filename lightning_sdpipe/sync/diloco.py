@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.algorithms.outer import Fragments, Nesterov
 from lightning_sdpipe.exchange.background import Background, Job
-from lightning_sdpipe.exchange.buckets import FlatBucket, as_real, tensors_of
+from lightning_sdpipe.exchange.buckets import as_real, tensors_of
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.late import turn_into_changes
@@ -176,10 +176,10 @@ class OuterAveraging(Synchronizer):
     def enter(self) -> None:
         """All replicas are equal."""
         self._rounds = 0
-        laid_out = [bucket.parameters for bucket in self._trained]
+        laid_out = [bucket.parameters for bucket in self.replica.exchanged]
         if _ids(laid_out) != _ids(self._laid_out):  # layers were frozen or unfrozen: what lies where is another's
             self._kept = self._momenta()
-        trained = tensors_of(self._trained)
+        trained = tensors_of(self.replica.exchanged)
         parts = [torch.tensor_split(tensor, len(self._fragments)) for tensor in trained]
         for number, fragment in enumerate(self._fragments):
             fragment.tensors = [part[number] for part in parts]
@@ -255,10 +255,6 @@ class OuterAveraging(Synchronizer):
         for number, fragment in enumerate(self._fragments):
             parts = [torch.tensor_split(flat, len(self._fragments))[number] for flat in flats]
             fragment.common.load_momentum(parts)
-
-    @property
-    def _trained(self) -> list[FlatBucket]:
-        return [bucket for bucket in self.replica.parameters if bucket.trains]
 
     def _begin(self, fragment: _Fragment, group: Group) -> float:
         """One round; seconds that were waited for the others."""

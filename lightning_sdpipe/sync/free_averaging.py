@@ -116,7 +116,7 @@ class FreeAveraging(Synchronizer):
         self.make_parameters_equal()
 
     def _tensors(self) -> list[Tensor]:
-        return tensors_of([bucket for bucket in self.replica.parameters if bucket.trains])
+        return tensors_of(self.replica.exchanged)
 
     def _run(self) -> None:
         try:

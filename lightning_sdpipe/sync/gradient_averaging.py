@@ -30,6 +30,16 @@ class GradientAveraging(Synchronizer):
         self.gradients = self
 
     @property
+    def rounds(self) -> int | None:
+        """See the base class: the first ones may be in full precision."""
+        return self._buckets.updates if isinstance(self._buckets, EncodedRounds) else None
+
+    @rounds.setter
+    def rounds(self, before: int | None) -> None:
+        if isinstance(self._buckets, EncodedRounds) and before is not None:
+            self._buckets.updates = before
+
+    @property
     def equal_at_start(self) -> Replicas | None:
         """See the base class."""
         return self.replica.groups.replicas()

@@ -167,7 +167,7 @@ class HybridGroups(Synchronizer):
             self._rounds.arrange()  # what trains may have changed
         if self._meets:
             self._refuse_other_groups()
-            trained = [bucket for bucket in self.replica.parameters if bucket.trains]
+            trained = self.replica.exchanged
             self._model = Published(trained) if self._policy.asynchronous else InPlace(trained)
             self._meetings.begin()
 

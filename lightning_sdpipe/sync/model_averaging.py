@@ -76,7 +76,7 @@ class ModelAveraging(Synchronizer):
             group = self.replica.client.group()
             self.announced = False
             waited += time.perf_counter() - asked
-            tensors = tensors_of([bucket for bucket in self.replica.parameters if bucket.trains])
+            tensors = tensors_of(self.replica.exchanged)
             members = len(group.members)
             if self._late is not None:
                 self._late.begin(tensors, group)
@@ -88,7 +88,7 @@ class ModelAveraging(Synchronizer):
     def enter(self) -> None:
         """See the base class."""
         if self._begin is not None:
-            self._begin(tensors_of([bucket for bucket in self.replica.parameters if bucket.trains]))
+            self._begin(tensors_of(self.replica.exchanged))
 
     def arrive(self) -> None:
         """Finishes what is under way: others wait for it."""

@@ -56,7 +56,7 @@ class StaleSynchronous(Synchronizer):
         assert self._server is not None
         start = time.perf_counter()
         pulled = self._server.push(self.replica.pipeline, self._changes())
-        for bucket, before, now in zip(self.replica.parameters, self._pulled, pulled.parameters, strict=True):
+        for bucket, before, now in zip(self.replica.exchanged, self._pulled, pulled.parameters, strict=True):
             bucket.buffer.copy_(now)
             before.copy_(now)
         spent = time.perf_counter() - start
@@ -65,7 +65,7 @@ class StaleSynchronous(Synchronizer):
     def enter(self) -> None:
         replica = self.replica
         self._updates = 0
-        self._pulled = [bucket.buffer.clone() for bucket in replica.parameters]
+        self._pulled = [bucket.buffer.clone() for bucket in replica.exchanged]
         rank = replica.ranks[self._host]
         if replica.pipeline != self._host:
             name = f"the parameter server of stage {replica.stage} (rank {rank})"
@@ -88,14 +88,14 @@ class StaleSynchronous(Synchronizer):
     def make_parameters_equal(self) -> None:
         server, replica = self._server, self.replica
         if isinstance(server, ParameterServer):
-            for bucket, value in zip(replica.parameters, server.close(), strict=True):
+            for bucket, value in zip(replica.exchanged, server.close(), strict=True):
                 bucket.buffer.copy_(value)
         self._server = None
         self._take_over(self._host)
 
     def _changes(self) -> list[Tensor]:
         changes = []
-        for bucket, before in zip(self.replica.parameters, self._pulled, strict=True):
+        for bucket, before in zip(self.replica.exchanged, self._pulled, strict=True):
             bucket.check()
             changes.append((bucket.buffer - before).cpu())
         return changes

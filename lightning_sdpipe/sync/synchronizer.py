@@ -93,6 +93,11 @@ class Replica:
         return self.groups.mesh.locate(self.groups.rank)[1]
 
     @property
+    def exchanged(self) -> list[FlatBucket]:
+        """Those of ``parameters`` that train, which are sent between two pauses; what is frozen is not."""
+        return [bucket for bucket in self.parameters if bucket.trains]
+
+    @property
     def device(self) -> torch.device:
         """Of the stage's tensors."""
         return self.parameters[0].buffer.device if self.parameters else torch.device("cpu")
@@ -134,6 +139,9 @@ class Synchronizer:
 
     gradients: GradientExchange | None = None
     """Averages gradients while the backward runs; None if the method leaves them alone."""
+
+    rounds: int | None = None
+    """Of this stage; what messages are like depends on it, so that a checkpoint has it. None if it does not."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica

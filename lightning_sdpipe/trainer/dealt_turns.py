@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_unflatten
 from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
 from lightning_sdpipe.data.shards import refuse_to_deal, why_sharded
 from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.policies.leases import Segment
 from lightning_sdpipe.scheduler.client import SchedulerClient
@@ -227,7 +228,7 @@ class DealtTurns:
         if self._now is None:
             training.begin_absence()
             self._closes = self._final
-            return sample_batch(self._loader)
+            return batch_to_show(self._loader)
         accumulate = self._trainer.accumulate_grad_batches
         self._closes = self._accumulated + 1 == accumulate
         if accumulate > 1 and self._final:  # the last batch of an epoch closes, as it does without dealing
@@ -313,6 +314,15 @@ class DealtTurns:
         """What each of equal pipelines has trained before the next batch of this one."""
         assert self._next is not None
         return math.floor(self._next.progress / self._num_pipelines + 1e-9)
+
+
+def batch_to_show(loader: Any) -> Any:
+    """What hooks see of a turn without a batch. The data set goes on as if it had not been asked."""
+    before = Mementos(loader.dataset, loader.collate_fn)
+    try:
+        return sample_batch(loader)
+    finally:
+        before.restore()
 
 
 def announcement(required: bool, module: LightningModule, callbacks: Iterable[Callback]) -> str:

@@ -36,6 +36,23 @@ class Counting(nn.Module):
         self.seen = state
 
 
+class Reading(nn.Linear):
+    """Its extra state is read from a buffer, and loaded into another."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("seen", torch.zeros(()))
+        self.known = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": int(self.seen)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.known = state["seen"]
+
+
 def stages(module: nn.Module) -> Halves:
     """The module of each of two stages, which hold a block each."""
     spans = [range(1), range(1, 2)]
@@ -106,6 +123,24 @@ def test_names_alone_leave_what_is_there() -> None:
         whole.load_module_state(newcomer, state, True)
         here = whole.held_module_state(newcomer, ownership, stage)
         torch.testing.assert_close(here, state, rtol=0, atol=0)
+
+
+def test_extra_state_is_asked_of_the_stage_that_has_the_module() -> None:
+    module: Any = nn.Sequential(Reading(), Reading())
+    for number, part in enumerate(module, 1):
+        part.seen.fill_(number)
+    expected = module.state_dict()
+    parts: dict[str, Any] = {}
+    for stage, (half, ownership) in enumerate(stages(module)):
+        whole.check_module_state(half, ownership, stage, True)
+        held = whole.held_module_state(half, ownership, stage)
+        parts |= {name: value for name, value in held.items() if value is not None}
+        newcomer: Any = stages(nn.Sequential(Reading(), Reading()))[stage][0]
+        whole.load_module_state(newcomer, held, True)
+        assert [part.known for part in newcomer] == [stage + 1 if number == stage else 0 for number in range(2)]
+        whole.load_module_state(newcomer, expected, True)
+        assert [part.known for part in newcomer] == [1, 2], "as in one process"
+    torch.testing.assert_close(parts, dict(expected), rtol=0, atol=0)
 
 
 def _prefixed(_: nn.Module, state: dict[str, Any], *__: Any) -> None:

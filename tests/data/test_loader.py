@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities.data import _update_dataloader
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -24,6 +26,7 @@ from torch.utils.data import (
 
 from lightning_sdpipe.data.dealt import DealtBatches
 from lightning_sdpipe.data.loader import PipelineLoader
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.leases import Lease, Segment
 
 N, SIZE, BATCH = 3, 48, 4
@@ -248,3 +251,16 @@ def test_workers_that_outlive_an_epoch_end_where_lightning_ends_them() -> None:
     first._shutdown_workers()
     pipelines_loader._iterator = None
     assert len(list(pipelines_loader)) == len(pipelines_loader)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_batches_that_lightning_loses_are_refused(lost: bool) -> None:
+    """Of bare tensors, a sample would be taken for a batch."""
+    data: Any = torch.arange(24.0).view(6, 4)
+    given = DataLoader(data, batch_sampler=BatchSampler(range(6), 2, False)) if lost else DataLoader(data, 2)
+    loader = _update_dataloader(given, DistributedSampler(data, num_replicas=1, rank=0))
+    if lost:
+        with pytest.raises(ConfigurationError, match="gives single samples to a collate function"):
+            PipelineLoader(loader, 0, 1, lambda: SEED)
+    else:
+        assert next(iter(PipelineLoader(loader, 0, 1, lambda: SEED))).shape == (2, 4)

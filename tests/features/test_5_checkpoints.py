@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from lightning_sdpipe import AllReduce, SDPipeStrategy
 from lightning_sdpipe.checkpoints.distributed import is_distributed
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.payloads import OneBit
+from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.sync import NoSync
 from tests.features.running import (
     Regression,
@@ -57,10 +59,17 @@ def _train(
     resume: Path | None = None,
     distributed: bool | Literal["async"] = False,
     sync: Any = None,
+    exchange: Exchange | None = None,
 ) -> tuple[dict[str, Tensor], int]:
     """Trains and saves ``directory/last.ckpt``, and draws random numbers that an uninterrupted run would not."""
     torch.manual_seed(len(str(directory)))
-    strategy = SDPipeStrategy(num_stages, sync or AllReduce(), data="sharded", save_distributed_checkpoint=distributed)
+    strategy = SDPipeStrategy(
+        num_stages,
+        sync or AllReduce(),
+        data="sharded",
+        save_distributed_checkpoint=distributed,
+        exchange=exchange,
+    )
     saving = ModelCheckpoint(directory, save_last=True)
     trainer, model = pipelines(directory, strategy, max_epochs=epochs, callbacks=[saving]), module()
     trainer.fit(model, train_loader(), ckpt_path=resume)
@@ -84,14 +93,22 @@ def test_ordinary(tmp_path: Path) -> None:
     assert_same([parts for parts, _ in ranks], loaded.state_dict(), rtol=0, atol=0)
 
 
-def _resume(directory: Path, count: int, num_stages: int, distributed: Any = False, sync: Any = None) -> None:
+def _resume(
+    directory: Path,
+    count: int,
+    num_stages: int,
+    distributed: Any = False,
+    sync: Any = None,
+    exchange: Exchange | None = None,
+) -> None:
     """Trains two epochs at once, and one after the other."""
-    whole = on_four_ranks(_train, directory / "whole", Random, 2, num_stages, None, distributed, sync, count=count)
-    on_four_ranks(_train, directory / "half", Random, 1, num_stages, None, distributed, sync, count=count)
+    how = distributed, sync, exchange
+    whole = on_four_ranks(_train, directory / "whole", Random, 2, num_stages, None, *how, count=count)
+    on_four_ranks(_train, directory / "half", Random, 1, num_stages, None, *how, count=count)
     half = directory / "half" / "last.ckpt"
     assert is_distributed(half) == bool(distributed)
     # another directory, so that the random states start elsewhere
-    rest = on_four_ranks(_train, directory / "the rest", Random, 2, num_stages, half, distributed, sync, count=count)
+    rest = on_four_ranks(_train, directory / "the rest", Random, 2, num_stages, half, *how, count=count)
     tolerance = 0 if count == 1 else 1e-6
     for (mine, steps), (theirs, expected_steps) in zip(rest, whole, strict=True):
         assert steps == expected_steps
@@ -101,9 +118,11 @@ def _resume(directory: Path, count: int, num_stages: int, distributed: Any = Fal
 @supported("Checkpoints", "`fit(ckpt_path=…)`: optimizer, schedule, loops and random states go on",
            "bit-equal on 1 × 1. With several pipelines and methods that average models, a `.ckpt` has the optimizer's "
            "state of the first pipeline; a distributed checkpoint has all")  # fmt: skip
-@pytest.mark.parametrize(("count", "num_stages"), [(1, 1), (4, 2)])
-def test_resume(tmp_path: Path, count: int, num_stages: int) -> None:
-    _resume(tmp_path, count, num_stages)
+@pytest.mark.parametrize(
+    ("count", "num_stages", "exchange"), [(1, 1, None), (4, 2, Exchange(OneBit(block=8, after=6)))], ids=str
+)
+def test_resume(tmp_path: Path, count: int, num_stages: int, exchange: Exchange | None) -> None:
+    _resume(tmp_path, count, num_stages, exchange=exchange)
 
 
 @supported("Checkpoints", "a checkpoint of M × N workers resumes on M′ × N′")

@@ -1,4 +1,4 @@
-"""Asynchronous AD-PSGD between real processes, with a real scheduler."""
+"""Asynchronous AD-PSGD and parameter servers between real processes, with a real scheduler."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.membership import connect, start_scheduler
 from lightning_sdpipe.mesh import Mesh
-from lightning_sdpipe.sync import ADPSGD
+from lightning_sdpipe.sync import ADPSGD, HetPipe
 from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous
-from lightning_sdpipe.sync.synchronizer import Replica
+from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod
 from tests.workers import run_workers
 
 WORKERS, ITERATIONS = 4, 12
 TIMEOUT = timedelta(seconds=20)
 
 
-def train(rank: int, learn: bool) -> tuple[float, Tensor, Tensor]:
-    """The start, this worker's model before the pause and after it. Rank 3 is a straggler."""
+def train(rank: int, method: SyncMethod, starts: float, learn: bool) -> tuple[float, Tensor, Tensor]:
+    """The start, this worker's model before the pause and after it. Rank 3 is a straggler. A hook counts updates in a
+    frozen parameter."""
     mesh = Mesh.build(WORKERS, 1)
     groups = ProcessGroups.open(mesh, TIMEOUT)
-    parameter = nn.Parameter(torch.full((5,), float(rank)))
-    method = method_of(ADPSGD(asynchronous=True))
+    parameter = nn.Parameter(torch.full((5,), starts * rank))
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
     embedded, where = start_scheduler(method.policy, mesh, "tcp://127.0.0.1:*")
     client = connect(where, mesh, 20, lambda _: None)
     try:
-        sync = method.build(Replica(client, groups, flatten([parameter]), [], [parameter], TIMEOUT))
+        sync = method.build(Replica(client, groups, flatten([parameter, frozen]), [], [parameter], TIMEOUT))
         rendezvous = Rendezvous(sync)
         rendezvous.join()
         for iteration in range(ITERATIONS):
@@ -43,7 +44,9 @@ def train(rank: int, learn: bool) -> tuple[float, Tensor, Tensor]:
             sync.announce(iteration)
             if learn:
                 parameter.data.add_(rank + 1.0)
+            frozen.data.add_(1)
             sync.synchronise()
+            assert (frozen == iteration + 1).all(), "what is frozen was exchanged"
         ended = parameter.detach().clone()
         rendezvous.pause(position=4)
         dist.barrier()
@@ -52,13 +55,14 @@ def train(rank: int, learn: bool) -> tuple[float, Tensor, Tensor]:
         if embedded is not None:
             embedded.close()
     assert sync.statistics.groups == ITERATIONS
-    return float(rank), ended, parameter.detach()
+    assert (frozen == ITERATIONS).all()
+    return starts * rank, ended, parameter.detach()
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("learn", [False, True])
 def test_workers_agree_and_no_update_is_lost(learn: bool) -> None:
-    outcomes = run_workers(WORKERS, train, learn)
+    outcomes = run_workers(WORKERS, train, method_of(ADPSGD(asynchronous=True)), 1.0, learn)
     updates = ITERATIONS * sum(rank + 1.0 for rank in range(WORKERS)) if learn else 0.0
     mean = (sum(start for start, _, _ in outcomes) + updates) / WORKERS
     for _, _, paused in outcomes:
@@ -66,3 +70,10 @@ def test_workers_agree_and_no_update_is_lost(learn: bool) -> None:
     if not learn:
         before_the_pause = torch.stack([ended for _, ended, _ in outcomes])
         assert before_the_pause.std(0).max() < 0.5 * torch.arange(WORKERS).float().std()
+
+
+@pytest.mark.distributed
+def test_a_server_sums_every_update_of_what_trains() -> None:
+    updates = ITERATIONS * sum(rank + 1.0 for rank in range(WORKERS))
+    for _, _, paused in run_workers(WORKERS, train, HetPipe(staleness=1, sync_every=2), 0.0, True):
+        torch.testing.assert_close(paused, torch.full((5,), updates))

@@ -3,9 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import numpy as np
+import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_sdpipe.trainer.dealt_turns import announcement
+from lightning_sdpipe.trainer.dealt_turns import announcement, batch_to_show
 
 
 class Module(L.LightningModule):
@@ -37,3 +40,25 @@ def test_without_such_hooks_the_line_is_short() -> None:
     line = announcement(True, L.LightningModule(), [AtTheEnd()])
     assert "batch_idx" not in line
     assert "as data='dealt' says" in line
+
+
+class Noisy(Dataset[float]):
+    """Draws from generators of its own, and counts."""
+
+    def __init__(self) -> None:
+        self.generator, self.numbers = torch.Generator().manual_seed(3), np.random.default_rng(3)
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        self.asked.append(index)
+        return torch.rand((), generator=self.generator).item() + self.numbers.random()
+
+
+def test_a_batch_that_is_only_shown_leaves_the_data_set_as_it_was() -> None:
+    data = Noisy()
+    loader = DataLoader(data, 4)
+    assert torch.equal(batch_to_show(loader), batch_to_show(loader))
+    assert data.asked == []
