@@ -22,7 +22,7 @@ import msgspec
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.dealer import Dealer
-from lightning_sdpipe.policies.decisions import Decision, Group
+from lightning_sdpipe.policies.decisions import Decision
 from lightning_sdpipe.policies.events import Event, Widened
 from lightning_sdpipe.policies.leases import Asked, Expected, Lease, LeaseEvent, Returned, Told, Trained
 from lightning_sdpipe.policies.members import MemberDecision, MemberEvent
