@@ -260,7 +260,7 @@ def _one(
                 codes = [code for pipeline in done.finished for code in world.exit_codes(pipeline)]
                 assert codes, f"no pipeline has finished: {world.said()}"
                 assert not any(codes), f"exit codes {codes}: {world.said()}"
-                check(records, work)
+                check(records, work, anew=bool({"scheduler", "leader_and_scheduler", "full_logs"} & done.what.keys()))
         except (TimeoutError, AssertionError, SchedulerError) as error:
             kept = Path(f"{directory}-failed")
             shutil.copytree(directory, kept)  # the disks go
@@ -285,8 +285,14 @@ def _longest_still(records: Sequence[Record]) -> float:
     return max((after - before for before, after in pairwise(times)), default=0.0)
 
 
-def check(records: Sequence[Record], work: Regression) -> None:
-    """Raises AssertionError, with what was lost."""
+def check(records: Sequence[Record], work: Regression, anew: bool = False) -> None:
+    """Raises AssertionError, with what was lost; a run may begin ``anew`` if its scheduler died with all pipelines."""
+    if not anew:
+        first = min((at for record in records for at in record.times("update")), default=float("inf"))
+        for record in records:
+            begun = [line["at"] for line in record.lines if line["what"] == "start" and line["update"] == 0]
+            late = max(begun, default=first) - first
+            assert late < 2.0, f"a process of pipeline {record.pipeline} began anew {late:.1f} s after the first update"
     every = set(range(work.batches * BATCH * work.num_pipelines))
     for epoch in range(work.epochs):
         trained: Counter[int] = Counter()

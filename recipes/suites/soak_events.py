@@ -32,7 +32,7 @@ WEIGHTS = {
     "leader_and_scheduler": 6,
     "full_checkpoints": 6,
     "full_logs": 8,
-    "all": 4,
+    "all": 3,
 }
 VICTIMS = {"kill": 1, "term": 1, "silent": 1, "stop": 1, "cut": 1, "leader_and_scheduler": 1, "two": 2}
 
@@ -77,6 +77,8 @@ class Events:
         """When a dead pipeline is started again."""
         self._impaired: Counter[str] = Counter()
         """What is stopped, cut off or full at the moment."""
+        self._doomed: set[int] = set()
+        """Pipelines whose newest start was killed, or told to end, and may not have ended yet."""
         self._hit: set[int] = set()
         """Pipelines to whose newest start something has happened."""
         self._undone: list[tuple[float, Callable[[], None]]] = []
@@ -155,6 +157,7 @@ class Events:
                 if now >= self._due[pipeline] and not self.finished:
                     del self._due[pipeline]
                     self._hit.discard(pipeline)
+                    self._doomed.discard(pipeline)
                     if self._impaired[f"cable {pipeline}"]:
                         self._hit.add(pipeline)
                     self._tell(f"starts pipeline {pipeline}")
@@ -199,6 +202,8 @@ class Events:
         if kind == "all":
             victims = [i for i in self._everybody if i not in self._due]
         self._hit.update(victims)
+        if kind not in ("stop", "cut"):
+            self._doomed.update(victims)
         match kind:
             case "kill" | "two" | "term":
                 for victim in victims:
@@ -226,7 +231,8 @@ class Events:
 
     def _is_whole(self, pipeline: int) -> bool:
         """Does it train, and nothing is wrong with it at the moment? A scheduler that is cut off would not know."""
-        if pipeline in self._due or self._impaired[f"cable {pipeline}"] or self._impaired[f"process {pipeline}"]:
+        impaired = self._impaired[f"cable {pipeline}"] or self._impaired[f"process {pipeline}"]
+        if impaired or pipeline in self._doomed or pipeline in self._due:
             return False
         return self._world.lives(pipeline) and self._trains(pipeline)
 

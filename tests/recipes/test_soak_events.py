@@ -86,7 +86,7 @@ class Acted:
         return self.starts[pipeline]
 
     def updates(self, pipeline: int) -> int:
-        return int(1 not in self.codes[pipeline])  # else the run was over before
+        return int(1 not in self.codes.get(pipeline, []))  # else the run was over before
 
     def members(self) -> list[int]:
         return sorted(i for i in self.codes if self.lives(i))
