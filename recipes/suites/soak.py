@@ -89,10 +89,16 @@ class Regression:
 class Noted(Diary):
     """Notes the samples and the loss of every batch that is trained; Lightning's loop has turns in which none is."""
 
+    _batch: Any = None
     _stepped = False
 
-    def on_before_optimizer_step(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
+        self._batch = batch
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        """Before the scheduler can be told of it: this process may be killed at any moment."""
         self._stepped = True
+        self.say("trained", epoch=trainer.current_epoch, samples=[int(number) for number in self._batch[0]])
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
@@ -100,8 +106,7 @@ class Noted(Diary):
         if self._stepped:
             self._stepped = False
             loss = None if outputs is None else float(outputs["loss"])
-            samples = [int(number) for number in batch[0]]
-            self.say("update", update=trainer.global_step, epoch=trainer.current_epoch, samples=samples, loss=loss)
+            self.say("update", update=trainer.global_step, epoch=trainer.current_epoch, loss=loss)
 
 
 class Learner(L.LightningModule):
@@ -300,7 +305,7 @@ def check(records: Sequence[Record], work: Regression, anew: bool = False) -> No
         for record in records:
             survives = any(line["what"] == "end" for line in record.lines)
             for line in record.lines:
-                if line["what"] == "update" and line["epoch"] == epoch and record.rank == 0:
+                if line["what"] == "trained" and line["epoch"] == epoch and record.rank == 0:
                     trained.update(line["samples"])
                     by_survivors.update(line["samples"] if survives else [])
         missing = every - trained.keys()

@@ -63,10 +63,7 @@ def test_torchfts_figures() -> None:
 
 
 def trained(pipeline: int, *batches: list[int], ended: bool = True) -> Record:
-    lines: list[dict[str, Any]] = [
-        {"what": "update", "at": 0.0, "update": number, "epoch": 0, "samples": batch}
-        for number, batch in enumerate(batches)
-    ]
+    lines: list[dict[str, Any]] = [{"what": "trained", "at": 0.0, "epoch": 0, "samples": batch} for batch in batches]
     return Record(pipeline, 0, lines + ([{"what": "end"}] if ended else []))
 
 

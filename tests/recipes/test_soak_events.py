@@ -28,6 +28,7 @@ class Acted:
         """Was there a moment without a pipeline that nothing had happened to?"""
         self.codes: dict[int, list[int | None]] = {}
         self.starts: dict[int, int] = {}
+        self.trains: dict[int, bool] = {}
         self.stopped: set[int] = set()
         self.unplugged: set[int] = set()
         self.full: set[Path] = set()
@@ -38,8 +39,9 @@ class Acted:
         monkeypatch.setattr(small_disks, "empty", self.full.remove)
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        (self.directory / "0001-0-0.diary").write_text("x" * int(self.now * 100))
+        before, self.now = self.now, self.now + 5 * seconds
+        if int(before) < int(self.now):
+            (self.directory / "0001-0-0.diary").write_text("x" * int(self.now))
         if self.now > self.lasts:
             self.codes = {i: [0 if code is None else code for code in codes] for i, codes in self.codes.items()}
         elif not [i for i in self.members() if i not in self.stopped | self.unplugged]:
@@ -49,6 +51,7 @@ class Acted:
         (self.unplugged.remove if on else self.unplugged.add)(number)
 
     def launch(self, pipeline: int, fault: Fault | None = None) -> None:
+        self.trains[pipeline] = not self.over
         self.codes[pipeline] = [1 if self.over else None] * STAGES
         self.starts[pipeline] = self.starts.get(pipeline, 0) + 1
 
@@ -86,7 +89,7 @@ class Acted:
         return self.starts[pipeline]
 
     def updates(self, pipeline: int) -> int:
-        return int(1 not in self.codes.get(pipeline, []))  # else the run was over before
+        return int(self.trains[pipeline])
 
     def members(self) -> list[int]:
         return sorted(i for i in self.codes if self.lives(i))
@@ -104,7 +107,7 @@ def happened(world: Any, seed: int, left_out: frozenset[str] = frozenset(), coun
     return Events(world, random.Random(seed), count, 1.0, left_out, disks).until_the_end()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_one_member_is_left_alone_and_everything_is_undone(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +123,7 @@ def test_one_member_is_left_alone_and_everything_is_undone(
 
 
 def test_what_cannot_be_made_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = happened(Acted(tmp_path, monkeypatch, lasts=200.0), 1, frozenset({*CUTS, *FULL}), count=150)
+    done = happened(Acted(tmp_path, monkeypatch, lasts=150.0), 1, frozenset({*CUTS, *FULL}), count=120)
     assert not done.what.keys() & {*CUTS, *FULL}
     assert done.left_out.keys() == {*CUTS, *FULL}
     assert {"all", "two", "leader_and_scheduler", "stop"} < done.what.keys()
