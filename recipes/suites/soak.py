@@ -296,7 +296,7 @@ def check(records: Sequence[Record], work: Regression, anew: bool = False) -> No
         first = min((at for record in records for at in record.times("update")), default=float("inf"))
         for record in records:
             begun = [line["at"] for line in record.lines if line["what"] == "start" and line["update"] == 0]
-            late = max(begun, default=first) - first
+            late = max((at - first for at in begun), default=0.0)
             assert late < 2.0, f"a process of pipeline {record.pipeline} began anew {late:.1f} s after the first update"
     every = set(range(work.batches * BATCH * work.num_pipelines))
     for epoch in range(work.epochs):
