@@ -58,10 +58,10 @@ class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):
 
 
 class TellSnapshot(ElasticRequest, frozen=True, gc=False, tag="snapshot"):
-    """See :class:`~lightning_sdpipe.policies.members.Snapshot`."""
+    """See :class:`~lightning_sdpipe.policies.members.Snapshot`; a worker that has not made one yet is at update -1."""
 
     transfer: str
-    update: Count
+    update: Last
     state: str
 
 

@@ -23,11 +23,15 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.scheduler.connection import ask_status
+from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
+from lightning_sdpipe.scheduler.status import Status
 from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
+from recipes.suites import namespaces
 from recipes.suites.emulated import EmulatedChain
 from recipes.suites.trainings import BACKWARD_SHARE, quiet, random_features
 
@@ -47,6 +51,7 @@ class Work:
         batches: of an epoch and pipeline.
         epochs: of the run.
         validation_batches: after each epoch.
+        checkpoint_every: so many updates; 0 for never.
     """
 
     num_stages: int
@@ -57,6 +62,7 @@ class Work:
     batches: int = 2000
     epochs: int = 1
     validation_batches: int = 0
+    checkpoint_every: int = 0
     seed: int = 1
 
 
@@ -117,6 +123,8 @@ class World:
         work: of every pipeline.
         scheduler_options: of ``sdpipe scheduler``.
         target: what every process runs, as :func:`train`.
+        hosts: namespaces of the network, one of each pipeline, and at the end that of the scheduler, in which the
+            calling thread is; none if all are on this machine.
     """
 
     def __init__(
@@ -125,17 +133,20 @@ class World:
         work: Any,
         scheduler_options: Sequence[str] = (),
         target: Callable[..., None] | None = None,
+        hosts: Sequence[str] = (),
     ) -> None:
-        self.directory, self.work, self._target = directory, work, target or train
+        self.directory, self.work, self._target, self._hosts = directory, work, target or train, hosts
+        self.logs = directory / "logs"
+        self.logs.mkdir(exist_ok=True)
+        key_file, self._key_file = write_keys(directory / "keys")
         options = ["--num-stages", str(work.num_stages), "--num-pipelines", str(work.num_pipelines)]
-        options += ["--start-pipelines", str(work.num_pipelines), "--journal", str(directory / "journal")]
-        policy_file = directory / "policy.json"
+        options += ["--start-pipelines", str(work.num_pipelines), "--journal", str(self.logs / "journal")]
         self.scheduler = StandingScheduler(
-            [*options, *scheduler_options],
-            "tcp://127.0.0.1:*",
+            [*options, "--key-file", str(key_file), *scheduler_options],
+            f"tcp://{namespaces.address(len(hosts) - 1) if hosts else '127.0.0.1'}:*",
             dict(os.environ),
-            directory / "scheduler.log",
-            policy_file,
+            self.logs / "scheduler.log",
+            self.logs / "policy.json",
         )
         self.killed_at: dict[int, float] = {}
         self._processes: dict[int, list[BaseProcess]] = {}
@@ -154,8 +165,11 @@ class World:
             "MASTER_PORT": str(port.getsockname()[1]),
             "SDPIPE_PIPELINE": str(pipeline),
             "SDPIPE_SCHEDULER": self.scheduler.address,
-            "SDPIPE_POLICY_FILE": str(self.directory / "policy.json"),
+            "SDPIPE_KEY_FILE": str(self._key_file),
+            "SDPIPE_POLICY_FILE": str(self.logs / "policy.json"),
         }
+        if self._hosts:
+            environment["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
         context = multiprocessing.get_context("fork")
         self._processes[pipeline] = []
         self._launches += 1
@@ -164,9 +178,14 @@ class World:
             own = environment | {"RANK": str(each), "LOCAL_RANK": str(each)}
             name = f"{self._launches:04d}-{pipeline}-{each}"
             arguments = (self.work, self.directory, name, own, fault if each == rank else None)
-            process = context.Process(target=self._target, args=arguments, daemon=True)
+            process = context.Process(target=self._run_worker, args=(pipeline, *arguments), daemon=True)
             process.start()
             self._processes[pipeline].append(process)
+
+    def _run_worker(self, pipeline: int, *arguments: Any) -> None:
+        if self._hosts:
+            namespaces.enter(self._hosts[pipeline])
+        self._target(*arguments)
 
     def serve(self) -> None:
         """Start the scheduler, as soon as a worker has said what by."""
@@ -195,7 +214,7 @@ class World:
 
     def exit_codes(self, pipeline: int) -> list[int | None]:
         """Of its processes; None of those that live."""
-        return [process.exitcode for process in self._processes[pipeline]]
+        return [process.exitcode for process in self._processes.get(pipeline, [])]
 
     def end(self, pipeline: int) -> None:
         """Kill its processes."""
@@ -209,6 +228,10 @@ class World:
         """What all processes have said so far, in the order of their starts."""
         return read_records(self.directory)
 
+    def start_of(self, pipeline: int) -> int:
+        """The number of its newest start."""
+        return self._newest[pipeline]
+
     def updates(self, pipeline: int) -> int:
         """How far its newest start is."""
         path = self.directory / f"{self._newest[pipeline]:04d}-{pipeline}-0.diary"
@@ -216,19 +239,23 @@ class World:
         made = [line["update"] for line in map(json.loads, lines) if line["what"] == "update"]
         return made[-1] if made else 0
 
+    def status(self) -> Status:
+        """What the scheduler says of the run."""
+        return ask_status(self.scheduler.address, credentials=read_worker_keys(self._key_file), timeout=20)
+
     def members(self) -> list[int]:
         """Pipelines in the run."""
-        members = ask_status(self.scheduler.address, timeout=20).members
+        members = self.status().members
         return [] if members is None else sorted(members.lives)
 
     def failure(self) -> str | None:
         """Why the scheduler says that the run has failed, if it does."""
-        status = ask_status(self.scheduler.address, timeout=20)
+        status = self.status()
         return status.failure or (None if status.members is None else status.members.over)
 
     def gone_at(self, pipeline: int, since: float) -> float | None:
         """When the scheduler said, from the monotonic time ``since`` on, that a pipeline is gone."""
-        for line in (self.directory / "scheduler.log").read_text().split("\n"):
+        for line in (self.logs / "scheduler.log").read_text().split("\n"):
             when, _, rest = line.partition(f"WARNING pipeline {pipeline} is gone")
             if rest:
                 clock = time.mktime(time.strptime(when[:19], "%Y-%m-%d %H:%M:%S")) + int(when[20:23]) / 1e3
@@ -252,7 +279,7 @@ class World:
 
     def said(self) -> str:
         """The ends of what everybody has printed."""
-        ends = [f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(self.directory.glob("*.log"))]
+        ends = [f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(self.directory.rglob("*.log"))]
         return "\n".join(end for end in ends if not end.endswith(": "))
 
     def close(self) -> None:
@@ -307,16 +334,19 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
         timeout=timedelta(seconds=60),
     )
     diary = Diary(directory / f"{name}.diary")
+    callbacks: list[L.Callback] = [diary]
+    if work.checkpoint_every:
+        callbacks.append(ModelCheckpoint(directory / "checkpoints", every_n_train_steps=work.checkpoint_every))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1 if elastic else work.num_stages * work.num_pipelines,
         strategy=strategy,
-        callbacks=[diary],
+        callbacks=callbacks,
         max_epochs=work.epochs,
         limit_val_batches=work.validation_batches,
         num_sanity_val_steps=0,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(work.checkpoint_every),
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -1,4 +1,5 @@
-"""What survivors notice of a death: pipelines that are killed in every phase of their work, under several methods.
+"""What survivors notice of a fault: pipelines that are killed in every phase of their work, under several methods; and
+disks that are full.
 
 For each method, role and phase: how much longer than a median step the survivors' longest step took, until when the
 scheduler knew, until when every survivor had made a step that began after it, and until when a newcomer took part.
@@ -12,16 +13,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import hydra
 
-from recipes.suites import elastic_overhead, torchft_peer
+from recipes.suites import elastic_overhead, small_disks, torchft_peer
 from recipes.suites.elastic_world import Fault, Record, Work, World, world
+from recipes.suites.namespaces import NotAllowed
 from recipes.suites.parts import Parts, run_parts
 from recipes.suites.ratios import Ratios, Row, ratio
+from recipes.suites.small_disks import disk
 
 LOWER_IS_BETTER = frozenset({"longest_step", "longest_in_join", "newcomer", "torchft"})
 
@@ -31,11 +35,14 @@ LIMITS = {
     **dict.fromkeys(["donor", "newcomer"], 0.25),
     "scheduler": 0.3,
     "silent": 0.2,
+    "full_logs": 0.3,
+    "full_checkpoints": 0.5,
 }
 """Seconds that the survivors' longest step may take beyond a median one; with ``silent`` beyond the limit of silence,
-with ``scheduler`` beyond the time without one."""
+with ``scheduler`` and ``full_logs`` beyond the time without one."""
 JOIN_LIMIT, NEWCOMER_LIMIT = 0.25, 2.0
 SILENCE = 2.0
+CHECKPOINT_EVERY = 10  # where their disk is full
 VICTIM = 2  # neither the leader, nor who is asked first for its state
 
 
@@ -56,7 +63,7 @@ def run(
 
     Args:
         methods: specifications for Hydra, by name.
-        cases: what is killed: ``method``, ``role``, ``phase``, and ``num_stages`` if not 1.
+        cases: what is killed, or full: ``method``, ``role``, ``phase``, and ``num_stages`` if not 1.
         only: parts.
         after: updates that all make before the death.
         calm: seconds after it until a newcomer takes the place.
@@ -96,6 +103,7 @@ def _survived(
         batches=after if ends else 5000,
         epochs=1000 if ends else 1,
         validation_batches=2 if ends else 0,
+        checkpoint_every=CHECKPOINT_EVERY if case["phase"] == "full_checkpoints" else 0,
     )
     print(f"{case['method']}: {case['role']} in {case['phase']}", end=": ", flush=True)
     row = {"method": case["method"], "role": case["role"], "phase": case["phase"], "num_stages": stages}
@@ -105,23 +113,30 @@ def _survived(
     except TimeoutError as error:
         print(f"FAILED: {error}", flush=True)
         row |= {"failed": str(error)[:200]}
+    except NotAllowed as reason:
+        print(f"left out: {reason}", flush=True)
+        row |= {"left_out": str(reason)}
     return row
 
 
 def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> Row:
-    """One run with one death.
+    """One run with one fault.
 
     Raises:
         TimeoutError: something did not happen, with what everybody said.
+        NotAllowed: there is no disk that may be full.
     """
+    full = phase in ("full_logs", "full_checkpoints")
     with (
         tempfile.TemporaryDirectory() as directory,
+        disk(Path(directory, phase.removeprefix("full_"))) if full else nullcontext(),
         world(Path(directory), work, "--worker-timeout", str(SILENCE)) as it,
     ):
         rank = {"first_stage": work.num_stages - 1}.get(role, 0)
         victims = [0] if role in ("leader", "donor") else [VICTIM]
         victims = {"two_at_once": [0, VICTIM], "all_but_one": [1, VICTIM]}.get(phase, victims)
         inside = phase not in ("scheduler", "donor", "newcomer", "two_at_once", "all_but_one", "sigterm", "silent")
+        inside = inside and not full
         for pipeline in range(work.num_pipelines):
             struck = inside and pipeline in victims
             it.launch(pipeline, Fault(phase, after) if struck else None, rank)
@@ -132,6 +147,9 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
             killed = time.monotonic()
             downtime = it.restart_scheduler()
             victims = []
+        elif full:
+            killed, victims = time.monotonic(), []
+            downtime = _with_a_full_disk(it, phase)
         elif phase in ("donor", "newcomer"):
             killed = _kill_in_transfer(it, phase, victims)
         else:
@@ -154,6 +172,36 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
     if phase in ("donor", "newcomer"):
         survivors = [record for record in survivors if record.pipeline != VICTIM]
     return _figures(survivors, records, victims, killed, asked, known, downtime, phase)
+
+
+def _with_a_full_disk(it: World, phase: str) -> float:
+    """Nothing can be written for a while; the seconds without a scheduler, which is killed then."""
+    place, downtime = it.directory / phase.removeprefix("full_"), 0.0
+
+    def train(updates: int) -> None:
+        aims = [it.updates(pipeline) + updates for pipeline in range(it.work.num_pipelines)]
+        it.wait(lambda: all(it.updates(pipeline) >= aim for pipeline, aim in enumerate(aims)), "training to go on")
+
+    def refused() -> int:
+        return sum(
+            path.read_text().count("training goes on, but the checkpoint") for path in it.directory.glob("*.log")
+        )
+
+    small_disks.fill(place)
+    if phase == "full_logs":
+        downtime = it.restart_scheduler()
+        train(3 * CHECKPOINT_EVERY)
+    else:
+        it.wait(lambda: refused() > 0, "word of a checkpoint that is not written")
+        whole = sorted(place.glob("*.ckpt"))
+        it.wait(lambda: refused() > 2, "word of each further one")
+        if not whole or sorted(place.glob("*.ckpt")) != whole:
+            raise TimeoutError(f"the last whole checkpoint, of {whole}, was not kept")
+    small_disks.empty(place)
+    train(2 * CHECKPOINT_EVERY)
+    if phase == "full_checkpoints" and sorted(place.glob("*.ckpt")) == whole:
+        raise TimeoutError("no checkpoint was written when there was space again")
+    return downtime
 
 
 def _kill_in_transfer(it: World, phase: str, victims: list[int]) -> float:
@@ -234,6 +282,8 @@ def ratios(rows: Sequence[Row]) -> Ratios:
     found: Ratios = {}
     cases: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
+        if "left_out" in row:
+            continue
         cases.setdefault((row["method"], row["role"], row["phase"]), []).append(row)
     for (method, role, phase), of_case in cases.items():
         measured = [row for row in of_case if "failed" not in row]
@@ -245,7 +295,7 @@ def ratios(rows: Sequence[Row]) -> Ratios:
         found[f"longest_step/{method}/{role}/{phase}"] = ratio(
             [row["beyond_s"] / limit for row in measured], 1.0, f"seconds beyond a median step, over {limit:g} s"
         )
-    good = [row for row in rows if "failed" not in row and row["newcomer_s"] is not None]
+    good = [row for row in rows if not {"failed", "left_out"} & row.keys() and row["newcomer_s"] is not None]
     for method in dict.fromkeys(row["method"] for row in good):
         of_method = [row for row in good if row["method"] == method]
         found[f"longest_in_join/{method}"] = ratio(

@@ -1,5 +1,6 @@
-"""Hosts as far as the network is concerned: a namespace each, joined by a bridge, with links that the kernel slows down
-(``tc tbf`` at both ends). It takes root, and the commands ``ip`` and ``tc`` of iproute2."""
+"""Hosts as far as the network is concerned: a namespace each, joined by a bridge, with cables that can be pulled and
+links that the kernel slows down (``tc tbf`` at both ends). It takes root, and ``ip`` and ``tc`` of iproute2.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +19,19 @@ BURST = 131072
 
 
 class NotAllowed(Exception):
-    """Namespaces cannot be made here; says why."""
+    """What takes root cannot be made here; says why."""
 
 
 @contextmanager
-def hosts(count: int, rate_mbit: float) -> Iterator[list[str]]:
-    """Names of so many namespaces, whose addresses are :func:`address`.
+def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
+    """Names of so many namespaces, whose addresses are :func:`address`. Links without a rate are as fast as they can.
 
     Raises:
         NotAllowed: there is no root, or no command, or the kernel refuses.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NotAllowed("network namespaces need root and the commands ip and tc (package iproute2)")
-    switch = f"sdsw{os.getpid()}"
+    switch = _switch()
     names = [f"sdh{os.getpid()}-{number}" for number in range(count)]
     try:
         _run("ip", "netns", "add", switch)
@@ -45,24 +46,49 @@ def hosts(count: int, rate_mbit: float) -> Iterator[list[str]]:
             _run("ip", "-n", switch, "link", "set", port, "master", "br0")
             for owner, device in ((name, INTERFACE), (switch, port)):
                 _run("ip", "-n", owner, "link", "set", device, "up")
-                bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(BURST), "latency", "10s")
-                _run("ip", "netns", "exec", owner, "tc", "qdisc", "add", "dev", device, "root", *bucket)
+                if rate_mbit is not None:
+                    bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(BURST), "latency", "10s")
+                    _run("ip", "netns", "exec", owner, "tc", "qdisc", "add", "dev", device, "root", *bucket)
         yield names
     finally:
         for name in (*names, switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+def plug(number: int, on: bool) -> None:
+    """Joins the cable of one of the :func:`hosts` that this process made, or pulls it."""
+    _run("ip", "-n", _switch(), "link", "set", f"port{number}", "up" if on else "down")
+
+
 def enter(name: str) -> None:
     """Moves the calling thread, and what it starts from now on, into a namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", name).open() as namespace:
-        if libc.setns(namespace.fileno(), _NETWORK):
-            raise OSError(ctypes.get_errno(), f"entering {name}")
+        _enter(namespace.fileno(), name)
+
+
+@contextmanager
+def inside(name: str) -> Iterator[None]:
+    """The calling thread is in a namespace meanwhile."""
+    with Path("/proc/thread-self/ns/net").open() as before:
+        enter(name)
+        try:
+            yield
+        finally:
+            _enter(before.fileno(), "the namespace of before")
 
 
 def address(number: int) -> str:
     return f"10.232.1.{number + 1}"
+
+
+def _enter(namespace: int, name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, _NETWORK):
+        raise OSError(ctypes.get_errno(), f"entering {name}")
+
+
+def _switch() -> str:
+    return f"sdsw{os.getpid()}"
 
 
 def _run(*command: str) -> None:

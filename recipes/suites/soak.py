@@ -1,9 +1,11 @@
-"""Many deaths at random times: random pipelines, phases, signals and methods, all drawn from a seed.
+"""Many faults at random times: their kinds, victims and phases, and the methods, are all drawn from a seed.
 
-Each run trains a small regression to its end while pipelines, and the scheduler, are killed and come back. Checked is
-that nobody hangs or goes back, that every sample of every epoch is trained, by those that survive
-exactly once, and that the loss at the end is that of the same run without deaths. A run that fails is named by its
-seed, with which it can be tried again: ``suite.runs=1 seed=…``; what depends on who is how fast at the time differs.
+Each run trains a small regression to its end while pipelines, and the scheduler, are killed, stopped and cut off, alone
+and two at once, and disks are full for a while. Checked is that no run hangs or goes back, that every sample of every
+epoch is trained, by those that survive exactly once, and that the loss at the end is that of the same run without
+faults. A run that loses all pipelines at once goes on from its newest checkpoint, or ends by that name, as is drawn
+too. A run that fails is named by its seed, with which it can be tried again: ``suite.runs=1 seed=…``; what depends on
+which process is how fast at the time differs.
 """
 
 from __future__ import annotations
@@ -11,46 +13,64 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import hydra
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import Exchange, SDPipeStrategy
+from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.exchange.value import Overlap
 from lightning_sdpipe.sync import NoSync
 from recipes.suites.elastic_world import Diary, Fault, Record, World
 from recipes.suites.injected_faults import inject
+from recipes.suites.namespaces import NotAllowed, hosts, inside
 from recipes.suites.ratios import Ratios, Row, ratio
+from recipes.suites.small_disks import disk
+from recipes.suites.soak_events import CUTS, FULL, SILENCE, Events
 from recipes.suites.trainings import quiet
 
 LOWER_IS_BETTER = frozenset({"soak"})
 
 FEATURES, BATCH = 8, 4
 NOISE = 0.5
-STILL = 90.0  # seconds without an update of anybody, after which a run hangs
-INSIDE = ("forward", "backward", "optimizer", "waiting", "exchange", "half_sent", "step_end", "newcomer", "donor")
+CHECKPOINT_EVERY = 20
 
 
 class RunFailedError(RuntimeError):
-    """A run that did not come to its end, or lost something, after so many deaths."""
+    """A run that did not come to its end, or lost something."""
 
-    def __init__(self, reason: str, kills: int) -> None:
+    def __init__(self, reason: str, events: Events) -> None:
         super().__init__(reason)
-        self.kills = kills
+        self.events = events
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs are.
+
+    Args:
+        hosts: namespaces of the network, as :class:`~recipes.suites.elastic_world.World` has them.
+        left_out: why an event cannot be made here, by its kind.
+    """
+
+    hosts: Sequence[str]
+    left_out: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -69,10 +89,16 @@ class Regression:
 class Noted(Diary):
     """Notes the samples and the loss of every batch that is trained; Lightning's loop has turns in which none is."""
 
+    _batch: Any = None
     _stepped = False
 
-    def on_before_optimizer_step(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
+        self._batch = batch
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        """Before the scheduler can be told of it: this process may be killed at any moment."""
         self._stepped = True
+        self.say("trained", epoch=trainer.current_epoch, samples=[int(number) for number in self._batch[0]])
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
@@ -80,8 +106,7 @@ class Noted(Diary):
         if self._stepped:
             self._stepped = False
             loss = None if outputs is None else float(outputs["loss"])
-            samples = [int(number) for number in batch[0]]
-            self.say("update", update=trainer.global_step, epoch=trainer.current_epoch, samples=samples, loss=loss)
+            self.say("update", update=trainer.global_step, epoch=trainer.current_epoch, loss=loss)
 
 
 class Learner(L.LightningModule):
@@ -105,9 +130,9 @@ class Learner(L.LightningModule):
 def run(
     *,
     methods: Mapping[str, Any],
-    kills: int,
+    events: int,
     runs: int | None,
-    kills_of_run: int,
+    events_of_run: int,
     overlaps: Sequence[Overlap],
     num_stages: Sequence[int],
     num_pipelines: int,
@@ -117,202 +142,162 @@ def run(
     calm: float,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Runs until there were so many deaths, or so many runs.
+    """Runs until there were so many events.
 
     Args:
         methods: specifications for Hydra, by name; drawn for each run.
-        kills: in all.
+        events: in all.
         runs: at most; None for as many as it takes.
-        kills_of_run: at most.
+        events_of_run: at most.
         overlaps: of the exchange; drawn for each run whose method has one.
         num_stages: drawn for each run.
         num_pipelines: N of each run.
         batch_seconds: that a batch takes besides its compute.
         batches: of each pipeline in an epoch.
         epochs: of each run.
-        calm: mean seconds between two deaths.
+        calm: mean seconds between two events.
         seed: of the first run; the following ones count up from it.
     """
     quiet()
     rows: list[Row] = []
     calm_losses: dict[tuple[str, str, int], float] = {}
-    while sum(row["kills"] for row in rows) < kills and (runs is None or len(rows) < runs):
-        number = seed + len(rows)
-        draws = random.Random(f"soak {number}")  # numbers that are near draw alike at first
-        name, stages = draws.choice(sorted(methods)), draws.choice(list(num_stages))
-        sync, overlap = hydra.utils.instantiate(methods[name]), draws.choice(list(overlaps))
-        if isinstance(sync, NoSync):
-            overlap = "none"
-        work = Regression(stages, num_pipelines, sync, overlap, batch_seconds, batches, epochs)
-        row: Row = {"seed": number, "method": name, "overlap": overlap, "num_stages": stages, "kills": 0}
-        kind = name, overlap, stages
+    with _place(num_pipelines) as place:
+        for reason in sorted(set(place.left_out.values())):
+            print(f"without {', '.join(kind for kind, why in place.left_out.items() if why == reason)}: {reason}")
+        while sum(row["events"] for row in rows) < events and (runs is None or len(rows) < runs):
+            number = seed + len(rows)
+            draws = random.Random(f"soak {number}")  # numbers that are near draw alike at first
+            name, stages = draws.choice(sorted(methods)), draws.choice(list(num_stages))
+            sync, overlap = hydra.utils.instantiate(methods[name]), draws.choice(list(overlaps))
+            if isinstance(sync, NoSync):
+                overlap = "none"
+            resumes = draws.random() < 0.5
+            work = Regression(stages, num_pipelines, sync, overlap, batch_seconds, batches, epochs)
+            row: Row = {"seed": number, "method": name, "overlap": overlap, "num_stages": stages, "resumes": resumes}
+            kind = name, overlap, stages
+            try:
+                if kind not in calm_losses:
+                    calm_losses[kind] = _one(work, place, random.Random(0), 0, calm, False)["loss"]
+                row |= _one(work, place, draws, events_of_run, calm, resumes)
+                row |= {"calm_loss": calm_losses[kind], "failed": ""}
+            except RunFailedError as error:
+                row |= _happened(error.events) | {"failed": str(error)}
+            rows.append(row)
+            print(_told(row, sum(each["events"] for each in rows)), flush=True)
+    return rows, ratios(rows, sorted(place.left_out))
+
+
+@contextmanager
+def _place(num_pipelines: int) -> Iterator[Place]:
+    """Cables that can be pulled, and disks that can be full, as far as that is allowed."""
+    left_out: dict[str, str] = {}
+    with ExitStack() as stack:
         try:
-            if kind not in calm_losses:
-                calm_losses[kind] = _one(work, random.Random(0), 0, calm)["loss"]
-            row |= _one(work, draws, kills_of_run, calm) | {"failed": "", "calm_loss": calm_losses[kind]}
-        except RunFailedError as error:
-            row |= {"failed": str(error), "kills": error.kills}
-        rows.append(row)
-        print(_told(row, sum(each["kills"] for each in rows)), flush=True)
-    return rows, ratios(rows)
+            with tempfile.TemporaryDirectory() as directory, disk(Path(directory) / "disk"):
+                pass
+        except NotAllowed as reason:
+            left_out |= dict.fromkeys(FULL, str(reason))
+        names: list[str] = []
+        try:
+            names = stack.enter_context(hosts(num_pipelines + 1))
+            stack.enter_context(inside(names[-1]))
+        except NotAllowed as reason:
+            left_out |= dict.fromkeys(CUTS, str(reason))
+        yield Place(names, left_out)
 
 
-def ratios(rows: Sequence[Row]) -> Ratios:
-    """Failures per run, and the loss at the end over that of the run without deaths."""
-    deaths = sum(row["kills"] for row in rows)
+def ratios(rows: Sequence[Row], left_out: Sequence[str] = ()) -> Ratios:
+    """Failures per run; the loss at the end over that of the run without events; the longest standstill."""
+    events = sum(row["events"] for row in rows)
     failed = [float(bool(row["failed"])) for row in rows]
-    found = {
-        "soak/failed": ratio([sum(failed)], 0.0, f"runs that hung, or lost something, of {len(rows)}; {deaths} deaths")
-    }
-    good = [row for row in rows if not row["failed"]]
+    meaning = f"runs that hung, or lost something, of {len(rows)}; {events} events"
+    if left_out:
+        meaning += f", none of them {' or '.join(left_out)}, which cannot be made here"
+    found = {"soak/failed": ratio([sum(failed)], 0.0, meaning)}
+    good = [row for row in rows if not row["failed"] and row["loss"] is not None]
     if good:
         quotients = [row["loss"] / row["calm_loss"] for row in good]
-        meaning = "loss at the end of a run with deaths over that of the same run without"
+        meaning = "loss at the end of a run with events over that of the same run without"
         found["soak/loss"] = ratio(quotients, 1.1, meaning)
+        still = [row["still_s"] for row in good]
+        found["soak/still"] = ratio(still, None, "seconds of each run in which no pipeline made an update, at most")
     return found
 
 
-def _told(row: Row, deaths: int) -> str:
+def _told(row: Row, events: int) -> str:
     said = f"seed {row['seed']}, {row['method']}, overlap {row['overlap']}, {row['num_stages']} stages, "
-    said += f"{row['kills']} deaths ({deaths} in all): "
-    return said + (f"FAILED: {row['failed']}" if row["failed"] else f"loss {row['loss']:.4f}, {row['what']}")
+    said += f"{row['events']} events ({events} in all): "
+    if row["failed"]:
+        return said + f"FAILED: {row['failed']}"
+    outcome = (
+        f"ended: {row['ended']}" if row["loss"] is None else f"loss {row['loss']:.4f}, still {row['still_s']:.1f} s"
+    )
+    return said + f"{outcome}, {row['bystanders']} not hit have failed, {row['what']}"
 
 
-def _one(work: Regression, draws: random.Random, kills: int, calm: float) -> Row:
+def _happened(events: Events) -> Row:
+    what, left_out = dict(sorted(events.what.items())), dict(sorted(events.left_out.items()))
+    return {"events": events.count, "bystanders": events.bystanders, "what": what, "left_out": left_out}
+
+
+def _one(
+    work: Regression, place: Place, draws: random.Random, events: int, calm: float, resumes: bool
+) -> dict[str, Any]:
     """One run to its end.
 
     Raises:
-        RunFailedError: nobody makes an update, somebody fails, or something was lost.
+        RunFailedError: it makes no update, it fails, or something was lost.
     """
     directory = Path(tempfile.mkdtemp(prefix="soak-"))
-    world = World(directory, work, ["--worker-timeout", "2"], learn)
-    done = _Deaths(world, draws, kills, calm)
-    try:
-        done.until_the_end()
-        records = world.records()
-        codes = [code for pipeline in done.finished for code in world.exit_codes(pipeline)]
-        assert codes, f"nobody has finished: {world.said()}"
-        assert not any(codes), f"exit codes {codes}: {world.said()}"
-        _check(records, work)
-    except (TimeoutError, AssertionError) as error:
-        (directory / "deaths.txt").write_text("\n".join(done.told))
-        raise RunFailedError(f"{directory} has what everybody said; {str(error)[:1000]}", done.count) from error
-    finally:
-        world.close()
+    disks = {kind: directory / name for kind, name in zip(FULL, ("checkpoints", "logs"), strict=True)}
+    with ExitStack() as stack:
+        for kind, where in disks.items():
+            if kind not in place.left_out:
+                stack.enter_context(disk(where))
+        options = ["--worker-timeout", str(SILENCE), *(["--resume"] if resumes else [])]
+        world = World(directory, work, options, learn, place.hosts)
+        stack.callback(world.close)
+        done = Events(world, draws, events, calm, frozenset(place.left_out), disks)
+        try:
+            done.until_the_end()
+            records = world.records()
+            if not done.ended:
+                codes = [code for pipeline in done.finished for code in world.exit_codes(pipeline)]
+                assert codes, f"no pipeline has finished: {world.said()}"
+                assert not any(codes), f"exit codes {codes}: {world.said()}"
+                check(records, work, anew=bool({"scheduler", "leader_and_scheduler", "full_logs"} & done.what.keys()))
+        except (TimeoutError, AssertionError, SchedulerError) as error:
+            kept = Path(f"{directory}-failed")
+            shutil.copytree(directory, kept)  # the disks go
+            (kept / "events.txt").write_text("\n".join(done.told))
+            raise RunFailedError(f"{kept} has what all processes said; {str(error)[:1000]}", done) from error
     shutil.rmtree(directory)
+    row = _happened(done) | {"ended": done.ended, "still_s": _longest_still(records), "loss": None}
+    if done.ended:
+        return row
     losses = [
         line["loss"]
         for record in records
         for line in record.lines
         if line["what"] == "update" and line["epoch"] == work.epochs - 1 and line["loss"] is not None
     ]
-    return {"kills": done.count, "loss": statistics.mean(losses), "what": dict(sorted(done.what.items()))}
+    return row | {"loss": statistics.mean(losses)}
 
 
-class _Deaths:
-    """Kills and starts again, at drawn times, while the run goes on."""
-
-    def __init__(self, world: World, draws: random.Random, kills: int, calm: float) -> None:
-        self.count = 0
-        self.what: Counter[str] = Counter()
-        self.told: list[str] = []
-        """Lines with times, for who looks at a run that failed."""
-        self.finished: set[int] = set()
-        self._world, self._draws, self._kills, self._calm = world, draws, kills, calm
-        self._everybody = range(world.work.num_pipelines)
-        self._due: dict[int, float] = {}
-        """When a dead pipeline is started again."""
-        self._stopped: set[int] = set()
-        self._made, self._made_at, self._asks_at = -1, time.monotonic(), 0.0
-
-    def until_the_end(self) -> _Deaths:
-        """Returns when all that live have finished."""
-        world = self._world
-        for pipeline in self._everybody:
-            world.launch(pipeline)
-        world.serve()
-        everybody = self._everybody
-        world.wait(lambda: len(world.members()) == len(everybody), "all to come")
-        next_death = time.monotonic() + self._draws.expovariate(1 / self._calm)
-        while not self._is_over():
-            time.sleep(0.02)
-            self._look_for_a_hang()
-            self._bury_and_start()
-            if time.monotonic() >= next_death and self.count < self._kills:
-                next_death = time.monotonic() + self._draws.expovariate(1 / self._calm)
-                self._strike()
-        return self
-
-    def _is_over(self) -> bool:
-        """Has anybody finished, and all others that live?"""
-        ended = {i for i in self._everybody if i not in self._due and not self._any_lives(i)}
-        self.finished = {i for i in ended if not any(self._world.exit_codes(i))}
-        return bool(self.finished) and all(i in ended or i in self._due for i in self._everybody)
-
-    def _any_lives(self, pipeline: int) -> bool:
-        return any(code is None for code in self._world.exit_codes(pipeline))
-
-    def _look_for_a_hang(self) -> None:
-        now, made = time.monotonic(), sum(path.stat().st_size for path in self._world.directory.glob("*.diary"))
-        if made != self._made:
-            self._made, self._made_at = made, now
-        if now >= self._asks_at:
-            self._asks_at = now + 5.0
-            if (over := self._world.failure()) is not None:
-                raise TimeoutError(f"the run was ended: {over}")
-        if now - self._made_at > STILL:
-            raise TimeoutError(f"nobody has made an update for {STILL:g} s; {self._world.said()}")
-
-    def _bury_and_start(self) -> None:
-        now, world = time.monotonic(), self._world
-        for pipeline in self._everybody:
-            if pipeline in self._due:
-                if now >= self._due[pipeline] and not self.finished:
-                    del self._due[pipeline]
-                    self._stopped.discard(pipeline)
-                    self._tell(f"starts pipeline {pipeline}")
-                    world.launch(pipeline, self._perhaps_a_fault())
-            elif any(world.exit_codes(pipeline)):  # one of it has failed or was killed; the rest follows
-                world.end(pipeline)
-                self._due[pipeline] = now + self._draws.uniform(0.0, 1.0)
-
-    def _perhaps_a_fault(self) -> Fault | None:
-        if self.count >= self._kills or self._draws.random() > 0.25:
-            return None
-        phase = self._draws.choice(INSIDE)
-        fault = Fault(phase, self._draws.randrange(2 * self._world.work.batches))
-        self._count(phase, f"to come: {fault}")
-        return fault
-
-    def _strike(self) -> None:
-        world, draws = self._world, self._draws
-        members = [i for i in world.members() if i not in self._due and i not in self._stopped and world.lives(i)]
-        kind = draws.choices(["kill", "term", "stop", "scheduler"], [70, 10, 8, 12])[0]
-        if kind == "scheduler":
-            world.restart_scheduler()
-        elif len(members) < 2:  # the last one must stay: nobody else has the model
-            return
-        else:
-            victim, rank = draws.choice(members), draws.randrange(world.work.num_stages)
-            number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}[kind]
-            world.kill(victim, rank, number)
-            if kind == "stop":
-                self._stopped.add(victim)
-                self._due[victim] = time.monotonic() + draws.uniform(0.0, 4.0)
-            self._tell(f"pipeline {victim}, rank {rank}")
-        self._count(kind)
-
-    def _count(self, kind: str, more: str = "") -> None:
-        self.count += 1
-        self.what[kind] += 1
-        self._tell(f"{kind} {more}")
-
-    def _tell(self, what: str) -> None:
-        self.told.append(f"{time.strftime('%H:%M:%S')} {time.monotonic():.3f} {what}")
+def _longest_still(records: Sequence[Record]) -> float:
+    """Seconds in which no pipeline made an update."""
+    times = sorted(at for record in records for at in record.times("update"))
+    return max((after - before for before, after in pairwise(times)), default=0.0)
 
 
-def _check(records: Sequence[Record], work: Regression) -> None:
-    """Raises AssertionError, with what was lost."""
+def check(records: Sequence[Record], work: Regression, anew: bool = False) -> None:
+    """Raises AssertionError, with what was lost; a run may begin ``anew`` if its scheduler died with all pipelines."""
+    if not anew:
+        first = min((at for record in records for at in record.times("update")), default=float("inf"))
+        for record in records:
+            begun = [line["at"] for line in record.lines if line["what"] == "start" and line["update"] == 0]
+            late = max((at - first for at in begun), default=0.0)
+            assert late < 2.0, f"a process of pipeline {record.pipeline} began anew {late:.1f} s after the first update"
     every = set(range(work.batches * BATCH * work.num_pipelines))
     for epoch in range(work.epochs):
         trained: Counter[int] = Counter()
@@ -320,7 +305,7 @@ def _check(records: Sequence[Record], work: Regression) -> None:
         for record in records:
             survives = any(line["what"] == "end" for line in record.lines)
             for line in record.lines:
-                if line["what"] == "update" and line["epoch"] == epoch and record.rank == 0:
+                if line["what"] == "trained" and line["epoch"] == epoch and record.rank == 0:
                     trained.update(line["samples"])
                     by_survivors.update(line["samples"] if survives else [])
         missing = every - trained.keys()
@@ -356,10 +341,9 @@ def learn(
             num_micro_batches=1,
             timeout=timedelta(seconds=60),
         ),
-        callbacks=[diary],
+        callbacks=[diary, ModelCheckpoint(directory / "checkpoints", every_n_train_steps=CHECKPOINT_EVERY)],
         max_epochs=work.epochs,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )

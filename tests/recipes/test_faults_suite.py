@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes.suites import faults, soak
+from recipes.suites import faults, soak, soak_events
 from recipes.suites.elastic_world import Record
 from recipes.suites.injected_faults import PHASES
 from recipes.suites.torchft_peer import _figures
@@ -44,7 +44,7 @@ def test_ratios_to_the_limits() -> None:
 
 def test_every_case_of_the_configuration_can_be_made() -> None:
     suite = parameters_of("faults")
-    outside = {"sigterm", "silent", "scheduler", "two_at_once", "all_but_one"}
+    outside = {"sigterm", "silent", "scheduler", "two_at_once", "all_but_one", "full_logs", "full_checkpoints"}
     for case in suite["cases"]:
         assert case["method"] in suite["methods"]
         assert case["phase"] in {*PHASES, *outside}
@@ -63,18 +63,22 @@ def test_torchfts_figures() -> None:
 
 
 def trained(pipeline: int, *batches: list[int], ended: bool = True) -> Record:
-    lines: list[dict[str, Any]] = [
-        {"what": "update", "update": number, "epoch": 0, "samples": batch} for number, batch in enumerate(batches)
-    ]
+    lines: list[dict[str, Any]] = [{"what": "trained", "at": 0.0, "epoch": 0, "samples": batch} for batch in batches]
     return Record(pipeline, 0, lines + ([{"what": "end"}] if ended else []))
+
+
+def began(pipeline: int, at: float, first: float) -> Record:
+    return Record(pipeline, 0, [{"what": "start", "at": at, "update": 0}, {"what": "update", "at": first, "update": 1}])
 
 
 def test_what_a_soak_holds_against_a_run() -> None:
     work = soak.Regression(1, 2, None, "none", 0.0, batches=1, epochs=1)
     one, two, three = list(range(4)), list(range(4, 8)), list(range(2, 6))
-    soak._check([trained(0, one), trained(1, two), trained(1, one, ended=False)], work)
+    soak.check([trained(0, one), trained(1, two), trained(1, one, ended=False)], work)
+    with pytest.raises(AssertionError, match=r"pipeline 1 began anew 3.0 s after the first update"):
+        soak.check([began(0, 1.0, 2.0), began(1, 5.0, 6.0)], work)
     with pytest.raises(AssertionError, match="4 samples of epoch 0 were not trained"):
-        soak._check([trained(0, one)], work)
+        soak.check([trained(0, one)], work)
     with pytest.raises(AssertionError, match="4 samples of epoch 0 were trained twice by survivors"):
-        soak._check([trained(0, one, three), trained(1, two)], work)
-    assert Counter(soak.INSIDE) <= Counter(PHASES)
+        soak.check([trained(0, one, three), trained(1, two)], work)
+    assert Counter(soak_events.INSIDE) <= Counter(PHASES)

@@ -114,6 +114,7 @@ def comes(fleet: Fleet, donors: list[ElasticClient], pipeline: int, incarnation:
 
     def train() -> None:
         update = 0
+        wait_for(lambda: done.is_set() or any(donor._donate for donor in donors))  # asked before their first update
         while not done.is_set():
             for donor in donors:
                 donor.donation_due(update)
@@ -145,6 +146,7 @@ def test_a_newcomer_is_given_a_state_and_everybody_hears_of_the_new_epoch(tmp_pa
             assert client.epoch.pipelines == (0, 1, 5), "numbered beyond those that were planned"
             assert client.epoch.leader == 0
         status = ask_status(fleet.server.address)
+        assert not status.refused
         here = status.members
         assert here is not None
         assert (here.epoch, here.reason, here.held) == (2, "pipeline 5 has come", "")
