@@ -49,7 +49,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1754, 19),
     "placement": (2887, 29),
     "policies": (3838, 39),
-    "recipes": (6763, 84),
+    "recipes": (7077, 86),
     "scheduler": (4799, 38),
     "simulate": (617, 7),
     "supervision": (1429, 17),
