@@ -18,6 +18,7 @@ import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.model import Model
+from lightning_sdpipe.placement.placed import one_row_per_line
 
 FORMAT = "sdpipe-network/1"
 SITES = "sdpipe-sites/1"
@@ -231,18 +232,6 @@ def write_network(path: Path, network: Network) -> None:
         )
     )
     path.write_text(one_row_per_line(file))
-
-
-def one_row_per_line(plain: dict[str, object]) -> str:
-    """JSON with each row of a table on a line of its own, which people can read and compare."""
-    parts = []
-    for name, value in plain.items():
-        text = msgspec.json.encode(value).decode()
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, dict)):
-            rows = ",\n".join(f"  {msgspec.json.encode(row).decode()}" for row in value)
-            text = f"[\n{rows}\n ]"
-        parts.append(f' "{name}": {text}')
-    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def network_of_sites(

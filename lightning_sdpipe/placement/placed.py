@@ -15,7 +15,6 @@ import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.mesh import Mesh
-from lightning_sdpipe.placement.network import one_row_per_line
 
 FORMAT = "sdpipe-placement/1"
 
@@ -201,3 +200,15 @@ def order_of_stages(placement: Placement, members: Sequence[str]) -> Order:
             f"{members[order[-1]]} is its rank 0",
         )
     return Order(tuple(order))
+
+
+def one_row_per_line(plain: dict[str, object]) -> str:
+    """JSON with each row of a table on a line of its own, which people can read and compare."""
+    parts = []
+    for name, value in plain.items():
+        text = msgspec.json.encode(value).decode()
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, dict)):
+            rows = ",\n".join(f"  {msgspec.json.encode(row).decode()}" for row in value)
+            text = f"[\n{rows}\n ]"
+        parts.append(f' "{name}": {text}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -23,9 +23,9 @@ from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.connection import GLANCE, Connection
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
+from lightning_sdpipe.scheduler.heard_answers import HeardAnswers
 from lightning_sdpipe.scheduler.heard_leases import HeardLeases
 from lightning_sdpipe.scheduler.heartbeat import HeartbeatThread
-from lightning_sdpipe.scheduler.recovery import HeardAnswers
 from lightning_sdpipe.scheduler.step_timer import StepTimer
 
 __all__ = ["Failure", "RunAborted", "SchedulerClient"]

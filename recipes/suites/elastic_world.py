@@ -32,7 +32,9 @@ from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
 from lightning_sdpipe.scheduler.status import Status
 from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
 from recipes.suites import namespaces
+from recipes.suites.diary import Diary, Fault
 from recipes.suites.emulated import EmulatedChain
+from recipes.suites.injected_faults import inject
 from recipes.suites.trainings import BACKWARD_SHARE, quiet, random_features
 
 GLANCE = 0.01
@@ -66,15 +68,6 @@ class Work:
     seed: int = 1
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A process ends itself by ``signal`` in ``phase`` of the first update from ``after`` on that it makes itself."""
-
-    phase: str
-    after: int
-    signal: int = signal.SIGKILL
-
-
 @dataclass
 class Record:
     """What one process said: what happened, when, and at which update."""
@@ -93,26 +86,6 @@ class Validated(EmulatedChain):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_output", self.blocks(batch).mean())
-
-
-class Diary(L.Callback):
-    """Writes down each update, and the samples of each batch."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-
-    def say(self, what: str, **more: Any) -> None:
-        """One line, now."""
-        os.write(self._file, (json.dumps({"what": what, "at": time.monotonic()} | more) + "\n").encode())
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.say("start", update=trainer.global_step)
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.say("update", update=trainer.global_step, processor=time.process_time())
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.say("end", update=trainer.global_step)
 
 
 class World:
@@ -313,7 +286,6 @@ def world(directory: Path, work: Work, *scheduler_options: str) -> Iterator[Worl
 
 def train(work: Work, directory: Path, name: str, environment: Mapping[str, str], fault: Fault | None = None) -> None:
     """One worker, in a process of its own; ``environment`` says which, and whether the run is elastic."""
-    from recipes.suites.injected_faults import inject
 
     log = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)

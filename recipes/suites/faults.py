@@ -21,7 +21,8 @@ from typing import Any
 import hydra
 
 from recipes.suites import elastic_overhead, small_disks, torchft_peer
-from recipes.suites.elastic_world import Fault, Record, Work, World, world
+from recipes.suites.diary import Fault
+from recipes.suites.elastic_world import Record, Work, World, world
 from recipes.suites.namespaces import NotAllowed
 from recipes.suites.parts import Parts, run_parts
 from recipes.suites.ratios import Ratios, Row, ratio

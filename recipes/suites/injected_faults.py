@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 
 from lightning_sdpipe.elastic import meetings, mover, transfer
 from lightning_sdpipe.scheduler import client
-
-if TYPE_CHECKING:
-    from recipes.suites.elastic_world import Diary, Fault
+from recipes.suites.diary import Diary, Fault
 
 PHASES = (
     *("forward", "backward", "optimizer", "waiting", "exchange", "half_sent", "step_end"),

@@ -37,7 +37,8 @@ from lightning_sdpipe import Exchange, SDPipeStrategy
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.exchange.value import Overlap
 from lightning_sdpipe.sync import NoSync
-from recipes.suites.elastic_world import Diary, Fault, Record, World
+from recipes.suites.diary import Diary, Fault
+from recipes.suites.elastic_world import Record, World
 from recipes.suites.injected_faults import inject
 from recipes.suites.namespaces import NotAllowed, hosts, inside
 from recipes.suites.ratios import Ratios, Row, ratio

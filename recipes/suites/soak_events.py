@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from recipes.suites import namespaces, small_disks
-from recipes.suites.elastic_world import Fault, World
+from recipes.suites.diary import Fault
+from recipes.suites.elastic_world import World
 
 SILENCE = 2.0
 """The run's limit of silence."""

@@ -27,7 +27,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.supervision.standing import reserve_port
-from recipes.suites.elastic_world import Fault, Record, Work, world
+from recipes.suites.diary import Fault
+from recipes.suites.elastic_world import Record, Work, world
 from recipes.suites.emulated import FEATURES
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 from recipes.suites.trainings import BACKWARD_SHARE

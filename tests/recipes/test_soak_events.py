@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipes.suites import namespaces, small_disks, soak_events
-from recipes.suites.elastic_world import Fault
+from recipes.suites.diary import Fault
 from recipes.suites.soak_events import CUTS, FULL, Events
 
 PIPELINES, STAGES = 3, 2

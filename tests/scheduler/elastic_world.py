@@ -27,7 +27,7 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.recovery import HeardAnswers
+from lightning_sdpipe.scheduler.heard_answers import HeardAnswers
 from lightning_sdpipe.scheduler.service import SchedulerService
 
 SILENCE, PAUSE_EVERY = 2.0, 12

@@ -22,7 +22,7 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.event_log import REMEMBERED, Entry, differences
-from lightning_sdpipe.scheduler.recovery import HeardAnswers
+from lightning_sdpipe.scheduler.heard_answers import HeardAnswers
 from lightning_sdpipe.scheduler.service import Addressed, SchedulerService
 from lightning_sdpipe.scheduler.session import ACTIVE, State
 

@@ -10,7 +10,7 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler import recovery
-from lightning_sdpipe.scheduler.recovery import MEMBERS_IN_REPORT, HeardAnswers
+from lightning_sdpipe.scheduler.heard_answers import MEMBERS_IN_REPORT, HeardAnswers
 from lightning_sdpipe.scheduler.service import SchedulerService
 
 
