@@ -17,21 +17,21 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torchmetrics import Metric
 
-from lightning_sdpipe.assembly import Assembled
-from lightning_sdpipe.elastic.run import ElasticRun
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.launching.environment import keep_gloo_on_loopback
-from lightning_sdpipe.launching.launcher import give_up
-from lightning_sdpipe.membership import Member
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.run import Run
 from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.tcp_store import open_store
 from lightning_sdpipe.trainer.whereabouts import Whereabouts
-from lightning_sdpipe.training import Training
+from lightning_sdpipe.worker.assembly import Assembled
+from lightning_sdpipe.worker.elastic.run import ElasticRun
+from lightning_sdpipe.worker.launching.environment import keep_gloo_on_loopback
+from lightning_sdpipe.worker.launching.launcher import give_up
+from lightning_sdpipe.worker.run import Run
+from lightning_sdpipe.worker.scheduler_connection import Member
+from lightning_sdpipe.worker.training import Training
 
 _T = TypeVar("_T")
 

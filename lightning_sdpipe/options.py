@@ -16,13 +16,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sdpipe import option_checks
-from lightning_sdpipe.assembly import Options
 from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
-from lightning_sdpipe.launching import elastic_job
-from lightning_sdpipe.launching.elastic_environment import ElasticEnvironment
-from lightning_sdpipe.membership import scheduler_log, standing_scheduler
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.placement.placed import placed_blocks, read_placement
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -36,6 +32,10 @@ from lightning_sdpipe.sync.methods import (
     refuse_without_flush,
 )
 from lightning_sdpipe.sync.synchronizer import SyncMethod
+from lightning_sdpipe.worker.assembly import Options
+from lightning_sdpipe.worker.launching import elastic_job
+from lightning_sdpipe.worker.launching.elastic_environment import ElasticEnvironment
+from lightning_sdpipe.worker.scheduler_connection import scheduler_log, standing_scheduler
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
 

@@ -15,15 +15,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdpipe.assembly import Assembled, assemble
 from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, tie_again, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.data.loader import PipelineLoader
 from lightning_sdpipe.groups import backends, prepare_world
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.launching.environment import naming_the_port
-from lightning_sdpipe.launching.launcher import end_after_failure, launcher_for
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
@@ -56,7 +53,10 @@ from lightning_sdpipe.trainer.refusals import (
     refuse_unsupported,
 )
 from lightning_sdpipe.trainer.split import Split, split_of
-from lightning_sdpipe.training import Training
+from lightning_sdpipe.worker.assembly import Assembled, assemble
+from lightning_sdpipe.worker.launching.environment import naming_the_port
+from lightning_sdpipe.worker.launching.launcher import end_after_failure, launcher_for
+from lightning_sdpipe.worker.training import Training
 
 
 class SDPipeStrategy(CheckpointHooks):

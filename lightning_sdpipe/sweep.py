@@ -19,7 +19,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.launching import job
+from lightning_sdpipe.worker.launching import job
 
 _log = logging.getLogger(__name__)
 

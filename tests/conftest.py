@@ -22,7 +22,13 @@ gc.disable()  # until all is imported: what imports make, stays
 # What takes longest, first: else one process of xdist would end with it alone. They wait for other processes mostly.
 LONG = [
     "test_accelerators.py",
-    *("test_launching.py", "test_sweep.py", "recipes/test_train.py", "test_failures.py", "placement/test_measure.py"),
+    *(
+        "worker/launching/test_launching.py",
+        "test_sweep.py",
+        "recipes/test_train.py",
+        "worker/test_failures.py",
+        "placement/test_measure.py",
+    ),
     *("features/test_5_checkpoints.py", "test_wheel.py", "test_strategy.py", "pipeline/test_models.py"),
     *("recipes/test_throughput_suite.py", "scheduler/test_bench_suite.py", "placement/test_in_trainer.py"),
     *("sync/test_every_exchange.py", "exchange/test_encoded_mean.py", "recipes/test_conf.py", "test_configuration.py"),

@@ -23,8 +23,8 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.payloads import EightBit, Half, OneBit, Payload
 from lightning_sdpipe.groups import prepare_world
 from tests import accelerator
-from tests.elastic import jobs
 from tests.features.running import as_torchrun
+from tests.worker.elastic import jobs
 from tests.workers import free_port, run_workers
 
 pytestmark = pytest.mark.timeout(300)  # with building the device

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from lightning_sdpipe import ConfigurationError
 from lightning_sdpipe.sweep import Row, SweepTable, table
-from tests.test_failures import processes_of
+from tests.worker.test_failures import processes_of
 
 ROOT = Path(__file__).parents[1]
 

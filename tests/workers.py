@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.launching import environment
+from lightning_sdpipe.worker.launching import environment
 
 AFTER_A_FAILURE = 5.0  # seconds for the others to say what they saw of it
 

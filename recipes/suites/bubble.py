@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdpipe.assembly import Assembled
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
+from lightning_sdpipe.worker.assembly import Assembled
 from recipes.suites.emulated import FEATURES, LEARNING_RATE, EmulatedChain
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated

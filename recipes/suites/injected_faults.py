@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning as L
 
-from lightning_sdpipe.elastic import meetings, mover, transfer
 from lightning_sdpipe.scheduler import client
+from lightning_sdpipe.worker.elastic import meetings, mover, transfer
 from recipes.suites.diary import Diary, Fault
 
 PHASES = (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_sdpipe import AllReduce, Exchange, SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.payloads import TopK
-from lightning_sdpipe.training import Training
+from lightning_sdpipe.worker.training import Training
 from tests.features.running import (
     Regression,
     assert_same,

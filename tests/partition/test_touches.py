@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.assembly import refuse_counting
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.plan import decode, encode, plan
 from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
+from lightning_sdpipe.worker.assembly import refuse_counting
 from tests.partition.cutting import Stepping, assert_equal_when_cut, planned
 from tests.partition.test_side_channels import batches
 

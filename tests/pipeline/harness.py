@@ -13,7 +13,6 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.assembly import Options, assemble
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition import plan, rehearsal
@@ -22,6 +21,7 @@ from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.stage_runner import Step
+from lightning_sdpipe.worker.assembly import Options, assemble
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=20)

@@ -16,8 +16,8 @@ import pytest
 
 from recipes import command_line
 from tests.own_session import script
-from tests.test_failures import processes_of
 from tests.test_sweep import run_app
+from tests.worker.test_failures import processes_of
 
 SMALL = (
     *("experiment=digits", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1"),

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 
-from lightning_sdpipe.launching.elastic_job import from_environment
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.members import Epoch
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -17,6 +16,7 @@ from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.scheduler.credentials import worker_keys
 from lightning_sdpipe.scheduler.elastic_client import ElasticClient, Receive, Told
+from lightning_sdpipe.worker.launching.elastic_job import from_environment
 
 
 def main(updates: int) -> None:

@@ -23,10 +23,10 @@ from lightning_sdpipe import (
     SDPipeStrategy,
     SemiDecentralized,
 )
-from lightning_sdpipe.elastic.refusals import check_options
 from lightning_sdpipe.optim import FrozenVariance
 from lightning_sdpipe.placement.roll_call import HOST_VARIABLE
 from lightning_sdpipe.trainer.optimizers import refuse_unfit_momentum
+from lightning_sdpipe.worker.elastic.refusals import check_options
 from tests.sync.test_methods import EqualReplicas, Gentle, Uneven, train
 from tests.test_strategy import Regression, data, fit
 

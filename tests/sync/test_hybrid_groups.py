@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sdpipe import AllReduce, ConfigurationError, EightBit, Exchange, SDPipeStrategy
-from lightning_sdpipe.elastic.refusals import check_options
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity import Delays
@@ -29,6 +28,7 @@ from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.measured_groups import with_measured_groups
 from lightning_sdpipe.sync.methods import method_of, on_hosts
 from lightning_sdpipe.sync.synchronizer import Replica
+from lightning_sdpipe.worker.elastic.refusals import check_options
 from tests.sync.hybrid_emulation import Emulation, Job
 from tests.sync.test_methods import EqualReplicas
 from tests.test_strategy import Regression, fit

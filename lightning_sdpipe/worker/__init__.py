@@ -1,0 +1,1 @@
+"""One worker of a run: its connection to the scheduler, its processes, its training."""

@@ -1,0 +1,174 @@
+"""What the replicas of a stage do together in an elastic job: they meet at the scheduler, and average.
+
+A meeting takes the place of a collective: whoever dies is not waited for, and everybody who meets gets the same answer,
+who has come and what each said. The meetings of a stage are numbered between two segments of training, in which all do
+the same things in the same order. Before its first segment a worker is alone: the first pipelines have begun together,
+and a newcomer has not come to where the others are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.members import Met
+from lightning_sdpipe.policies.stuck import MEETINGS
+from lightning_sdpipe.worker.elastic.epochs import EpochGroups
+
+MOST_BYTES = 1 << 15
+"""Of what a worker says at a meeting."""
+_AVERAGED, _NOT = b"\x01", b"\x00"
+
+
+class MeetingPlace(Protocol):
+    """The scheduler."""
+
+    def meet(self, key: str, value: bytes = b"") -> Met:
+        """Waits until all replicas of this worker's stage have come to ``key``."""
+
+
+class Meetings:
+    """One worker's.
+
+    Args:
+        worker: it.
+        line: to the scheduler.
+        epochs: the groups of its replicas.
+        point: of training, where all meet next: equal on all of them.
+    """
+
+    def __init__(self, worker: Worker, line: MeetingPlace, epochs: EpochGroups, point: Callable[[], str]) -> None:
+        self._worker = worker
+        self._line = line
+        self._epochs = epochs
+        self._point = point
+        self._begun = False
+        self._number = 0
+        self._last: Met | None = None
+
+    def present(self, members: Collection[int]) -> Collection[int]:
+        """Those of ``members`` that are where this worker is: who has not come to the last meeting has gone."""
+        return members if self._last is None else self._last.pipelines
+
+    def set_out(self) -> None:
+        """A segment of training begins, after which all meet."""
+        self._begun = True
+        self._number = 0
+        self._last = None
+
+    @contextmanager
+    def at(self, point: str) -> Iterator[None]:
+        """Around meetings at ``point``, before the first segment of training."""
+        usual = self._point
+        self._point, self._begun, self._number = lambda: point, True, 0
+        try:
+            yield
+        finally:
+            self._point, self._begun, self._number, self._last = usual, False, 0, None
+
+    def meet(self, says: bytes = b"") -> Met:
+        """Waits for the others. Who came too late for them is alone, and so is everybody before the first segment.
+
+        Raises:
+            WorkerFailedError: the others were here before, and have gone on.
+        """
+        if not self._begun:
+            return Met(self._worker.stage, "", (self._worker.pipeline,), (says,), 0)
+        key = f"{self._point()}/{self._number}"
+        self._number += 1
+        met = self._line.meet(key, says)
+        if met.past:
+            raise WorkerFailedError(
+                f"pipeline {self._worker.pipeline} came to a meeting ({key}) when the others had gone on; it has to "
+                "join again"
+            )
+        self._last = met
+        return met
+
+    def average(self, tensors: Sequence[Tensor]) -> Met:
+        """Makes ``tensors`` the same on all that meet: floating-point ones their mean, integers the largest.
+        If somebody is lost meanwhile, all that are left do it again.
+
+        Returns:
+            The meeting at which it was done.
+
+        Raises:
+            ConfigurationError: integers are too many to be told.
+        """
+        floating, integers = apart(tensors)
+        met = self.meet(_NOT + told(integers))
+        while True:
+            averaged = self.weigh(floating, met, dict.fromkeys(met.pipelines, 1 / len(met.pipelines)))
+            done = self.meet((_AVERAGED if averaged else _NOT) + told(integers))
+            if done.pipelines == met.pipelines and all(said.startswith(_AVERAGED) for said in done.values):
+                break
+            met = done
+        take_over(integers, [said[1:] for said in met.values])
+        return met
+
+    def weigh(self, tensors: Sequence[Tensor], met: Met, weights: Mapping[int, float]) -> bool:
+        """Makes ``tensors`` their sum by ``weights`` on those pipelines of ``met``; all of them must call it.
+
+        Returns:
+            Whether all of it is done; if not, somebody is lost.
+        """
+        if len(weights) == 1:
+            return True
+        workers = tuple(Worker(self._worker.stage, pipeline) for pipeline in weights)
+        group = Group(workers, tuple(weights.values()), MEETINGS + met.sequence, "pause", epoch=met.epoch)
+        self._epochs.use(group)
+        begun = False
+        try:
+            mover = self._epochs.mover(group)
+            begun = True
+            finish(mover.start(tensors, group), self._epochs.moved)
+        except WorkerFailedError:
+            if begun:
+                self._epochs.give_up(group)
+            self._epochs.wait_for_newest()
+            return False
+        finally:
+            self._epochs.use(None)
+        return True
+
+
+def apart(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those in floating point, and the integers; what is empty is left out."""
+    some = [tensor for tensor in tensors if tensor.numel()]
+    floating = [tensor for tensor in some if tensor.is_floating_point()]
+    return floating, [tensor for tensor in some if not tensor.is_floating_point()]
+
+
+def told(integers: Sequence[Tensor]) -> bytes:
+    """Their values, for the others at a meeting.
+
+    Raises:
+        ConfigurationError: they are too many.
+    """
+    if not integers:
+        return b""
+    flat = torch.cat([tensor.detach().reshape(-1).to("cpu", torch.int64) for tensor in integers])
+    if flat.nbytes > MOST_BYTES:
+        raise ConfigurationError(
+            f"The module's integer buffers are {flat.nbytes} bytes, and pipelines of an elastic job tell each other at "
+            f"most {MOST_BYTES}. Register what is no state with persistent=False outside of the module, or keep it in "
+            "floating point."
+        )
+    return flat.numpy().tobytes()
+
+
+def take_over(integers: Sequence[Tensor], each: Sequence[bytes]) -> None:
+    """Sets ``integers`` to the largest of what was :func:`told` by ``each``."""
+    if integers:
+        values = torch.stack([torch.frombuffer(bytearray(said), dtype=torch.int64) for said in each]).amax(0)
+        parts = torch.split_with_sizes(values, [tensor.numel() for tensor in integers])
+        for tensor, part in zip(integers, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))

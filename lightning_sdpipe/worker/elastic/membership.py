@@ -1,0 +1,105 @@
+"""An elastic worker's two lines to the scheduler, and what becomes of failures: they end its own pipeline only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_sdpipe.errors import LOST_CONNECTION, SchedulerError, WorkerFailedError, place_of
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
+from lightning_sdpipe.scheduler.elastic_client import ElasticClient, Told
+from lightning_sdpipe.worker.launching.watchdog import Watchdog
+from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress
+
+log = logging.getLogger(__name__)
+_LAST_WORDS = 5.0  # seconds
+
+
+class ElasticMembership:
+    """Connects a worker to the standing scheduler; as
+    :class:`~lightning_sdpipe.worker.scheduler_connection.Membership`.
+
+    Args:
+        scheduler: where it is.
+        worker: this one.
+        incarnation: a number of this start of its pipeline's job.
+        timeout: seconds that any answer may take.
+        told: what is called when something happens; of ``ended`` and ``over`` this takes care itself.
+        give_up: ends this process's wait for a tensor that will never come; called in another thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulerAddress,
+        worker: Worker,
+        incarnation: int,
+        timeout: float,
+        told: Told,
+        give_up: Callable[[], None],
+    ) -> None:
+        self._worker = worker
+        self._watchdog = Watchdog(lambda failure: failure.reason, give_up)
+        self._departed = False
+        told = Told(told.epoch, told.broke, told.dropped, self._must_end, self._over)
+        self.client = SchedulerClient(
+            scheduler.address,
+            worker,
+            timeout=timeout,
+            credentials=scheduler.keys,
+            on_abort=self._watchdog.arm,
+            incarnation=incarnation,
+        )
+        try:
+            self.client.greet()
+            self.line = ElasticClient(
+                scheduler.address, worker, incarnation, timeout=timeout, credentials=scheduler.keys, told=told
+            )
+        except BaseException:
+            self.client.close()
+            raise
+
+    @contextmanager
+    def first_failure(self, told_to_end: Callable[[], bool]) -> Iterator[None]:
+        """As of an ordinary run; the reason that the scheduler gave is in the exception itself."""
+        try:
+            yield
+        except (WorkerFailedError, SchedulerError) as error:
+            if told_to_end():
+                raise SIGTERMException from error
+            raise
+
+    def fail(self, exception: BaseException) -> None:
+        """Tells the scheduler of ``exception``, unless another process failed first: then it sees that this one
+        ends."""
+        self._watchdog.disarm()
+        if isinstance(exception, SIGTERMException | KeyboardInterrupt):
+            self.depart(finished=False)
+            return
+        self._departed = True  # and has not finished
+        if not isinstance(exception, WorkerFailedError) and LOST_CONNECTION not in str(exception):
+            self.line.failed(f"{type(exception).__name__}: {exception} ({place_of(exception)})")
+
+    def depart(self, finished: bool) -> None:
+        """This worker ends with notice."""
+        if not self._departed:
+            self._departed = True
+            try:
+                self.line.depart(finished=finished, timeout=_LAST_WORDS)
+            except (SchedulerError, WorkerFailedError) as error:  # what there was to do is done
+                log.warning("the scheduler was not told that this worker ends: %s", error)
+
+    def close(self) -> None:
+        self._watchdog.disarm()
+        self.line.close()
+        self.client.close()
+
+    def _must_end(self, reason: str) -> None:
+        self._watchdog.arm(Failure(self._worker, f"Pipeline {self._worker.pipeline} must end: {reason}"))
+
+    def _over(self, reason: str, failed: bool) -> None:
+        if failed:
+            self._watchdog.arm(Failure(self._worker, f"The run is over: {reason}"))

@@ -1,0 +1,99 @@
+"""An exchange that survives its members: when one is lost, those that are left try again, or go on without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.moving import Pending
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.scheduler.elastic_client import Skip
+from lightning_sdpipe.worker.elastic.epochs import EpochGroups
+
+
+class Regrouping(Protocol):
+    """What the scheduler is told of an exchange."""
+
+    def completed(self, sequence: int) -> None:
+        """This worker has the result of the group of that number."""
+
+    def broken(self, group: Group) -> Group | Skip:
+        """This worker has not. Those of its members that have not either, and are there."""
+
+
+class SurvivingMean:
+    """The weighted mean over a group, as the mover of its epoch gives it.
+
+    After a failure it begins again, with the model as it is by then: pieces that were taken over are means of models
+    that existed, and so is a mean of them.
+    """
+
+    def __init__(self, epochs: EpochGroups, line: Regrouping) -> None:
+        self._epochs = epochs
+        self._line = line
+
+    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
+        """See :class:`~lightning_sdpipe.exchange.moving.Mover`."""
+        return _Surviving(tensors, group, self._epochs, self._line)
+
+
+class _Surviving:
+    def __init__(self, tensors: Sequence[Tensor], group: Group, epochs: EpochGroups, line: Regrouping) -> None:
+        self.seconds_waiting = 0.0
+        self._tensors, self._epochs, self._line = tensors, epochs, line
+        self._waited = 0.0
+        self._inner: Pending | None = None
+        self._begin(group)
+
+    def wait(self) -> bool:
+        while self._inner is not None:
+            try:
+                if self._inner.wait():
+                    self.seconds_waiting = self._waited + self._inner.seconds_waiting
+                    return True
+            except WorkerFailedError:
+                self._waited += self._inner.seconds_waiting
+                self._epochs.give_up(self._group)
+                self._regroup()
+            else:
+                self._inner = None
+                self._epochs.use(None)
+                self._line.completed(self._group.sequence)
+        return False
+
+    def commit(self) -> None:
+        assert self._inner is not None
+        self._inner.commit()
+        self._epochs.moved()
+
+    def abort(self) -> None:
+        if self._inner is not None:
+            self._inner.abort()
+            self._inner = None
+        self._epochs.use(None)
+
+    def _begin(self, group: Group) -> None:
+        self._group = group
+        if len(group.members) < 2:
+            return
+        self._epochs.use(group)
+        try:
+            mover = self._epochs.exchange(group)
+        except WorkerFailedError:  # it has not begun
+            self._regroup()
+            return
+        try:
+            self._inner = mover.start(self._tensors, group)
+        except WorkerFailedError:
+            self._epochs.give_up(group)
+            self._regroup()
+
+    def _regroup(self) -> None:
+        self.abort()
+        self._epochs.wait_for_newest()
+        again = self._line.broken(self._group)
+        if isinstance(again, Group):
+            self._begin(again)

@@ -1,0 +1,95 @@
+"""Turns of Lightning's loop in an elastic job.
+
+Whatever changes the pipeline happens between two turns, where Lightning's counters, the model and the optimizer belong
+together: it gives its state to a newcomer, it leaves, it takes over from the leader. All waiting for batches happens
+there, too, so that somebody who waits can still give its state. So the end of a segment is a turn of its own, in which
+nothing is trained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_sdpipe.policies.leases import Segment
+from lightning_sdpipe.trainer.dealt_turns import DealtTurns
+from lightning_sdpipe.worker.elastic.words import Kind, Word, Words
+
+_GLANCE = 0.02  # seconds between two looks whether there are enough pipelines
+
+
+class ElasticTurns(DealtTurns):
+    """This worker's. See :class:`~lightning_sdpipe.trainer.dealt_turns.DealtTurns` for what is not said here."""
+
+    words: Words
+    asked: Callable[[], Word | None]
+    """On stage 0: what the pipeline is to do besides training, if anything."""
+    act: Callable[[Word], None]
+    """Does it."""
+    held_up: Callable[[], str]
+    """On stage 0: why no turn may begin now, if there is a reason."""
+    between: Callable[[], None]
+    """Whatever else happens between two turns, on each stage when it comes there."""
+    _waits_between_turns = False
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a newcomer must know to take its turns in the same segment."""
+        segment = self._segment if self._training.underway else None
+        where = None if segment is None else [segment.epoch, segment.start, segment.stop]
+        return {"run": self._run, "segment": where}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on where the donor of ``state`` was."""
+        self._run = state["run"]
+        self._given = state["segment"]
+
+    _given: list[int] | None = None
+
+    def fetch(self) -> Any:
+        """See the base class."""
+        self._between_turns()
+        if not self._training.underway:
+            self._begin_segment()
+            if self._next is None:
+                self._between_turns()
+        return self._begin_turn()
+
+    def serve(self) -> None:
+        """While stage 0 waits between two turns: does what is asked."""
+        if self._waits_between_turns:
+            while (word := self.asked()) is not None:
+                self.words.say(word)
+                self.act(word)
+
+    def _between_turns(self) -> None:
+        waits = self._training.underway and self._next is None and not self._over
+        if waits:
+            self._rest()
+        if self.words.speaks:
+            self._waits_between_turns = True
+            self.serve()
+            while self.held_up():
+                time.sleep(_GLANCE)
+                self.serve()
+            if waits:
+                self._wait()
+            self._waits_between_turns = False
+            self.words.say(Word(Kind.GO))
+        else:
+            while (word := self.words.hear()).kind is not Kind.GO:
+                self.act(word)
+            if waits:
+                self._wait()
+        self.between()
+
+    def _segment_from(self, start: int) -> Segment:
+        given, self._given = self._given, None
+        return super()._segment_from(start) if given is None else Segment(self._run, *given)
+
+    def _run_out(self) -> None:
+        """Waits before the next turn begins."""
+
+    def _reached(self, before: int) -> int:
+        return before + 1 if self._next is None else super()._reached(before)

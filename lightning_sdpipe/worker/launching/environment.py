@@ -1,0 +1,83 @@
+"""What a strategy asks of the place where its processes run."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.tcp_store import is_loopback
+from lightning_sdpipe.worker.launching import job
+
+_CHOSEN = 10_000  # the first port that is chosen
+_OFTEN = 50  # tries
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK = "/sys/class/net/lo"
+
+
+def choose_port() -> None:
+    """Sets MASTER_PORT for processes that this one starts on its machine, unless it is given.
+
+    Lightning would take a free one of those that the system hands out to connections. Until rank 0 listens there, which
+    takes seconds where others have to import first, any connection may get it.
+    """
+    if "MASTER_PORT" not in os.environ and "STANDALONE_PORT" not in os.environ:
+        port = free_port()
+        if port is not None:
+            os.environ["MASTER_PORT"] = str(port)
+
+
+def free_port() -> int | None:
+    """At random, below those that the system hands out; None if there are none."""
+    try:
+        handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        handed_out = 32_768
+    draws = random.SystemRandom()  # the user's seed has nothing to do with it
+    for _ in range(_OFTEN if handed_out > _CHOSEN else 0):
+        port = draws.randrange(_CHOSEN, handed_out)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    return None
+
+
+@contextmanager
+def naming_the_port(environment: ClusterEnvironment) -> Iterator[None]:
+    """Around what opens the process groups: ConfigurationError if the port is another program's."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise ConfigurationError(
+                f"MASTER_PORT={environment.main_port} is in use by another program. Choose another one, or unset "
+                "MASTER_PORT to let the system choose."
+            ) from error
+        raise
+
+
+def keep_gloo_on_loopback(environment: ClusterEnvironment) -> None:
+    """Where all processes meet on loopback, let gloo listen there, too, until the job ends.
+
+    By itself it takes the address of the host's name, which other machines may reach.
+    """
+    if is_loopback(environment.main_address) and _GLOO_INTERFACE not in os.environ and Path(_LOOPBACK).exists():
+        os.environ[_GLOO_INTERFACE] = Path(_LOOPBACK).name
+        job.at_end(os.environ.pop, _GLOO_INTERFACE, None)
+
+
+def where_to_listen(environment: ClusterEnvironment, num_nodes: int) -> str:
+    """For a scheduler that rank 0 starts: on this machine only, if the run is."""
+    if num_nodes == 1:
+        return "tcp://127.0.0.1:*"
+    host = socket.gethostbyname(environment.main_address)  # ZeroMQ binds to addresses only
+    return f"tcp://{host}:*"

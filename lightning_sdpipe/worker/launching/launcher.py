@@ -1,0 +1,259 @@
+"""Lightning's launchers, with a check before they start anything, and an end to what they started."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _ChildProcessObserver
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+from lightning_sdpipe.checkpoints.whole_module import is_whole
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.worker.launching import hydra_job, job
+from lightning_sdpipe.worker.launching.environment import choose_port
+
+_log = logging.getLogger(__name__)
+
+_GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
+_JOINED = "SDPIPE_JOINED"  # in a started process: the pipe through which it says that it has come to its Trainer
+_SET_FOR_WORKERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_children: list[subprocess.Popen[bytes]] = []  # of this process's job: all its Trainers run on the same ones
+
+
+def launcher_for(strategy: Any, start_method: str, check: Callable[[], None], timeout: float) -> _Launcher:
+    """Starts the processes of ``strategy``; see the classes below."""
+    job.begin()
+    if start_method != "popen":
+        return WholeModelLauncher(strategy, start_method, check, _GRACE)
+    return CheckingLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes, check, timeout)
+
+
+def end_after_failure(launcher: _Launcher | None) -> None:
+    """Sees to it that what was started ends with the job, after the error has been printed."""
+    if isinstance(launcher, CheckingLauncher):
+        job.at_end(launcher.end_children, _GRACE)
+
+
+def give_up(launcher: _Launcher | None, code: int) -> None:
+    """Ends a wait for a tensor that will never come: with its sender if this process has to run on, else with this exit
+    code."""
+    if hydra_job.in_sweep() and isinstance(launcher, CheckingLauncher) and launcher.procs:
+        launcher.end_children(0)
+    else:
+        os._exit(code)
+
+
+class CheckingLauncher(_SubprocessScriptLauncher):
+    """Calls ``check`` in the process that the user started, before any other process exists.
+
+    The others run the user's script; in a Hydra application, its task function on the configuration of this very job.
+    They run what this process runs, so they are started once, and end with the job.
+
+    Args:
+        environment: knows who starts processes, and where they meet.
+        num_processes: on this machine.
+        num_nodes: number of machines.
+        check: raises if the run cannot work.
+        timeout: seconds that started processes get to come to their Trainer, and to end after the job.
+    """
+
+    def __init__(
+        self,
+        environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        check: Callable[[], None],
+        timeout: float,
+    ) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._check = check
+        self._timeout = timeout
+        self.procs = _children
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        self._check()
+        _Observer.trainer, _Observer.failed = trainer, False
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._start_children()
+        elif _JOINED in os.environ:
+            with os.fdopen(int(os.environ.pop(_JOINED)), "wb") as pipe:
+                pipe.write(b"!")
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            _Observer.failed = True
+            raise
+        finally:
+            _Observer.trainer = None
+
+    def end_children(self, grace: float) -> None:
+        """Waits ``grace`` seconds for the started processes to end by themselves, then ends them."""
+        deadline = time.monotonic() + grace
+        for process in self.procs:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start_children(self) -> None:
+        job.at_end(_restore_environment, {name: os.environ.get(name) for name in _SET_FOR_WORKERS})
+        job.at_end(_leave_process_groups)
+        job.at_end(self._await_end)
+        choose_port()
+        environment = self.cluster_environment
+        os.environ |= {
+            "MASTER_ADDR": environment.main_address,
+            "MASTER_PORT": str(environment.main_port),
+            "NODE_RANK": str(environment.node_rank()),
+            "LOCAL_RANK": str(environment.local_rank()),
+            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+        }
+        rerun = hydra_job.rerun()
+        command, more = (_basic_subprocess_cmd(), {}) if rerun is None else (rerun.command, rerun.environment)
+        pipes = {}
+        for local_rank in range(1, self.num_processes):
+            reading, writing = os.pipe()
+            variables = os.environ | more | {"LOCAL_RANK": str(local_rank), _JOINED: str(writing)}
+            self.procs.append(subprocess.Popen(command, env=variables, pass_fds=[writing]))
+            os.close(writing)
+            pipes[reading] = local_rank
+        try:
+            self._await_start(pipes)
+        finally:
+            for reading in pipes:
+                os.close(reading)
+            if rerun is not None:
+                rerun.file.unlink()
+        if not hydra_job.in_sweep():  # it would end the sweep
+            _Observer(self.procs).start()
+
+    def _await_start(self, pipes: Mapping[int, int]) -> None:
+        """So that nobody waits for a process that has ended before there is a connection to notice it by."""
+        waiting, deadline = dict(pipes), time.monotonic() + self._timeout
+        poll = select.poll()
+        for reading in pipes:
+            poll.register(reading, select.POLLIN | select.POLLHUP)
+        while waiting:
+            answered = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not answered:
+                raise WorkerFailedError(
+                    f"The processes with LOCAL_RANK {sorted(waiting.values())} did not come to their Trainer within "
+                    f"{self._timeout:g} s."
+                )
+            for reading, _ in answered:
+                local_rank = waiting.pop(reading)
+                poll.unregister(reading)
+                if not os.read(reading, 1):
+                    code = self.procs[local_rank - 1].wait()
+                    raise WorkerFailedError(
+                        f"The process with LOCAL_RANK {local_rank} ended (exit code {code}) before it came to its "
+                        "Trainer. It runs the same script; its own message is above."
+                    )
+
+    def _await_end(self) -> None:
+        self.end_children(self._timeout)
+        for local_rank, process in enumerate(self.procs, 1):
+            if process.returncode:
+                _log.warning(f"The process with LOCAL_RANK {local_rank} ended with exit code {process.returncode}.")
+        self.procs.clear()
+
+
+class _Observer(_ChildProcessObserver):
+    """Ends everybody at once when a started process has failed; but not where the user's process knows, and is about to
+    end with its own word and exit code, and the others with it."""
+
+    trainer: Trainer | None = None  # that runs now
+    failed = False
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        super().__init__(os.getpid(), processes)
+
+    def _run(self) -> bool:
+        if self.failed or (self.trainer is not None and self.trainer.received_sigterm):
+            return False  # a sweep of fits in one script may go on
+        return super()._run()
+
+
+class WholeModelLauncher(_MultiProcessingLauncher):
+    """Calls ``check`` first, and brings the trained module back to the process that the user started, if the strategy
+    has made it whole at the end.
+
+    Lightning treats exceptions in the process that the user started only. Here the worker tells the others why it
+    fails, and nobody outlives the user's process, however that is told to end.
+    """
+
+    def __init__(self, strategy: Any, start_method: Any, check: Callable[[], None], grace: float) -> None:
+        super().__init__(strategy, start_method)
+        self._check = check
+        self._grace = grace
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
+        choose_port()
+        gc.collect()  # a forked child that collected a process group would wait for threads that it does not have
+        try:
+            return super().launch(function, *args, **kwargs)
+        except KeyboardInterrupt:  # perhaps nobody but this process has heard of it
+            self.kill(signal.SIGTERM)
+            raise
+        finally:
+            deadline = time.monotonic() + self._grace
+            for process in self.procs:
+                process.join(max(0.0, deadline - time.monotonic()))
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+            _restore_environment(before)
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(*args, **kwargs)
+        except BaseException as error:
+            self._strategy.on_exception(error)
+            raise
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        module = trainer.lightning_module
+        if not is_whole(module):  # a part of it is nothing to bring home
+            module.__dict__["state_dict"] = dict
+        return super()._collect_rank_zero_results(trainer, results)
+
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        strategy: Any = self._strategy
+        return {**super().get_extra_results(trainer), "costs": strategy.costs()}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        strategy: Any = self._strategy
+        strategy.brought_home = extra["costs"]
+
+
+def _restore_environment(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _leave_process_groups() -> None:
+    gc.collect()  # a Trainer and its strategy refer to each other; while they live, so do their groups
+    if dist.is_initialized():
+        dist.destroy_process_group()

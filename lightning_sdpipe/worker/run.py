@@ -1,0 +1,191 @@
+"""A run whose workers are there from its beginning to its end, as one of them sees it: who they are, how it reaches
+them, and what they do together. :mod:`lightning_sdpipe.worker.elastic` has one whose pipelines come and go."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.checkpoints import random_states
+from lightning_sdpipe.checkpoints.files import Publisher
+from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.options import SDPipeOptions
+from lightning_sdpipe.pipeline.data import shared
+from lightning_sdpipe.placement.placed import check_shape, mesh_of
+from lightning_sdpipe.placement.roll_call import roll_call
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.sync.methods import on_hosts
+from lightning_sdpipe.sync.rendezvous import Rendezvous
+from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
+from lightning_sdpipe.trainer.clock import ClockChecks
+from lightning_sdpipe.trainer.dealt_turns import Dealing, DealtTurns
+from lightning_sdpipe.worker.assembly import Assembled
+from lightning_sdpipe.worker.launching.environment import where_to_listen
+from lightning_sdpipe.worker.scheduler_connection import Member, Membership
+from lightning_sdpipe.worker.training import Training
+
+
+class Run:
+    """One worker's, through all of its Trainer's runs on the same processes.
+
+    Args:
+        options: of the strategy, which knows its devices when anything is asked here.
+        give_up: ends this process's wait for a tensor that will never come; called in another thread.
+    """
+
+    def __init__(self, options: SDPipeOptions, give_up: Callable[[], None]) -> None:
+        self._options = options
+        self._give_up = give_up
+        self._placed: Mesh | None = None
+        self._groups: ProcessGroups | None = None
+        self._membership: Member | None = None
+
+    # ------------------------------------------------------------------ places
+
+    @property
+    def mesh(self) -> Mesh:
+        """Who is which worker. Where devices are placed, that is known once the ranks have met."""
+        if self._placed is not None:
+            return self._placed
+        options = self._options
+        if options.placement is not None:
+            check_shape(options.placement, options.num_stages, options.num_nodes * options.num_processes)
+        return Mesh.build(options.num_nodes * options.num_processes, options.num_stages)
+
+    def check(self) -> None:
+        """Before any other process exists.
+
+        Raises:
+            ConfigurationError: the number of workers does not fit, or values of the method do not fit that.
+        """
+        mesh, options = self.mesh, self._options
+        method = on_hosts(options._method, self._hosts if options.placement is None else options.placement.hosts)
+        registry.build(method.policy, mesh.num_stages, mesh.num_pipelines)
+        if options.placement is None:  # else which pipeline is which is not known yet
+            options._method = method
+
+    @property
+    def _hosts(self) -> list[str]:
+        """Where the stages of each pipeline run."""
+        nodes = [[rank // self._options.num_processes for rank in row] for row in self.mesh.ranks]
+        return [",".join(map(str, row)) for row in nodes]
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Raises ConfigurationError for what ``trainer`` is asked to do and such a run cannot."""
+
+    def open(self) -> None:
+        """Connects this worker with the others; each must call it when the world's process group is there."""
+        options = self._options
+        if self._groups is None:
+            if options.placement is not None:
+                self._placed = mesh_of(options.placement, roll_call(options.local_rank, options.root_device))
+                options._method = on_hosts(options._method, self._hosts)
+            self._groups = ProcessGroups.open(self.mesh, options._run_timeout)
+        environment = options.cluster_environment
+        assert environment is not None
+        self._membership = Membership(
+            self.mesh,
+            options._method.policy,
+            options._standing_scheduler,
+            lambda: where_to_listen(environment, options.num_nodes),
+            options._run_timeout.total_seconds(),
+            self._give_up,
+            options._scheduler_log,
+        )
+
+    @property
+    def groups(self) -> ProcessGroups:
+        assert self._groups is not None, "setup_environment opens the groups"
+        return self._groups
+
+    @property
+    def opened(self) -> bool:
+        """Is there anybody to meet yet?"""
+        return self._groups is not None
+
+    @property
+    def membership(self) -> Member | None:
+        """This worker's line to the scheduler; None if no run is under way."""
+        return self._membership
+
+    @property
+    def leads(self) -> bool:
+        """Is this the pipeline whose first rank logs and writes checkpoints?"""
+        return True
+
+    @property
+    def publisher(self) -> Publisher | None:
+        """Who is asked before a checkpoint takes its place; None if only this process ever writes any."""
+        return None
+
+    @property
+    def sampler(self) -> dict[str, int]:
+        """What a distributed sampler of this pipeline is made with."""
+        _, pipeline = self.groups.mesh.locate(self.groups.rank)
+        return {"num_replicas": self.mesh.num_pipelines, "rank": pipeline}
+
+    @property
+    def evaluation_sampler(self) -> dict[str, int]:
+        """As :attr:`sampler`, for validation and tests."""
+        return self.sampler
+
+    # ------------------------------------------------------------ what they do
+
+    def replica(self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: Progress) -> Replica:
+        """This worker as one of the replicas of its stage."""
+        assert self._membership is not None
+        return Replica(
+            self._membership.client,
+            self.groups,
+            parts.freezing.buckets,
+            parts.buffers,
+            parts.freezing.trained,
+            self._options._run_timeout,
+            watch,
+            self._options.exchange,
+            loss_scale,
+            progress,
+            parts.freezing.name_of,
+        )
+
+    def rendezvous(self, sync: Synchronizer) -> Rendezvous:
+        """Where this worker is beside its replicas."""
+        return Rendezvous(sync)
+
+    def dealt_turns(self, trainer: Trainer, training: Training, checks: ClockChecks, dealing: Dealing) -> DealtTurns:
+        """Turns over dealt batches; every worker must call it."""
+        assert self._membership is not None
+        run, client = shared(secrets.randbits(62)), self._membership.client
+        return DealtTurns(trainer, training, client, self.groups, checks, run, dealing)
+
+    def set_out(self, trainer: Trainer) -> None:
+        """All is set up, and nothing restored yet."""
+
+    def share(self, values: dict[str, float]) -> dict[str, float]:
+        """Everybody gets the metrics of rank 0, which itself gets what it gave; every worker must call it."""
+        data = p2p.broadcast_bytes(json.dumps(values).encode(), 0, self.groups.everybody)
+        return values if self.groups.rank == 0 else json.loads(data)
+
+    def vote(self, decision: bool, all: bool) -> bool:
+        """Is everybody for it, or (not ``all``) anybody? Every worker must call it."""
+        votes = torch.tensor(int(decision), device=self._options.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == dist.get_world_size() if all else bool(votes)
+
+    def random_states(self) -> Mapping[str, Any]:
+        """Of all workers, on rank 0; every one must call it."""
+        return random_states.gather(self.groups, self._options.root_device)
+
+    def close(self) -> None:
+        """The Trainer's run is over."""
+        if self._membership is not None:
+            self._membership.close()
+            self._membership = None

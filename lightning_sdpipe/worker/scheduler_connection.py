@@ -1,0 +1,201 @@
+"""One worker's place in a run: how it finds the scheduler, which rank 0 starts unless one runs already; its line to it;
+and who is told what when a worker fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_sdpipe import p2p
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
+from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
+from lightning_sdpipe.scheduler.process import EmbeddedScheduler
+from lightning_sdpipe.worker.launching import job
+from lightning_sdpipe.worker.launching.watchdog import Watchdog
+
+_BY_SIGNAL: Mapping[type[BaseException], str] = {
+    KeyboardInterrupt: "ended by Ctrl-C",
+    SIGTERMException: "ended by SIGTERM",
+}
+
+
+@dataclass(frozen=True)
+class SchedulerAddress:
+    """Where the scheduler is, and what opens it."""
+
+    address: str
+    keys: WorkerKeys | None
+
+
+def standing_scheduler(address: str | None, key_file: str | Path | None) -> SchedulerAddress | None:
+    """The scheduler that somebody else runs: as given, or as SDPIPE_SCHEDULER and SDPIPE_KEY_FILE name it.
+
+    Raises:
+        ConfigurationError: the key file cannot be read, or others can read it.
+    """
+    address = address or os.environ.get("SDPIPE_SCHEDULER")
+    if address is None:
+        return None
+    key_file = key_file or os.environ.get("SDPIPE_KEY_FILE")
+    return SchedulerAddress(address, worker_keys(address, key_file or None))
+
+
+def scheduler_log(directory: str | Path | None, standing: SchedulerAddress | None) -> Path | None:
+    """The file in ``directory`` for a scheduler that rank 0 starts.
+
+    Raises:
+        ConfigurationError: there is a ``standing`` one, which writes its own.
+    """
+    if directory is not None and standing is not None:
+        raise ConfigurationError(
+            f"log_dir={str(directory)!r} does not reach the scheduler at {standing.address}, which runs already; leave "
+            "it out, and start that one with --log."
+        )
+    return None if directory is None else Path(directory, "scheduler.jsonl")
+
+
+def start_scheduler(
+    policy: PolicyConfig, mesh: Mesh, bind: str, log: Path | None = None
+) -> tuple[EmbeddedScheduler | None, SchedulerAddress]:
+    """Rank 0 starts the run's own scheduler, which writes a ``log``; every rank must call it and gets its address.
+
+    Its keys go through the run's process group: not through the command line, the environment or a file.
+    """
+    scheduler, told = None, b""
+    if dist.get_rank() == 0:
+        scheduler = EmbeddedScheduler.start(policy, mesh.num_stages, mesh.num_pipelines, bind, log=log)
+        keys = msgspec.to_builtins(scheduler.credentials)
+        told = json.dumps({"address": scheduler.address, "keys": keys}).encode()
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    answer = json.loads(p2p.broadcast_bytes(told, 0, everybody))
+    return scheduler, SchedulerAddress(answer["address"], msgspec.convert(answer["keys"], WorkerKeys))
+
+
+def connect(
+    scheduler: SchedulerAddress,
+    mesh: Mesh,
+    timeout: float,
+    on_abort: Callable[[Failure], None],
+    embedded: bool = False,
+) -> SchedulerClient:
+    """This rank's line to the scheduler; an ``embedded`` one lives as long as rank 0, and is not restarted.
+
+    Raises:
+        SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another mesh.
+    """
+    worker = Worker(*mesh.locate(dist.get_rank()))
+    client = SchedulerClient(
+        scheduler.address,
+        worker,
+        mesh=(mesh.num_stages, mesh.num_pipelines),
+        timeout=timeout,
+        credentials=scheduler.keys,
+        on_abort=on_abort,
+        host=Worker(*mesh.locate(0)) if embedded else None,
+    )
+    try:
+        client.greet()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+class Member(Protocol):
+    """One worker's place in a run, of any kind."""
+
+    client: SchedulerClient
+
+    def first_failure(self, told_to_end: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Around what waits for others, who may have failed."""
+
+    def fail(self, exception: BaseException) -> None:
+        """This worker ends by ``exception``."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Membership:
+    """Connects this rank to the scheduler, which rank 0 starts if no standing one is given; every rank must do so.
+
+    Args:
+        bind: where a scheduler that is started listens.
+        timeout: seconds that any answer of it may take.
+        give_up: ends this process's wait for a tensor that will never come; called in another thread.
+        log: file for the events and decisions of a scheduler that is started.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        policy: PolicyConfig,
+        standing: SchedulerAddress | None,
+        bind: Callable[[], str],
+        timeout: float,
+        give_up: Callable[[], None],
+        log: Path | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._worker = Worker(*mesh.locate(dist.get_rank()))
+        self._scheduler, where = (None, standing) if standing else start_scheduler(policy, mesh, bind(), log)
+        self._watchdog = Watchdog(self._describe, give_up)
+        self.client = connect(where, mesh, timeout, self._watchdog.arm, embedded=standing is None)
+
+    @contextmanager
+    def first_failure(self, told_to_end: Callable[[], bool]) -> Iterator[None]:
+        """A worker that fails takes others down with it; those say who was first and why.
+
+        Raises:
+            WorkerFailedError: names who failed first.
+            SIGTERMException: this process was ``told_to_end`` too, and the other one was faster.
+        """
+        try:
+            yield
+        except (WorkerFailedError, SchedulerError) as error:
+            failure = self.client.first_failure(timeout=2.0)
+            if told_to_end() and (failure is None or failure.reason == _BY_SIGNAL[SIGTERMException]):
+                raise SIGTERMException from error
+            if failure is None or failure.worker == self._worker:
+                raise
+            raise WorkerFailedError(self._describe(failure)) from error
+
+    def fail(self, exception: BaseException) -> None:
+        """Tells the others of ``exception``, unless it came from one of them."""
+        self._watchdog.disarm()
+        if not isinstance(exception, WorkerFailedError):
+            by_signal = _BY_SIGNAL.get(type(exception))
+            self.client.failed(by_signal or f"{type(exception).__name__}: {exception}")
+            if by_signal:  # which ends a process without a word
+                print(f"{self._place(self._worker)} was {by_signal}.", file=sys.stderr, flush=True)
+        if self._scheduler is not None:  # the others still have to hear of it
+            job.at_end(self._scheduler.close)
+            self._scheduler = None
+
+    def close(self) -> None:
+        self.client.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def _describe(self, failure: Failure) -> str:
+        who = "The scheduler" if failure.worker is None else self._place(failure.worker)
+        return f"{who} failed first and ended the run: {failure.reason}"
+
+    def _place(self, worker: Worker) -> str:
+        rank = self._mesh.rank(worker.stage, worker.pipeline)
+        return f"Stage {worker.stage} of pipeline {worker.pipeline} (rank {rank})"

@@ -1,0 +1,230 @@
+"""How pipelines come into a run, with a scheduler that is played by the test."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import count, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.moving import Pending
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.members import Epoch, Member, Met
+from lightning_sdpipe.scheduler.elastic_client import Receive, Start
+from lightning_sdpipe.worker.elastic.beginning import begin_together, join
+from lightning_sdpipe.worker.elastic.meetings import Meetings
+from tests.worker.elastic.test_meetings import Place
+
+EPOCH = Epoch(3, (Member(1, 7),), "tested")
+
+
+class Door:
+    """Gives one answer after the other."""
+
+    def __init__(self, *answers: Start | Receive) -> None:
+        self.answers = list(answers)
+        self.said: list[str] = []
+
+    def enrol(self, fingerprint: Mapping[str, str]) -> Start | Receive:
+        return self.answers.pop(0)
+
+    def received(self, transfer: str) -> Start | Receive:
+        self.said.append(f"received {transfer}")
+        return self.answers.pop(0)
+
+    def missed(self, transfer: str, reason: str) -> Start | Receive:
+        self.said.append(f"missed {transfer}: {reason}")
+        return self.answers.pop(0)
+
+
+def of_donor(receive: Receive) -> dict[str, Any]:
+    if receive.donor == 5:
+        raise WorkerFailedError("pipeline 5 is gone")
+    return {"of": receive.donor}
+
+
+def test_a_newcomer_begins_with_the_state_that_came_last() -> None:
+    first, second, third = Receive(1, 0, "a", 4), Receive(1, 5, "b", 5), Receive(1, 2, "c", 6)
+    door = Door(first, second, third, Start(EPOCH, fresh=False))
+    assert join(door, {}, of_donor) == (Start(EPOCH, fresh=False), {"of": 2})
+    assert door.said == ["received a", "missed b: pipeline 5 is gone", "received c"]
+
+
+def test_who_begins_anew_forgets_the_state_of_a_donor_that_was_lost() -> None:
+    """Another stage of its pipeline has not got any."""
+    door = Door(Receive(1, 0, "a", 4), Start(EPOCH, fresh=True))
+    assert join(door, {}, of_donor) == (Start(EPOCH, fresh=True), None)
+
+
+# ------------------------------------------------------------------------------ those that begin together
+
+Moment = tuple[str, int, int]
+"""What is about to be done for the first time, in which stage, by which pipeline."""
+
+
+class Stages:
+    """Two stages of three pipelines as threads; a pipeline is gone in all stages when a stage of it is lost.
+
+    Before each step in which it needs others a thread calls ``before`` with the :data:`Moment`, which may lose it.
+    """
+
+    def __init__(self, before: Callable[[Moment], None] = lambda _: None) -> None:
+        self.workers = list(product(range(2), range(3)))
+        self.places = [Place({0, 1, 2}), Place({0, 1, 2})]
+        self.outcomes: dict[tuple[int, int], tuple[bytes, list[float], list[int]]] = {}
+        self.past: set[Moment] = set()
+        self.changed = threading.Condition()
+        self._before = before
+        self._laid: dict[Any, dict[int, Any]] = defaultdict(dict)
+        self._lost: set[int] = set()
+
+    def wait_for(self, *moments: Moment) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.past.issuperset(moments), 20), (moments, self.past)
+
+    def exchange(self, moment: Moment, key: object, value: Any, among: Collection[int], me: int) -> dict[int, Any]:
+        """What each of ``among`` has laid at ``key``, when all have."""
+        pipeline = moment[2]
+        self._before(moment)
+        with self.changed:
+            laid = self._laid[moment[0], key]
+            laid[me] = value
+            self.changed.notify_all()
+
+            def all_there() -> bool:
+                return all(other in laid for other in among)
+
+            gone = {pipeline} if moment[0] == "gather" else set(among)
+            assert self.changed.wait_for(lambda: all_there() or gone & self._lost, 20), (moment, laid)
+            if not all_there():
+                raise WorkerFailedError("somebody is gone")
+            self.past.add(moment)
+            self.changed.notify_all()
+            return dict(laid)
+
+    def meet(self, stage: int, pipeline: int, number: int, key: str, value: bytes) -> Met:
+        moment = (f"meeting {number}", stage, pipeline)
+        self._before(moment)
+        met = self.places[stage].meet(pipeline, key, value)
+        with self.changed:
+            self.past.add(moment)
+            self.changed.notify_all()
+        return met
+
+    def lose(self, pipeline: int) -> None:
+        with self.changed:
+            self._lost.add(pipeline)
+            self.changed.notify_all()
+        for place in self.places:
+            place.loses(pipeline)
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._work, args=worker) for worker in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+    def _work(self, stage: int, pipeline: int) -> None:
+        numbers = count()
+        worker = OneWorker(self, stage, pipeline)
+        meetings = Meetings(Worker(stage, pipeline), worker, worker, lambda: "unused")  # type: ignore[arg-type]
+        weights, steps = torch.full((3,), float(2**pipeline)), torch.tensor([pipeline])
+
+        def gather(value: Any) -> list[Any]:
+            said = self.exchange(("gather", stage, pipeline), (pipeline, next(numbers)), value, range(2), stage)
+            return [said[j] for j in range(2)]
+
+        try:
+            with meetings.at("beginning"):
+                said = begin_together(meetings, [weights, steps], b"words of %d" % pipeline, gather)
+        except (SystemExit, WorkerFailedError):
+            self.lose(pipeline)
+        else:
+            self.outcomes[stage, pipeline] = said, weights.tolist(), steps.tolist()
+
+
+class OneWorker:
+    """What it has instead of a scheduler and of process groups."""
+
+    def __init__(self, stages: Stages, stage: int, pipeline: int) -> None:
+        self.stages, self.stage, self.pipeline = stages, stage, pipeline
+        self.number = count()
+
+    def meet(self, key: str, value: bytes = b"") -> Met:
+        return self.stages.meet(self.stage, self.pipeline, next(self.number), key, value)
+
+    def use(self, group: Group | None) -> None:
+        pass
+
+    def give_up(self, group: Group) -> None:
+        pass
+
+    def wait_for_newest(self) -> None:
+        pass
+
+    def moved(self) -> None:
+        pass
+
+    def mover(self, group: Group) -> OneWorker:
+        return self
+
+    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
+        return Copying(self, tensors, group)
+
+
+class Copying:
+    seconds_waiting = 0.0
+
+    def __init__(self, worker: OneWorker, tensors: Sequence[Tensor], group: Group) -> None:
+        self.worker, self.tensors, self.group, self.left = worker, tensors, group, True
+
+    def wait(self) -> bool:
+        if self.left:
+            of, key = self.worker, (self.worker.stage, self.group.sequence)
+            mine = [tensor.clone() for tensor in self.tensors]
+            among = [member.pipeline for member in self.group.members]
+            self.found = of.stages.exchange(("copy", of.stage, of.pipeline), key, mine, among, of.pipeline)
+        return self.left
+
+    def commit(self) -> None:
+        for place, tensor in enumerate(self.tensors):
+            parts = zip(self.group.weights, self.group.members, strict=True)
+            tensor.copy_(sum(weight * self.found[member.pipeline][place] for weight, member in parts))
+        self.left = False
+
+    def abort(self) -> None:
+        self.left = False
+
+
+def what_it_has(pipeline: int) -> tuple[bytes, list[float], list[int]]:
+    return b"words of %d" % pipeline, [2.0**pipeline] * 3, [pipeline]
+
+
+def test_those_that_begin_together_begin_with_what_the_first_one_has() -> None:
+    stages = Stages()
+    stages.run()
+    assert stages.outcomes == dict.fromkeys(stages.workers, what_it_has(0))
+
+
+@pytest.mark.parametrize(("lost_before", "source"), [("meeting 0", 1), ("gather", 1), ("copy", 1), ("meeting 1", 0)])
+def test_all_stages_begin_with_what_one_pipeline_has_whoever_is_lost(lost_before: str, source: int) -> None:
+    """Stage 1 of pipeline 0 is lost when stage 0 has gone on from there, in all pipelines where that is possible."""
+
+    def before(moment: Moment) -> None:
+        if moment == (lost_before, 1, 0):
+            together = () if lost_before == "gather" else range(3)
+            stages.wait_for(*[(lost_before, 0, pipeline) for pipeline in together])
+            stages.lose(0)
+            raise SystemExit
+
+    stages = Stages(before)
+    stages.run()
+    assert stages.outcomes == {(j, i): what_it_has(source) for j, i in product(range(2), (1, 2))}

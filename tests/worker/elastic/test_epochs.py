@@ -1,0 +1,202 @@
+"""Process groups of epochs, made over gloo between threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.members import Epoch, Exchanging, Member
+from lightning_sdpipe.worker.elastic import epochs
+from lightning_sdpipe.worker.elastic.epochs import EpochGroups
+from tests.exchange.threads import together
+
+
+class Reports:
+    """What a worker tells the scheduler."""
+
+    def __init__(self) -> None:
+        self.missed: dict[int, list[int]] = {}
+        self.exchanged: list[Exchanging | None] = []
+
+    def holds(self, epochs: Iterable[int]) -> None:
+        pass
+
+    def exchanges(self, exchange: Exchanging | None) -> None:
+        self.exchanged.append(exchange)
+
+    def misses(self, epoch: int, pipelines: Iterable[int]) -> None:
+        self.missed[epoch] = sorted(pipelines)
+
+
+def epoch(number: int, *pipelines: int, tries: bool = False) -> Epoch:
+    return Epoch(number, tuple(Member(i, 100 + i) for i in pipelines), "tested", tries=tries)
+
+
+def group(number: int, *pipelines: int) -> Group:
+    workers = tuple(Worker(0, i) for i in pipelines)
+    return Group(workers, (1 / len(workers),) * len(workers), 7, "tested", epoch=number)
+
+
+def test_a_group_of_somebody_that_was_lost_before_fails_at_once_and_those_that_are_left_exchange() -> None:
+    """As at a meeting: one of those that met is lost before they share a process group, which is then made without."""
+    stores: dict[str, Store] = {"epoch-2-0": dist.HashStore()}
+
+    def work(pipeline: int) -> tuple[float, list[int], list[float]]:
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=20), Reports()
+        )
+        groups.enter(epoch(2, 0, 1))
+        tensor = torch.full((3,), float(pipeline))
+        groups.mover(group(2, 0, 1))  # waits until it is made
+        began = time.monotonic()
+        groups.use(group(2, 0, 1, 2))
+        for mover in (groups.mover, groups.exchange):
+            with pytest.raises(WorkerFailedError, match=r"pipelines \[0, 1, 2\].*epoch 2, which has \[0, 1\]"):
+                mover(group(2, 0, 1, 2))
+        seconds = time.monotonic() - began
+        groups.use(group(2, 0, 1))
+        finish(groups.mover(group(2, 0, 1)).start([tensor], group(2, 0, 1)))
+        groups.use(None)
+        return seconds, groups.held, tensor.tolist()
+
+    for seconds, held, mean in together(2, work):
+        assert seconds < 5
+        assert (held, mean) == ([2], [0.5] * 3)
+
+
+def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_the_next_one() -> None:
+    """A receive that is let go closes the way for all that comes after it."""
+    stores: dict[str, Store] = {"epoch-1-0": dist.HashStore(), "epoch-2-0": dist.HashStore()}
+    let_go = threading.Event()
+
+    def work(pipeline: int) -> tuple[list[int], list[float]]:
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=20), Reports()
+        )
+        groups.enter(epoch(1, 0, 1))
+        mover = groups.mover(group(1, 0, 1))
+        groups.use(group(1, 0, 1))
+        if pipeline == 0:
+            mover.start([torch.zeros(3)], group(1, 0, 1)).abort()
+            let_go.set()
+        else:
+            let_go.wait(20)
+            with suppress(WorkerFailedError):
+                finish(mover.start([torch.zeros(3)], group(1, 0, 1)))
+        groups.give_up(group(1, 0, 1))
+        groups.use(None)
+        with pytest.raises(WorkerFailedError, match="epoch 1 is not there"):
+            groups.exchange(group(1, 0, 1))
+        groups.enter(epoch(2, 0, 1))
+        tensor = torch.full((3,), float(pipeline))
+        finish(groups.mover(group(2, 0, 1)).start([tensor], group(2, 0, 1)))
+        return groups.held, tensor.tolist()
+
+    assert together(2, work) == [([2], [0.5] * 3)] * 2
+
+
+def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up() -> None:
+    stores: dict[str, Store] = {"epoch-1-0": dist.HashStore()}
+    kept: list[EpochGroups] = []
+
+    def work(pipeline: int) -> str:
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: stores[name], timedelta(seconds=60), Reports()
+        )
+        groups.enter(epoch(1, 0, 1))
+        mover = groups.mover(group(1, 0, 1))
+        if pipeline == 1:
+            kept.append(groups)  # it lives, but sends nothing
+            return "lost"
+        groups.use(group(1, 0, 1))
+        threading.Timer(0.2, groups.enter, [epoch(2, 0)]).start()
+        with pytest.raises(WorkerFailedError, match="pipeline 1"):
+            finish(mover.start([torch.zeros(3)], group(1, 0, 1)))
+        assert groups.held == []
+        return "went on"
+
+    assert together(2, work) == ["went on", "lost"]
+
+
+def test_who_cannot_be_reached_is_told_in_an_epoch_that_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs, "_TRYING", 1.0)
+    stores: defaultdict[str, Store] = defaultdict(dist.HashStore)
+    first = threading.Lock()
+
+    def store(name: str, pipeline: int) -> Store:
+        with first:
+            return stores[name if name != "try-1-0-0-2" else f"{name}-{pipeline}"]  # 0 and 2 do not find each other
+
+    def work(pipeline: int) -> list[int]:
+        reports = Reports()
+        groups = EpochGroups(
+            Worker(0, pipeline), lambda name, cancelled: store(name, pipeline), timedelta(seconds=20), reports
+        )
+        groups.enter(epoch(1, 0, 1, 2, tries=True))
+        until = time.monotonic() + 20
+        while 1 not in reports.missed and time.monotonic() < until:
+            time.sleep(0.01)
+        return reports.missed[1]
+
+    assert together(3, work) == [[2], [], [0]]
+
+
+def test_what_a_worker_exchanges_is_told_with_how_far_it_is() -> None:
+    reports = Reports()
+    groups = EpochGroups(Worker(0, 0), lambda name, cancelled: dist.HashStore(), timedelta(seconds=20), reports)
+    groups.use(group(1, 0, 1))
+    groups.moved()
+    groups.use(None)
+    assert reports.exchanged == [Exchanging(7, (0, 1), 0), Exchanging(7, (0, 1), 1), None]
+
+
+ENDS = """
+import sys, time
+from datetime import timedelta
+from torch._C._distributed_c10d import Store
+from lightning_sdpipe.worker.elastic.epochs import EpochGroups
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.members import Epoch, Member
+
+class Nobody(Store):  # never says where the other member is
+    def __init__(self, name, cancelled):
+        super().__init__()
+        self.cancelled = cancelled
+
+    def set(self, key, value):
+        waits.append(key)
+
+    def wait(self, keys, timeout=None):
+        while not self.cancelled():
+            time.sleep(0.05)
+        raise RuntimeError("cancelled")
+
+    get = wait
+
+waits = []
+groups = EpochGroups(Worker(0, 0), Nobody, timedelta(seconds=5), None)
+groups.enter(Epoch(1, (Member(0, 1), Member(1, 2)), "tested"))
+while not waits:
+    time.sleep(0.01)
+raise ValueError("in an exchange")
+"""
+
+
+def test_a_process_that_fails_while_it_makes_a_group_ends_by_its_exception() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.stderr.endswith("ValueError: in an exchange\n")
+    assert ended.returncode == 1

@@ -1,0 +1,78 @@
+"""What becomes of failures: whoever fails has not finished, whether it says why or not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.policies.members import Epoch
+from lightning_sdpipe.policies.terms import Terms
+from lightning_sdpipe.scheduler.elastic_client import ElasticClient, Told
+from lightning_sdpipe.worker.elastic.membership import ElasticMembership
+from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress
+from tests.scheduler.live_scheduler import serving
+
+
+class Other:
+    """Pipeline 1, which goes on."""
+
+    def __init__(self, address: str) -> None:
+        self.epochs: list[Epoch] = []
+        self._heard = threading.Condition()
+        self.client = ElasticClient(address, Worker(0, 1), 101, timeout=10, told=Told(epoch=self._hear))
+
+    def _hear(self, epoch: Epoch) -> None:
+        with self._heard:
+            self.epochs.append(epoch)
+            self._heard.notify_all()
+
+    def hears(self, lost: int) -> str:
+        with self._heard:
+            assert self._heard.wait_for(lambda: any(lost in epoch.lost for epoch in self.epochs), 5), self.epochs
+            return next(epoch.reason for epoch in self.epochs if lost in epoch.lost)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[ElasticMembership, Other]]:
+    with serving(NoSync(), 1, 2, elastic=Terms(start_pipelines=2, settle=0.0)) as server:
+        where = SchedulerAddress(server.address, None)
+        other = Other(server.address)
+        membership = ElasticMembership(where, Worker(0, 0), 100, 10.0, Told(), lambda: None)
+        with closing(other.client):
+            enrolling = threading.Thread(target=other.client.enrol, args=[{}])
+            enrolling.start()
+            membership.line.enrol({})
+            enrolling.join()
+            yield membership, other
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (ValueError("a bug"), "failed: ValueError: a bug"),
+        (WorkerFailedError("it came to a meeting when the others had gone on"), "its connection closed"),
+        (SIGTERMException(), "was told to end"),
+    ],
+    ids=["its own", "of others", "notice"],
+)
+def test_who_failed_is_lost(pair: tuple[ElasticMembership, Other], failure: BaseException, said: str) -> None:
+    membership, other = pair
+    membership.fail(failure)
+    membership.depart(finished=True)  # as the teardown does
+    membership.close()
+    assert said in other.hears(lost=0)
+
+
+def test_who_has_finished_is_not_lost(pair: tuple[ElasticMembership, Other]) -> None:
+    membership, other = pair
+    membership.depart(finished=True)
+    membership.close()
+    other.client.fetch(["nothing/there"])
+    assert all(epoch.lost == () for epoch in other.epochs)

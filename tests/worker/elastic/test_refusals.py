@@ -1,0 +1,99 @@
+"""What elastic jobs cannot do, or cannot mean, is refused by name before anything is waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.payloads import EightBit
+from lightning_sdpipe.exchange.value import Exchange
+from lightning_sdpipe.sync import (
+    ADPSGD,
+    PHDPSGD,
+    AllReduce,
+    Decentralized,
+    DiLoCo,
+    HetPipe,
+    LocalSGD,
+    NoSync,
+    ParameterServer,
+    PartialReduce,
+    SemiDecentralized,
+)
+from lightning_sdpipe.worker.elastic import refusals
+
+BY_MODELS = PHDPSGD(groups=[[0, 1], [2]], within="models")
+
+
+@pytest.fixture(autouse=True)
+def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDPIPE_PIPELINE", "0")
+    monkeypatch.setenv("SDPIPE_SCHEDULER", "tcp://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    "sync", [SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD(), BY_MODELS]
+)
+def test_these_methods_work(sync: Any) -> None:
+    options = SDPipeStrategy(sync=sync)
+    refusals.check_options(options)
+    assert options.data == "dealt"
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [AllReduce(), HetPipe(), ParameterServer(), ADPSGD(asynchronous=True), PHDPSGD(), Decentralized(), DiLoCo(every=2)],
+)
+def test_other_methods_are_refused(sync: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'\)"):
+        refusals.check_options(SDPipeStrategy(sync=sync))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("schedule", "pipedream"),
+        ("save_distributed_checkpoint", True),
+        ("partition", "balanced"),
+        ("start_method", "fork"),
+        ("batch_by_speed", True),
+        ("sync", SemiDecentralized(seating="near")),
+    ],
+)
+def test_other_options_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="seating='near'" if name == "sync" else name):
+        refusals.check_options(SDPipeStrategy(**{name: value}))
+
+
+@pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), ADPSGD()])
+def test_groups_may_send_eight_bits_and_average_beside_the_next_step(sync: Any) -> None:
+    refusals.check_options(SDPipeStrategy(sync=sync, exchange=Exchange(EightBit(), overlap="step")))
+
+
+@pytest.mark.parametrize("exchange", [Exchange(overlap="free"), Exchange(hierarchy="hosts"), Exchange(EightBit())])
+def test_what_everybody_must_share_is_refused(exchange: Exchange) -> None:
+    with pytest.raises(ConfigurationError, match="does not work in an elastic job"):
+        refusals.check_options(SDPipeStrategy(sync=LocalSGD(every=1), exchange=exchange))
+
+
+def test_there_is_a_scheduler_and_as_many_stages_as_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="num_stages=3"):
+        SDPipeStrategy(num_stages=3)
+    monkeypatch.delenv("SDPIPE_SCHEDULER")
+    with pytest.raises(ConfigurationError, match="SDPIPE_SCHEDULER"):
+        SDPipeStrategy()
+
+
+def test_clocks_and_predictions_are_refused() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, max_time={"minutes": 1})
+    trainer.state.fn = TrainerFn.FITTING
+    with pytest.raises(ConfigurationError, match="Count steps or epochs"):
+        refusals.check_trainer(trainer)
+    trainer.state.fn = TrainerFn.PREDICTING
+    with pytest.raises(ConfigurationError, match="predict"):
+        refusals.check_trainer(trainer)

@@ -1,0 +1,401 @@
+"""Whole elastic runs, on real processes that are killed: the others go on, and who comes back takes part."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sdpipe import EightBit, Exchange
+from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.members import Met
+from lightning_sdpipe.sync import PHDPSGD, LocalSGD, SemiDecentralized
+from lightning_sdpipe.worker.elastic import run as elastic_worker
+from lightning_sdpipe.worker.elastic.meetings import Meetings
+from tests.namespaces import machines, switched
+from tests.namespaces import run as ip
+from tests.worker.elastic import jobs
+from tests.worker.elastic.jobs import ElasticRun, Model, elastic_run, fit, sums
+
+pytestmark = pytest.mark.distributed
+
+
+SAMPLES = 96
+
+
+def check_that_nothing_is_lost(run: ElasticRun) -> None:
+    trained = run.trained()
+    assert sorted(trained) == list(range(len(trained)))
+    assert all(set(counts) == set(range(SAMPLES)) for counts in trained.values())
+
+
+def check_that_replicas_were_equal(run: ElasticRun, pipelines: list[int]) -> None:
+    """At every pause, bit for bit, and the metrics too."""
+    for rank in range(run.num_stages):
+        pauses: dict[tuple[int, int], list[Any]] = {}
+        for pipeline in pipelines:
+            for row in run.rows(pipeline, rank)[-1]:
+                if "pause" in row:
+                    pauses.setdefault((row["epoch"], row["pause"]), []).append((row["state"], row["metrics"]))
+        assert pauses
+        for at, seen in pauses.items():
+            assert all(other == seen[0] for other in seen), (rank, at, seen)
+
+
+@pytest.mark.parametrize(
+    ("sync", "exchange"),
+    [
+        (SemiDecentralized(), Exchange()),
+        (SemiDecentralized(), Exchange(EightBit(block=8), overlap="step")),
+        (LocalSGD(every=2), Exchange()),
+        (PHDPSGD(groups=[[0], [1, 2]], within="models", times=[1, 1, 1]), Exchange()),  # type: ignore[arg-type]
+        (PHDPSGD(groups=[[0, 1], [2]], within="models", every=2), Exchange(EightBit(block=8))),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+def test_one_is_killed_and_comes_back(tmp_path: Path, sync: Any, exchange: Exchange) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"sync": sync, "exchange": exchange})
+    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
+        for pipeline in range(3):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1, 2], 15)
+        killed = run.jobs[2].signal(signal.SIGKILL)
+        run.wait_for_turns([0, 1], 8)
+        run.start(2, work)
+        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([2], 12)
+        codes = run.finish()
+        assert codes == {0: [0], 1: [0], 2: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1, 2])
+        for survivor in (0, 1):
+            longest, median = run.longest(survivor, killed)
+            assert longest < median + 5.0, (longest, median)
+        rows = run.rows(2)[-1]
+        assert rows[0]["started"] > 0
+        assert rows[0]["moments"] > 0  # the donor's optimizer
+        assert rows[-1]["rates"] == run.rows(0)[-1][-1]["rates"]  # and its schedule
+        assert any(row.get("others", 0) > 0 for row in rows)
+
+
+def test_a_stage_is_killed_and_its_pipeline_comes_back(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"num_stages": 2})
+    with elastic_run(tmp_path, 2, 2, "--start-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 10)
+        run.jobs[0].signal(signal.SIGKILL, rank=1)  # stage 0 of the leader
+        run.wait(run.jobs[0].ended, "the end of the other stage")
+        run.wait_for_turns([1], 5)
+        run.start(0, work)
+        run.wait(lambda: len(run.rows(0)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([0], 12)
+        codes = run.finish()
+        assert codes == {0: [0, 0], 1: [0, 0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])
+        listens = [rows[0]["listens"] for pipeline in (0, 1) for rank in (0, 1) for rows in run.rows(pipeline, rank)]
+        assert listens == [["127.0.0.1"]] * 6
+
+
+def fit_on_host(directory: Path, placement: Path, host: str) -> None:
+    os.environ["SDPIPE_HOST"] = host
+    logging.basicConfig(filename=directory / f"{host}.log", force=True)
+    fit(directory, samples=SAMPLES, options={"num_stages": 3, "num_micro_batches": 2, "placement": placement})
+
+
+def test_stages_are_ordered_by_the_placement_and_of_a_newcomer_it_does_not_know_as_by_default(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    write_placement(path, Placement(FORMAT, "a test", {}, False, None, (("near:1", "near:2", "near:0"),)))
+    with elastic_run(tmp_path, 3, 2, "--start-pipelines", "2") as run:
+        for pipeline, host in enumerate(("near", "far")):
+            run.start(pipeline, partial(fit_on_host, tmp_path, path, host))
+        run.wait_for_turns([0, 1], 10)
+        codes = run.finish()
+        assert codes == {0: [0] * 3, 1: [0] * 3}, run.said()
+        near, far = ([run.rows(pipeline, rank)[0][0]["state"] for rank in range(3)] for pipeline in (0, 1))
+        assert near == [far[0], far[2], far[1]], "pipelines that begin together, begin equal, stage by stage"
+        assert len({tuple(held) for held in near}) == 3
+        pauses = [
+            [[row["state"] for row in run.rows(pipeline, rank)[0] if "pause" in row][-1] for rank in range(3)]
+            for pipeline in (0, 1)
+        ]
+        assert pauses[0] == [pauses[1][0], pauses[1][2], pauses[1][1]]
+        check_that_nothing_is_lost(run)
+        message = (
+            "Pipeline 1 runs its stages in the default order, not in that of the placement: it does not know far:0"
+        )
+        assert (tmp_path / "far.log").read_text().count(message) == 1
+        assert "default order" not in (tmp_path / "near.log").read_text()
+
+
+def fit_unless_killed_at_the_beginning(directory: Path) -> None:
+    """Pipeline 0 is, in stage 1, when its stage 0 has met the others."""
+    met = directory / "met"
+
+    class Watched(Meetings):
+        def meet(self, says: bytes = b"") -> Met:
+            if self._worker == Worker(1, 0) and self._begun:
+                while not met.exists():
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            here = super().meet(says)
+            if self._worker == Worker(0, 0) and self._begun:
+                met.touch()
+            return here
+
+    elastic_worker.Meetings = Watched  # type: ignore[misc]
+    fit(directory, samples=SAMPLES, options={"num_stages": 2})
+
+
+def test_a_stage_is_killed_while_several_begin_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the pipeline whose state all others would have had."""
+    work = partial(fit_unless_killed_at_the_beginning, tmp_path)
+    with elastic_run(tmp_path, 2, 3, "--start-pipelines", "3") as run:
+        for pipeline in range(3):
+            run.start(pipeline, work)
+        run.wait_for_turns([1, 2], 12)
+        codes = run.finish()
+        assert codes == {0: [-signal.SIGKILL, 1], 1: [0, 0], 2: [0, 0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [1, 2])
+        monkeypatch.setenv("SDPIPE_PIPELINE", "1")
+        expected, seen = sums(Model()), [run.rows(pipeline, rank)[0][0] for pipeline in (1, 2) for rank in range(2)]
+        assert all(row["state"].items() <= expected.items() for row in seen), (expected, seen)
+        assert {name for row in seen for name in row["state"]} == set(expected)
+
+
+def test_a_pipeline_leaves_when_any_of_its_stages_is_told_to(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"num_stages": 2})
+    with elastic_run(tmp_path, 2, 2, "--start-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 5)
+        run.jobs[1].signal(signal.SIGTERM, rank=0)  # which runs the last stage
+        run.wait(run.jobs[1].ended, "the end of pipeline 1")
+        run.wait_for_turns([0], 10)
+        codes = run.finish()
+        assert codes == {0: [0, 0], 1: [128 + signal.SIGTERM] * 2}, run.said()
+        assert "pipeline 1 left" in run.said()
+        check_that_nothing_is_lost(run)
+
+
+def test_leaders_go_and_others_lead_on(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 3, "--start-pipelines", "3") as run:
+        for pipeline in range(3):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1, 2], 25)
+        run.jobs[0].signal(signal.SIGKILL)  # the oldest, and of those that began together the first, leads
+        run.wait_for_turns([1, 2], 10)
+        run.wait_for_turns([1, 2], 10)
+        left = run.jobs[1].signal(signal.SIGTERM)
+        run.wait(run.jobs[1].ended, "the end of pipeline 1")
+        run.wait_for_turns([2], 30)
+        codes = run.finish()
+        assert codes == {0: [-signal.SIGKILL], 1: [128 + signal.SIGTERM], 2: [0]}, run.said()
+        assert "pipeline 1 left" in run.said()
+        longest, median = run.longest(2, left)
+        assert longest < median + 5.0, (longest, median)
+        check_that_nothing_is_lost(run)
+        (logs,) = (tmp_path / "lightning_logs").iterdir()
+        steps = [int(row["step"]) for row in csv.DictReader((logs / "metrics.csv").open())]
+        assert steps[0] < 20  # of the first leader
+        last = run.rows(2)[-1][-1]
+        assert last["leads"]
+        assert max(steps) > last["ended"] - 10  # of the last one
+        saved = {int(path.stem.split("=")[-1]) for path in (logs / "checkpoints").iterdir()}
+        assert set(range(10, last["ended"] + 1, 10)) == saved
+
+
+def fit_and_stop_while_writing(directory: Path) -> None:
+    """Pipeline 0 is stopped when it has written a checkpoint, and not yet put it in its place."""
+    jobs.ModelCheckpoint = partial(jobs.ModelCheckpoint, save_last=True)  # type: ignore[misc]
+    save, stopped = torch.save, directory / "stopped"
+
+    def stops(state: Any, file: Any) -> None:
+        save(state, file)
+        if "last.ckpt" in str(getattr(file, "name", "")) and not stopped.exists():
+            stopped.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    torch.save = stops
+    fit(directory, samples=SAMPLES, options={})
+
+
+def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_next_one(tmp_path: Path) -> None:
+    work = partial(fit_and_stop_while_writing, tmp_path)
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--worker-timeout", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait(lambda: "pipeline 0 is gone" in run.said(), "the loss of the leader")
+        run.wait(lambda: any(tmp_path.rglob("last.ckpt")), "a checkpoint of the next leader")
+        (path,) = tmp_path.rglob("last.ckpt")
+        before = torch.load(path, weights_only=False)["global_step"]
+        run.jobs[0].signal(signal.SIGCONT)
+        run.wait(run.jobs[0].ended, "the end of the one that woke up")
+        assert torch.load(path, weights_only=False)["global_step"] >= before
+        codes = run.finish()
+        assert codes == {0: [1], 1: [0]}, run.said()
+        assert not [left for left in path.parent.iterdir() if left.suffix == ".writing"]
+        last = max(int(saved.stem.split("=")[-1]) for saved in path.parent.glob("*step=*"))
+        assert torch.load(path, weights_only=False)["global_step"] == last
+        check_that_nothing_is_lost(run)
+
+
+@pytest.mark.parametrize("scheduler", ["lives", "dies, too"])
+def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp_path: Path, scheduler: str) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--resume") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 25)
+        for job in list(run.jobs):
+            job.signal(signal.SIGKILL)
+        if scheduler != "lives":
+            run.scheduler.kill()
+            run.scheduler.wait()
+            run.start_scheduler()
+        run.wait(lambda: all(job.ended() for job in run.jobs), "the end of all")
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait(lambda: all(len(run.rows(pipeline)) == 2 for pipeline in range(2)), "their first turns")
+        run.wait_for_turns([0, 1], 10)
+        codes = run.finish()
+        assert codes == {0: [0], 1: [0]}, run.said()
+        started = {run.rows(pipeline)[-1][0]["started"] for pipeline in range(2)}
+        assert len(started) == 1
+        assert min(started) >= 10
+        assert "start again from" in run.said()
+        assert f"step={min(started)}.ckpt" in run.said()
+        assert not list(tmp_path.glob("journal.checkpoint*")), "the run has finished"
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])
+
+
+def test_the_scheduler_is_killed_and_started_again(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 15)
+        run.scheduler.kill()
+        run.scheduler.wait()
+        run.start_scheduler()
+        run.wait_for_turns([0, 1], 15)
+        codes = run.finish()
+        assert codes == {0: [0], 1: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])
+        assert all(max(counts.values()) <= 2 for counts in run.trained().values())  # a shuffled epoch may be padded
+
+
+def test_too_few_wait_for_more(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 2, "--min-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 10)
+        run.jobs[0].signal(signal.SIGKILL)
+        run.wait(lambda: "training waits for more" in run.said(), "the pause")
+        paused_at = time.monotonic()
+        run.start(0, work)
+        run.wait(lambda: bool(run.rows(0)) and run.turns(0) > 0 and len(run.rows(0)) == 2, "the newcomer's turn")
+        begins = run.rows(0)[-1][0]["at"]
+        (rows,) = run.rows(1)
+        turns = sum("took" in row and paused_at < row["at"] < begins for row in rows)
+        assert turns <= 5  # what was under way, and what it may train while the newcomer sets out
+        codes = run.finish()
+        assert codes == {0: [0], 1: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+
+
+def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with elastic_run(tmp_path, 1, 2, "--start-pipelines", "2") as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 8)
+        run.start(5, work)  # two at once, above the number by which an epoch is counted
+        run.start(3, work)
+        run.wait(lambda: all(run.turns(i) > 8 for i in (3, 5)), "the newcomers' turns")
+        run.jobs[0].signal(signal.SIGKILL)  # two at once, all but newcomers
+        run.jobs[1].signal(signal.SIGKILL)
+        run.wait_for_turns([3, 5], 12)
+        codes = run.finish()
+        assert codes == {0: [-9], 1: [-9], 3: [0], 5: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [3, 5])
+        assert run.rows(3)[-1][-1]["leads"] != run.rows(5)[-1][-1]["leads"]
+
+
+def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    with (
+        machines(2) as both,
+        elastic_run(tmp_path, 1, 2, "--start-pipelines", "2", "--worker-timeout", "2", machines=both) as run,
+    ):
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 10)
+        cable = ("-n", both[1].name, "link", "set", both[1].interface)
+        ip(*cable, "down")
+        run.wait_for_turns([0], 10)
+        assert not run.jobs[1].ended()
+        ip(*cable, "up")
+        run.wait(run.jobs[1].ended, "the end of the one that was cut off")
+        assert all(code > 0 for code in run.jobs[1].codes.values()), run.said()
+        run.start(1, work)
+        run.wait(lambda: len(run.rows(1)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([1], 8)
+        assert run.finish() == {0: [0], 1: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])
+
+
+def test_a_scheduler_is_cut_off_for_longer_than_the_limit_of_silence(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+    options = ("--start-pipelines", "2", "--worker-timeout", "2")
+    with switched(3) as switch, elastic_run(tmp_path, 1, 2, *options, machines=switch.machines, center=2) as run:
+        for pipeline in range(2):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1], 10)
+        switch.plug(switch.machines[2], False)
+        run.wait(lambda: "seems to be cut off" in run.said(), "the scheduler to notice")
+        time.sleep(2.0)
+        switch.plug(switch.machines[2], True)
+        run.wait_for_turns([0, 1], 10)
+        assert run.finish() == {0: [0], 1: [0]}, run.said()
+        assert "is gone" not in run.said()
+        assert [len(run.rows(pipeline)) for pipeline in range(2)] == [1, 1]
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 1])
+
+
+def test_of_two_machines_that_cannot_reach_each_other_the_younger_is_put_out(tmp_path: Path) -> None:
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"timeout": timedelta(minutes=5)})
+    options = ("--start-pipelines", "3", "--worker-timeout", "2")
+    with switched(3) as switch, elastic_run(tmp_path, 1, 3, *options, machines=switch.machines, center=2) as run:
+        for pipeline in range(3):
+            run.start(pipeline, work)
+        run.wait_for_turns([0, 1, 2], 10)
+        parted = time.monotonic()
+        for machine in switch.machines[:2]:
+            switch.part(machine)
+        run.wait(run.jobs[1].ended, "the end of pipeline 1")
+        assert time.monotonic() - parted < 45, "of 2 s, and some epochs"
+        run.wait_for_turns([0, 2], 10)
+        assert "cannot reach pipelines 0" in run.said()
+        assert run.finish() == {0: [0], 1: [1], 2: [0]}, run.said()
+        check_that_nothing_is_lost(run)
+        check_that_replicas_were_equal(run, [0, 2])

@@ -1,0 +1,66 @@
+"""The scheduler's key-value store as torch knows stores: process groups are made over it."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.policies.terms import Terms
+from lightning_sdpipe.scheduler.elastic_client import CancelledError, ElasticClient
+from lightning_sdpipe.worker.elastic.store import SchedulerStore
+from tests.scheduler.live_scheduler import serving
+
+SIZE = 3
+
+
+def test_replicas_find_each_other_through_the_scheduler() -> None:
+    terms = Terms(start_pipelines=SIZE, settle=0.0)
+    sums: list[float] = []
+
+    def replica(address: str, pipeline: int) -> None:
+        client = ElasticClient(address, Worker(0, pipeline), 100 + pipeline, timeout=20)
+        client.enrol({})
+        store = SchedulerStore(client, "epoch-1-0", 20.0)
+        group = dist.ProcessGroupGloo(store, pipeline, SIZE, timedelta(seconds=20))
+        tensor = torch.full((4,), float(pipeline))
+        group.allreduce([tensor]).wait()
+        sums.append(tensor.sum().item())
+        client.close()
+
+    with serving(NoSync(), 1, SIZE, elastic=terms) as server:
+        threads = [threading.Thread(target=replica, args=(server.address, pipeline)) for pipeline in range(SIZE)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert sums == [12.0] * SIZE
+
+
+def test_waits_end_when_they_are_cancelled_or_in_vain() -> None:
+    with serving(NoSync(), 1, 1, elastic=Terms(settle=0.0)) as server:
+        client = ElasticClient(server.address, Worker(0, 0), 7, timeout=20)
+        try:
+            client.enrol({})
+            gone: list[bool] = []
+            store = SchedulerStore(client, "room", 0.2, lambda: bool(gone))
+            store.set("here", "1")
+            assert store.get("here") == b"1"
+            assert store.add("count", 2) == 2
+            assert [store.check(["here"]), store.check(["here", "there"])] == [True, False]
+            with pytest.raises(SchedulerError, match=r"waited 0\.2 s for another worker to set room/there"):
+                store.wait(["there"])
+            gone.append(True)
+            with pytest.raises(CancelledError, match="room"):
+                store.wait(["there"])
+            assert store.delete_key("here")
+            with pytest.raises(ValueError, match="without a slash"):
+                SchedulerStore(client, "a/b", 1.0)
+        finally:
+            client.close()

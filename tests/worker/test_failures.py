@@ -1,0 +1,242 @@
+"""Whatever goes wrong ends the run soon, with one clear message and without a process left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sdpipe import AllReduce, SDPipeStrategy
+from tests.features.running import as_torchrun
+from tests.features.table import refused, supported
+from tests.own_session import Script, script
+from tests.scripts import endings, run_case
+from tests.test_strategy import Regression, fit
+from tests.workers import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*command: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
+    """A script in a process of its own, and what marks the environment of all that it starts."""
+    marker = f"sdpipe-test-{os.getpid()}-{time.monotonic_ns()}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=os.environ | environment | {"SDPIPE_TEST_RUN": marker, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return process, marker
+
+
+def processes_of(marker: str) -> dict[int, str]:
+    left = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker in (process / "environ").read_text(errors="replace"):
+                left[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+        except OSError:  # ended meanwhile, or not ours
+            continue
+    return {number: command for number, command in left.items() if command}
+
+
+def printed_by(process: subprocess.Popen[str], marker: str, seconds: float) -> str:
+    """Waits until all that ``process`` has started has ended; if that takes too long, each says where it stands."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        left = processes_of(marker)
+        for number in left:
+            os.kill(number, signal.SIGABRT)
+        pytest.fail(f"{left} did not end within {seconds:g} s:\n{process.communicate(timeout=10)[0]}")
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("stages", "4 workers cannot form pipelines of num_stages=3 stages.*Use num_stages from"),
+        ("too_many_stages", "num_stages=4 is more than the model's 3 blocks"),
+        ("partition", r"partition=\[3, 2\] does not cut 3 blocks into 2 stages"),
+        ("no_chain", "No chain of blocks was found in Model"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_before_any_process_starts(tmp_path: Path, case: str, message: str) -> None:
+    with script(tmp_path, run_case.main, case) as run:
+        assert run.wait(30) == 1
+        assert run.left() == []
+        printed = run.printed()
+    assert re.search(message, printed), printed
+    assert printed.count("Traceback") == 1
+    assert "Starting with" not in printed
+
+
+@pytest.mark.distributed
+def test_a_batch_smaller_than_the_micro_batches_says_so(tmp_path: Path) -> None:
+    with script(tmp_path, run_case.main, "small_batch", "fork") as run:
+        assert run.wait(30) == 1
+        assert run.left() == []
+        assert "A batch of 8 samples cannot be split into num_micro_batches=9" in run.printed()
+
+
+def _with_port(port: int) -> None:
+    run_case.main("none", "fork", MASTER_PORT=str(port), MASTER_ADDR="127.0.0.1")
+
+
+@refused("Failures", "a port that is in use", "is in use by another program")
+@pytest.mark.distributed
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with script(tmp_path, _with_port, port) as run:
+            assert run.wait(30) == 1
+            assert run.left() == []
+            assert f"MASTER_PORT={port} is in use by another program" in run.printed()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("killed", r"(receiving from|sending to) stage 0 \(rank 1\) failed"),
+        ("killed_all_reduce", r"averaging gradients among ranks \[0, 1\] failed"),
+        ("killed_het_pipe", r"((receiving from|sending to) pipeline 1 \(rank 1\)|meeting among ranks \[0, 1\]) failed"),
+        (
+            "killed_ad_psgd",
+            r"(exchanging with pipeline 1 of stage 0|meeting among ranks \[0, 1\]) failed",
+        ),
+    ],
+)
+def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(tmp_path: Path, case: str, message: str) -> None:
+    """No launcher looks after these two."""
+    port = free_port()
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    with (
+        script(tmp_path / "0", as_torchrun, 0, port, 2, run_case.main, (case,)) as survivor,
+        script(tmp_path / "1", as_torchrun, 1, port, 2, run_case.main, (case,)) as killed,
+    ):
+        assert killed.wait(40) == -signal.SIGKILL
+        assert survivor.wait(20) == 1
+        assert killed.left() == survivor.left() == []
+        assert re.search(message, survivor.printed()), survivor.printed()
+
+
+@supported("Failures", "an exception on any rank", "ends all ranks; the first one's reason is printed")
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", range(4))
+def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
+    with script(tmp_path, endings.main, "fork", f"raise:{rank}") as run:
+        assert run.wait(30) == 1
+        assert run.left() == []
+        assert first_failure(run) == (rank, "ZeroDivisionError: the user's own mistake")
+        assert "ZeroDivisionError: the user's own mistake" in run.printed()
+
+
+@supported("Failures", "`SIGKILL` of any rank", "ends all ranks; where it was rank 0, after some seconds")
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", range(4))
+def test_the_death_of_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
+    with script(tmp_path, endings.main, "fork", f"kill:{rank}") as run:
+        assert run.wait(40) == 1
+        assert run.left() == []
+        assert f"process {rank} terminated with signal SIGKILL" in run.printed()
+
+
+@supported("Failures", "`SIGTERM` to any rank", "ends all ranks, after the batch in hand; its exit code is 143")
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", range(4))
+def test_sigterm_to_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
+    with script(tmp_path, endings.main, "fork", "none") as run:
+        os.kill(training_ranks(run)[rank], signal.SIGTERM)
+        assert run.wait(30) == 1
+        assert run.left() == []
+        assert first_failure(run) == (rank, "ended by SIGTERM")
+        # the first process hears either of the one that ended, or of one that this one took down with it
+        told = f"process {rank} terminated with exit code 143|failed first and ended the run: ended by SIGTERM"
+        assert re.search(told, run.printed())
+
+
+@supported("Failures", "Ctrl-C", "in a terminal, which tells all ranks, or `SIGINT` to the first process alone")
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("tell", [os.kill, os.killpg], ids=["first", "all"])
+def test_a_signal_to_the_first_process_or_to_all_ends_all(tmp_path: Path, number: signal.Signals, tell: Any) -> None:
+    with script(tmp_path, endings.main, "fork", "none") as run:
+        training_ranks(run)
+        tell(run.pid, number)
+        assert run.wait(30) == (1 if number == signal.SIGINT else -signal.SIGTERM)
+        assert run.left() == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("fault", ["term:0", "linger:0"])
+def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(fault: str) -> None:
+    """Also when they end first, while it waits for them, and take longer than it waits."""
+    process, marker = start("tests.scripts.endings", "popen", fault, "2")
+    printed = printed_by(process, marker, 50)
+    assert process.returncode == 143, printed
+    assert "Traceback" not in printed
+    assert processes_of(marker) == {}
+
+
+def training_ranks(run: Script) -> dict[int, int]:
+    """The process of each rank, once all four are training."""
+    deadline = time.monotonic() + 40
+    while len(found := dict(re.findall(r"rank (\d) is process (\d+)\n", run.printed()))) < 4:
+        assert run.process.is_alive(), run.printed()
+        assert time.monotonic() < deadline, run.printed()
+        time.sleep(0.02)
+    return {int(rank): int(process) for rank, process in found.items()}
+
+
+def first_failure(run: Script) -> tuple[int, str]:
+    """The rank and its reason, as the scheduler wrote it down: once."""
+    pattern = r"scheduler: worker \(stage (\d), pipeline (\d)\) failed first: (.*); the run is over"
+    ((stage, pipeline, reason),) = re.findall(pattern, run.printed())
+    return 2 * int(pipeline) + (1 - int(stage)), reason
+
+
+class Failing(Regression):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.global_rank == 1:
+            raise ZeroDivisionError("the user's own mistake")
+        return super().training_step(batch, batch_idx)
+
+
+def held() -> tuple[list[str], set[str]]:
+    """The sockets and the child processes of this process."""
+    links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    threads = Path("/proc/self/task").iterdir()
+    children = {child for thread in threads for child in (thread / "children").read_text().split()}
+    return sorted(link for link in links if link.startswith("socket:")), children
+
+
+@supported("Failures", 'a new `fit` after a failed one, with `start_method="fork"`', "in the same process")
+@pytest.mark.distributed
+def test_a_new_fit_after_a_failed_one(tmp_path: Path) -> None:
+    def strategy() -> SDPipeStrategy:
+        return SDPipeStrategy(2, AllReduce(), start_method="fork")
+
+    before, variables = held(), dict(os.environ)
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="the user's own mistake"):
+        fit(tmp_path / "failed", strategy(), 4, 4, Failing())
+    assert multiprocessing.active_children() == []
+    assert held() == before
+    assert dict(os.environ) == variables
+    trainer, _ = fit(tmp_path / "again", strategy(), 4, 4)
+    assert trainer.callback_metrics["loss_epoch"] < 1

@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, write_keys
+from lightning_sdpipe.worker.scheduler_connection import connect, standing_scheduler, start_scheduler
+from tests.scheduler.live_scheduler import serving
+from tests.workers import run_workers
+
+MESH = (4, 2)
+
+
+def take_part(rank: int, address: str | None) -> tuple[int, bool]:
+    mesh = Mesh.build(*MESH)
+    embedded, where = None, standing_scheduler(address, None)
+    if where is None:
+        embedded, where = start_scheduler(AllReduceModels(), mesh, "tcp://127.0.0.1:*")
+    client = connect(where, mesh, timeout=20, on_abort=lambda _: None)
+    try:
+        client.join()
+        dist.barrier()
+        client.ready(0)
+        members = len(client.group().members)
+        dist.barrier()
+    finally:
+        client.close()
+        if embedded is not None:
+            embedded.close()
+    return members, where.keys is not None
+
+
+@pytest.mark.distributed
+def test_rank_zero_starts_one_and_everybody_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SDPIPE_SCHEDULER", raising=False)
+    assert run_workers(4, take_part, None) == [(2, True)] * 4
+
+
+@pytest.mark.distributed
+def test_a_scheduler_that_runs_already_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the keys of this account, where none are named."""
+    keys = read_scheduler_keys(own_keys()[0])
+    with serving(SemiDecentralized(window=30.0), 2, 2, keys=keys) as standing:
+        monkeypatch.setenv("SDPIPE_SCHEDULER", standing.address)
+        assert run_workers(4, take_part, None) == [(2, True)] * 4
+
+
+def test_the_key_file_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler_file, worker_file = write_keys(tmp_path)
+    monkeypatch.setenv("SDPIPE_KEY_FILE", str(worker_file))
+    where = standing_scheduler("tcp://10.0.0.1:5555", None)
+    assert where is not None
+    assert where.keys is not None
+    assert where.keys.scheduler_public == read_scheduler_keys(scheduler_file).public
