@@ -20,7 +20,6 @@ from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.partition import plan
-from lightning_sdpipe.placement.placed import placed_blocks, read_placement
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.measured_groups import with_measured_groups
@@ -32,6 +31,7 @@ from lightning_sdpipe.sync.methods import (
     refuse_without_flush,
 )
 from lightning_sdpipe.sync.synchronizer import SyncMethod
+from lightning_sdpipe.topology.placement_file import placed_blocks, read_placement
 from lightning_sdpipe.worker.assembly import Options
 from lightning_sdpipe.worker.launching import elastic_job
 from lightning_sdpipe.worker.launching.elastic_environment import ElasticEnvironment

@@ -19,14 +19,14 @@ from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, tie_again, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.data.loader import PipelineLoader
-from lightning_sdpipe.groups import backends, prepare_world
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.pipeline.data import shared_seed
 from lightning_sdpipe.sync.methods import deals
+from lightning_sdpipe.topology.groups import backends, prepare_world
+from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.adaptation import adapt
 from lightning_sdpipe.trainer.clock import ClockChecks

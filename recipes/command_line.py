@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_sdpipe.configuration import check, explain
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.topology.mesh import Mesh
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 _MOST = 256  # combinations of a sweep that are looked at before it starts

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sdpipe import SDPipeStrategy, p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.exchange.payloads import EightBit, Half, OneBit, Payload, TopK
-from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.random_streams import RandomStreams, generator_of
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.mesh import Mesh
 from recipes.classification import ResNet
 from recipes.language import LanguageModel
 from tests import accelerator

@@ -21,7 +21,7 @@ from torchmetrics import MeanMetric
 from lightning_sdpipe import AllReduce, Exchange, LocalSGD, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.payloads import EightBit, Half, OneBit, Payload
-from lightning_sdpipe.groups import prepare_world
+from lightning_sdpipe.topology.groups import prepare_world
 from tests import accelerator
 from tests.features.running import as_torchrun
 from tests.worker.elastic import jobs

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.exchange.moving import Mover, finish
-from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
 from tests.test_strategy import fit
 from tests.workers import run_workers

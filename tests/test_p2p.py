@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.topology.groups import Replicas
 from tests.workers import run_workers
 
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from lightning_sdpipe.checkpoints.files import sync_directory
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 _REST = "meta.pt"  # Lightning's name for it, so that its functions read such a directory
 _OPTIMIZER = "optimizer_of_pipeline"

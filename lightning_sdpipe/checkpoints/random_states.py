@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.random_streams import generator_of
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 def gather(groups: ProcessGroups, device: torch.device) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.placeholder import Placeholder
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 _EXTRA = "_extra_state"  # what torch calls it
 _TAG = 2**31 - 1  # apart from the tags of the stages' messages

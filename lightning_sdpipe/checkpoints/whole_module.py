@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership, replace_data
 from lightning_sdpipe.partition.same_memory import held_together
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 def is_whole(module: nn.Module) -> bool:

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe.checkpoints import whole
 from lightning_sdpipe.checkpoints.distributed import DistributedWriter, read_part
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 class Checkpoints:

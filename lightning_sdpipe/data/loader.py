@@ -34,8 +34,8 @@ from torch.utils.data import (
 
 from lightning_sdpipe.data.drawing import DrawingCollate, Drawn, drawing_copy, with_collate
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.random_streams import RandomStreams, Stream, mix
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 _STREAMS = RandomStreams(torch.device("cpu"))
 _FETCHING = -1  # in the place of a block's number

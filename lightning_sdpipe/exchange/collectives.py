@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.exchange.moving import Pending, Scratch, pieces_of
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.topology.groups import Replicas
 
 Collect = Callable[[Tensor, Tensor], None]
 

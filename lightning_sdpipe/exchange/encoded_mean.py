@@ -21,8 +21,8 @@ from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
 from lightning_sdpipe.exchange.parts import Place, Team, owned
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.exchange.transfers import Transfers
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.topology.groups import Replicas
 
 WORTH_HALVING = 2**18
 """Values of which one half is encoded while the other travels. More parts would cost more time than they hide."""

@@ -19,7 +19,7 @@ from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
 from lightning_sdpipe.exchange.parts import Team
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
-from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.topology.groups import Replicas
 
 TAG = 2**31 - 3
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import as_real
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.topology.groups import Replicas
 
 SMALL = 2**20
 """Bytes of a last bucket with which flags travel at most, and of buckets that a model is divided into at least."""

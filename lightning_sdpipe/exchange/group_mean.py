@@ -22,8 +22,8 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.moving import Pending, Scratch, pieces_of, tag_of
 from lightning_sdpipe.exchange.transfers import Transfers
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.topology.groups import Replicas
 
 _BLOCK = 2**16  # elements that are added up at once, since they fit into a processor's cache
 

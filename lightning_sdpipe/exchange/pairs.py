@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.topology.groups import Replicas
 
 
 class PairMean:

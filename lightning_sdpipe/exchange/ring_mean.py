@@ -17,8 +17,8 @@ from lightning_sdpipe.exchange.algorithms import ring
 from lightning_sdpipe.exchange.common_reference import BROKEN_OFF
 from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.topology.groups import Replicas
 
 
 class RingMean:

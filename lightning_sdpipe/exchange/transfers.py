@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import unrecorded
+from lightning_sdpipe.topology.groups import Replicas
 
 
 @dataclass

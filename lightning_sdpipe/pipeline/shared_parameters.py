@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.gradients import has_hooks
 from lightning_sdpipe.pipeline.late_sums import LateSum
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 @dataclass(frozen=True)

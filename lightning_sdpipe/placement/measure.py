@@ -25,8 +25,8 @@ from lightning_sdpipe.placement.abilities import Abilities, abilities, relative
 from lightning_sdpipe.placement.links import Link, combine, summary
 from lightning_sdpipe.placement.meeting import Meeting
 from lightning_sdpipe.placement.network import Device, Network, write_network
-from lightning_sdpipe.placement.roll_call import device_name, this_host
 from lightning_sdpipe.placement.rounds import Pair, schedule, together
+from lightning_sdpipe.topology.hosts import device_name, this_host
 
 MAYBE: Any = Link | None
 

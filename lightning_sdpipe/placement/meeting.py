@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.tcp_store import open_store
+from lightning_sdpipe.topology.tcp_store import open_store
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.model import Model
-from lightning_sdpipe.placement.placed import one_row_per_line
+from lightning_sdpipe.topology.placement_file import one_row_per_line
 
 FORMAT = "sdpipe-network/1"
 SITES = "sdpipe-sites/1"

@@ -15,12 +15,12 @@ from lightning_sdpipe.placement.cost import Cost, CostModel, Stages, Weights, de
 from lightning_sdpipe.placement.drawn import Drawn, draw
 from lightning_sdpipe.placement.model import Traffic, traffic_of
 from lightning_sdpipe.placement.network import Network
-from lightning_sdpipe.placement.placed import FORMAT, Placement
 from lightning_sdpipe.placement.rank_zero import ending_with, free_hosts
 from lightning_sdpipe.placement.search import Found, search
 from lightning_sdpipe.placement.throughput import CutJob, Job, Spans, Sync
 from lightning_sdpipe.placement.unlike import ALTERNATIONS, best_cut, place_unlike
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.topology.placement_file import FORMAT, Placement
 
 ALIKE = 1.05
 """Devices whose speeds differ by less are taken for equally fast: profiles are not more exact."""

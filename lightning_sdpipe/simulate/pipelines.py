@@ -20,12 +20,12 @@ from typing import Literal, Protocol
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.tracks import Track
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.policies.announcing import share_before
 from lightning_sdpipe.policies.decisions import BrokenRule, Decision, Group, check_group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Progress, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import Policy, When
 from lightning_sdpipe.simulate.schedules import Schedule, passes
+from lightning_sdpipe.topology.mesh import Mesh
 
 FORWARD_SHARE = 1 / 3
 """Of the time of a mini-batch: a backward takes about twice as long as its forward."""

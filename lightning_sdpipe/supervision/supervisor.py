@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.scheduler.stop_signals import stop_signals
 from lightning_sdpipe.supervision.children import Child, Keeper
 from lightning_sdpipe.supervision.events import (
@@ -40,6 +39,7 @@ from lightning_sdpipe.supervision.rules import FAILED, Rules
 from lightning_sdpipe.supervision.script import REPORT
 from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.state import Settings
+from lightning_sdpipe.topology.mesh import Mesh
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 5.0  # seconds that the scheduler gets to end

@@ -21,13 +21,13 @@ from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.late import turn_into_changes
 from lightning_sdpipe.exchange.moving import finish, pieces_of
 from lightning_sdpipe.exchange.outer_model import OuterModel
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.exchanges import OUTER, Takes, hosts_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.topology.groups import Replicas
 
 MOMENTUM = "outer_momentum"
 _MIXES = (

@@ -16,11 +16,11 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import TakeOver
 from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.synchronizer import Replica
+from lightning_sdpipe.topology.groups import Replicas
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 5  # names in a message

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.collectives import TakeOver
 from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.p2p import broadcast_bytes, waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.synchronizer import Replica
+from lightning_sdpipe.topology.groups import Replicas
 
 
 def take_over_furthest(replica: Replica, among: Replicas, reached: int) -> None:

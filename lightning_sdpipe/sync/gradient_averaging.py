@@ -9,10 +9,10 @@ from torch import Tensor
 from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.sync.exchanges import hosts_of
 from lightning_sdpipe.sync.furthest import take_over_furthest
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.topology.groups import Replicas
 
 
 class GradientAveraging(Synchronizer):

@@ -14,7 +14,6 @@ from lightning_sdpipe.exchange.collectives import FullMean
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
@@ -24,6 +23,7 @@ from lightning_sdpipe.sync.furthest import take_over_furthest
 from lightning_sdpipe.sync.meetings import Meetings
 from lightning_sdpipe.sync.shared_models import InPlace, Published, SharedModel
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.topology.groups import Replicas
 
 _BUCKET_BYTES = 25 * 2**20
 _MARKS = 2**24

@@ -9,11 +9,11 @@ import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.group_generator import generate_groups, hosts_as_groups, transfer_seconds
 from lightning_sdpipe.placement.network import read_network
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.sync.methods import ByPolicy
 from lightning_sdpipe.sync.synchronizer import SyncMethod
+from lightning_sdpipe.topology.group_generator import generate_groups, hosts_as_groups, transfer_seconds
 
 
 def with_measured_groups(method: SyncMethod, num_stages: int, placed: bool) -> SyncMethod:

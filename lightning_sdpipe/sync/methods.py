@@ -19,7 +19,6 @@ from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.exchange.value import Exchange
-from lightning_sdpipe.partition.group_generator import hosts_as_groups
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule
@@ -56,6 +55,7 @@ from lightning_sdpipe.sync.late_averaging import LateAveraging
 from lightning_sdpipe.sync.model_averaging import ModelAveraging
 from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
+from lightning_sdpipe.topology.group_generator import hosts_as_groups
 
 
 @dataclass(frozen=True)

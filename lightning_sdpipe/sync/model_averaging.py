@@ -7,10 +7,10 @@ import time
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import Mover, finish
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.exchanges import Begin, mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.topology.groups import Replicas
 
 _REMEMBERED = 100
 """Groups over which the inequality of weights is averaged."""

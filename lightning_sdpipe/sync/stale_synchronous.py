@@ -12,9 +12,9 @@ import time
 from torch import Tensor
 
 from lightning_sdpipe.exchange.server import ParameterServer, RemoteServer
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.admission import AdmissionRule, admission
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.topology.groups import Replicas
 
 
 class StaleSynchronous(Synchronizer):

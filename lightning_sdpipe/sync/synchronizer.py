@@ -15,11 +15,11 @@ from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.value import Exchange
-from lightning_sdpipe.groups import ProcessGroups, Replicas, Traffic
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.topology.groups import ProcessGroups, Replicas, Traffic
 
 
 @dataclass

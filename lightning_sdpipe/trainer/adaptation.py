@@ -10,10 +10,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_sdpipe.exchange.buckets import FlatBucket
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.pipeline import Pipeline
+from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.trainer import finetuning
 from lightning_sdpipe.trainer.clipping import clip_over_stages, clip_without_flush
 from lightning_sdpipe.trainer.last_stage import gather_metrics_over, leave_results_to_the_last_stage

@@ -16,9 +16,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.random_streams import RandomStreams
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 _BEFORE_THE_STEP = -2  # in the place of a micro-batch's number
 _BETWEEN_STEPS = -1

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sdpipe.checkpoints import random_states
-from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.draws import Draws, Point

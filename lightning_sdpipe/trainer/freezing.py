@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket, flatten
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 class Freezing:

@@ -17,8 +17,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 _Scaler = TypeVar("_Scaler", bound=torch.amp.GradScaler)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.partition.structure import Constant, Number, Opaque, Structure, TensorMeta, take_apart
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 _TAG = 2**31 - 2
 

@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.partition.cut_step import CutModel
@@ -27,6 +26,7 @@ from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import StageRunner
+from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.trainer.freezing import Freezing
 
 

@@ -15,16 +15,16 @@ from lightning.pytorch import Trainer
 from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
-from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.pipeline.data import shared
-from lightning_sdpipe.placement.placed import check_shape, mesh_of
-from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync.methods import on_hosts
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.hosts import roll_call
+from lightning_sdpipe.topology.mesh import Mesh
+from lightning_sdpipe.topology.placement_file import check_shape, mesh_of
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.dealt_turns import Dealing, DealtTurns
 from lightning_sdpipe.worker.assembly import Assembled

@@ -20,8 +20,8 @@ from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.payloads import Full
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.topology.groups import Replicas
 from recipes.suites.namespaces import INTERFACE, NotAllowed, address, enter, hosts
 from recipes.suites.processes import in_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated

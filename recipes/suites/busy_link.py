@@ -22,8 +22,8 @@ import torch
 from lightning_sdpipe import Exchange, NoSync, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.exchange.payloads import Full
 from lightning_sdpipe.heterogeneity import Delays
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.placement.network import Device, Network
+from lightning_sdpipe.topology.mesh import Mesh
 from recipes.suites import machine, traffic, trainings
 from recipes.suites.emulated import EmulatedChain
 from recipes.suites.emulated_links import WITHIN_A_MACHINE, emulated_links

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.placement.network import Network
+from lightning_sdpipe.topology.groups import Replicas
 
 PATIENCE = 300.0
 """Seconds that a message may take."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.topology.groups import Replicas
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 

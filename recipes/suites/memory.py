@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.topology.groups import ProcessGroups
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Ratios, Row, ratio
 from recipes.suites.stages import TRAINING, open_pipeline, open_stage

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_sdpipe.partition.group_generator import all_reduce_bytes
 from lightning_sdpipe.policies import Progress
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.events import Worker
@@ -22,6 +21,7 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate import Run, Work, jittered, simulate
+from lightning_sdpipe.topology.group_generator import all_reduce_bytes
 from recipes.suites import phd_bounds, phd_bytes, phd_figures
 from recipes.suites.figures import require_matplotlib
 from recipes.suites.phd_training import Task, accuracy_at, reached, train

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.topology.groups import Replicas
 from recipes.suites.processes import run_processes
 from recipes.suites.ratios import Row
 

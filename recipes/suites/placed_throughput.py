@@ -22,8 +22,8 @@ from lightning_sdpipe import SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.placement.place import Asked, Placed, place
-from lightning_sdpipe.placement.placed import write_placement
-from lightning_sdpipe.placement.roll_call import this_host
+from lightning_sdpipe.topology.hosts import this_host
+from lightning_sdpipe.topology.placement_file import write_placement
 from recipes.suites.emulated import EmulatedChain
 from recipes.suites.emulated_links import emulated_links
 from recipes.suites.ratios import Ratios, Row, ratio, rotated

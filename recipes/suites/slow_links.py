@@ -20,10 +20,10 @@ from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, Half, OneBit, Payload
 from lightning_sdpipe.exchange.ring_mean import RingMean
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.decentralized import with_neighbours
 from lightning_sdpipe.policies.peers import ring, shift_one
+from lightning_sdpipe.topology.groups import Replicas
 from recipes.suites.namespaces import INTERFACE, NotAllowed, address, enter, hosts
 from recipes.suites.processes import in_processes
 from recipes.suites.ratios import Ratios, Row, ratio, rotated

@@ -11,13 +11,13 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition import plan, rehearsal
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.stage_runner import Step
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import Assembled, Options, assemble
 from recipes.suites.processes import TRANSFER_TIMEOUT
 

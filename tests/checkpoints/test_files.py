@@ -24,8 +24,8 @@ from lightning_sdpipe.checkpoints import files
 from lightning_sdpipe.checkpoints.distributed import DistributedWriter
 from lightning_sdpipe.checkpoints.files import WholeFiles
 from lightning_sdpipe.errors import NotWrittenError, WorkerFailedError
-from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.mesh import Mesh
 from tests.workers import run_workers
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_sdpipe.checkpoints import random_states
-from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.mesh import Mesh
 from tests.workers import run_workers
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.checkpoints import whole
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition.ownership import Ownership, assign_owners, keep_only
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.mesh import Mesh
 from tests.workers import run_workers
 
 CPU = torch.device("cpu")

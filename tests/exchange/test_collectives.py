@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sdpipe.exchange import moving
 from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
 from tests.workers import run_workers
 

@@ -25,7 +25,7 @@ from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.pairs import PairMean
 from lightning_sdpipe.exchange.payloads import Full, OneBit
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
-from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, one_thread, together
 

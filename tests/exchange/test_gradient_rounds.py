@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
-from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.topology.groups import Replicas
 from tests.workers import run_workers
 
 SHAPES = [(3,), (2, 2), (5,), (1,), (4,)]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.groups import Replicas
+from lightning_sdpipe.topology.groups import Replicas
 
 _names = count()
 

@@ -13,14 +13,14 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.partition import plan, rehearsal
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.stage_runner import Step
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import Options, assemble
 
 CPU = torch.device("cpu")

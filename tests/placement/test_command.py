@@ -12,8 +12,8 @@ import pytest
 from lightning_sdpipe import cli
 from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.cost import weights
-from lightning_sdpipe.placement.placed import read_placement
 from lightning_sdpipe.placement.search import search
+from lightning_sdpipe.topology.placement_file import read_placement
 
 BLOCK = {"seconds": 0.1, "parameter_bytes": 40_000_000, "activation_bytes": 1_000_000, "gradient_bytes": 1_000_000}
 REGIONS: dict[str, Any] = {

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
 from lightning_sdpipe.heterogeneity import Static
-from lightning_sdpipe.mesh import Mesh
-from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
-from lightning_sdpipe.placement.roll_call import device_name, this_host
+from lightning_sdpipe.topology.hosts import device_name, this_host
+from lightning_sdpipe.topology.mesh import Mesh
+from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from tests.features.running import Regression, assert_same, on_four_ranks, pipelines, train_loader, weights
 
 ACROSS = ((1, 2), (3, 0))

@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.configuration import check
-from lightning_sdpipe.placement.placed import FORMAT, Placement, write_placement
 from lightning_sdpipe.sync import PHDPSGD
+from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = {

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.exchange.value import Exchange
-from lightning_sdpipe.groups import Replicas, Traffic
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
+from lightning_sdpipe.topology.groups import Replicas, Traffic
+from lightning_sdpipe.topology.mesh import Mesh
 from tests.exchange.threads import Crew, together
 
 TIMEOUT = timedelta(seconds=20)
@@ -86,7 +86,7 @@ class Client:
 
 
 class Places:
-    """As :class:`~lightning_sdpipe.groups.ProcessGroups`, of groups without a name."""
+    """As :class:`~lightning_sdpipe.topology.groups.ProcessGroups`, of groups without a name."""
 
     def __init__(self, crew: Crew, beside: Crew, rank: int) -> None:
         self.mesh, self.rank = Mesh.build(crew.size, 1), rank

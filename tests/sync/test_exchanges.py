@@ -24,7 +24,7 @@ from lightning_sdpipe import (
     SemiDecentralized,
 )
 from lightning_sdpipe.optim import FrozenVariance
-from lightning_sdpipe.placement.roll_call import HOST_VARIABLE
+from lightning_sdpipe.topology.hosts import HOST_VARIABLE
 from lightning_sdpipe.trainer.optimizers import refuse_unfit_momentum
 from lightning_sdpipe.worker.elastic.refusals import check_options
 from tests.sync.test_methods import EqualReplicas, Gentle, Uneven, train

@@ -17,9 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sdpipe import AllReduce, ConfigurationError, EightBit, Exchange, SDPipeStrategy
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.heterogeneity import Delays
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, write_network
 from lightning_sdpipe.policies import registry
@@ -28,6 +26,8 @@ from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.measured_groups import with_measured_groups
 from lightning_sdpipe.sync.methods import method_of, on_hosts
 from lightning_sdpipe.sync.synchronizer import Replica
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.elastic.refusals import check_options
 from tests.sync.hybrid_emulation import Emulation, Job
 from tests.sync.test_methods import EqualReplicas

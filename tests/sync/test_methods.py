@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, LocalSGD, NoSync, SDPipeStrategy
-from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync import ParameterServer, PartialReduce, SemiDecentralized
 from lightning_sdpipe.sync.methods import deals, method_of, refuse_without_flush
 from lightning_sdpipe.sync.synchronizer import Replica
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.mesh import Mesh
 from tests.test_strategy import Regression, data, fit
 from tests.workers import run_workers
 

@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, write_keys
+from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.scheduler_connection import connect, standing_scheduler, start_scheduler
 from tests.scheduler.live_scheduler import serving
 from tests.workers import run_workers

@@ -24,10 +24,10 @@ from torch._C._distributed_c10d import Store
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover
-from lightning_sdpipe.groups import Replicas
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.members import Epoch, Exchanging
+from lightning_sdpipe.topology.groups import Replicas
 
 log = logging.getLogger(__name__)
 

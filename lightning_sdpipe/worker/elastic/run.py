@@ -26,19 +26,19 @@ from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
-from lightning_sdpipe.groups import ProcessGroups
-from lightning_sdpipe.mesh import OnePipeline
 from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.data import shared
-from lightning_sdpipe.placement.placed import Placement, check_shape, order_of_stages
-from lightning_sdpipe.placement.roll_call import roll_call
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.elastic_client import CancelledError, Receive, Start, Told
 from lightning_sdpipe.sync.exchanges import among_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.hosts import roll_call
+from lightning_sdpipe.topology.mesh import OnePipeline
+from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.trainer import loop
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.dealt_turns import Dealing

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_sdpipe.groups import ProcessGroups
 from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 _BYTES = 128
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.tcp_store import is_loopback
+from lightning_sdpipe.topology.tcp_store import is_loopback
 from lightning_sdpipe.worker.launching import job
 
 _CHOSEN = 10_000  # the first port that is chosen

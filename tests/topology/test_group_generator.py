@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.group_generator import (
+from lightning_sdpipe.topology.group_generator import (
     all_reduce_bytes,
     cost,
     generate_groups,

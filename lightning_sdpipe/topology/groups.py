@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.topology.mesh import Mesh
 
 
 class Traffic:

@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.mesh import Mesh, OnePipeline
+from lightning_sdpipe.topology.mesh import Mesh, OnePipeline
 
 
 def test_consecutive_ranks_form_a_pipeline_with_its_last_stage_first() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.mesh import Mesh
+from lightning_sdpipe.topology.mesh import Mesh
 
 FORMAT = "sdpipe-placement/1"
 

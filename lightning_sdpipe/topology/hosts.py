@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.groups import ProcessGroups
+from lightning_sdpipe.topology.groups import ProcessGroups
 
 HOST_VARIABLE = "SDPIPE_HOST"
 LONGEST_NAME = 255

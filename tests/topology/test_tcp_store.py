@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_sdpipe import tcp_store
-from lightning_sdpipe.tcp_store import listen, open_store
+from lightning_sdpipe.topology import tcp_store
+from lightning_sdpipe.topology.tcp_store import listen, open_store
 from tests.features.running import Regression, as_torchrun, pipelines, train_loader
 from tests.own_session import script
 from tests.workers import free_port, listening

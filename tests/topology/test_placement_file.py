@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.mesh import Mesh
 from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.cost import default_order, evaluate, weights
 from lightning_sdpipe.placement.model import Traffic
 from lightning_sdpipe.placement.network import network_of_sites
-from lightning_sdpipe.placement.placed import (
+from lightning_sdpipe.placement.rank_zero import ending_with, free_hosts
+from lightning_sdpipe.topology.mesh import Mesh
+from lightning_sdpipe.topology.placement_file import (
     Order,
     Placement,
     check_shape,
@@ -23,7 +24,6 @@ from lightning_sdpipe.placement.placed import (
     read_placement,
     write_placement,
 )
-from lightning_sdpipe.placement.rank_zero import ending_with, free_hosts
 from tests.placement.test_search import random_network
 
 PLAIN: dict[str, Any] = {
