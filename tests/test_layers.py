@@ -39,7 +39,7 @@ HOUSE = (
 )
 
 LONG = {
-    "policies/membership.py": "who is in an elastic run: rules that depend on each other",
+    "membership/membership.py": "who is in an elastic run: rules that depend on each other",
     "scheduler/elastic_client.py": "what a worker of an elastic run asks and tells the scheduler",
     "scheduler/service.py": "what the scheduler does with each kind of message",
     "scheduler/client.py": "what a worker asks and tells the scheduler, over one connection that may be lost",

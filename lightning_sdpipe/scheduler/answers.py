@@ -15,10 +15,10 @@ from typing import Protocol
 
 import msgspec
 
+from lightning_sdpipe.membership.members import Met
+from lightning_sdpipe.membership.stuck import Stuck
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Met
-from lightning_sdpipe.policies.stuck import Stuck
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler.regrouping import MOST_OPEN, Broken, Regrouping
 from lightning_sdpipe.scheduler.transport import Transport

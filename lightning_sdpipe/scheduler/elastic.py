@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from lightning_sdpipe.policies import members as w
+from lightning_sdpipe.membership import members as w
+from lightning_sdpipe.membership.membership import MOST_PIPELINES, Membership
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.membership import MOST_PIPELINES, Membership
 from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.scheduler import answers
 from lightning_sdpipe.scheduler import elastic_messages as e

@@ -47,10 +47,10 @@ from typing import TypeAlias
 import zmq
 
 from lightning_sdpipe.errors import MustEndError, RefusedError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.membership.members import Donate, Epoch, Exchanging, Met, Receive
+from lightning_sdpipe.membership.stuck import MEETINGS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Donate, Epoch, Exchanging, Met, Receive
-from lightning_sdpipe.policies.stuck import MEETINGS
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler.connection import Connection
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
@@ -260,8 +260,8 @@ class ElasticClient:
                 self._left = (groups, before.sequence) if of_meeting else (before.sequence, meetings)
 
     def misses(self, epoch: int, pipelines: Iterable[int]) -> None:
-        """In that epoch, which tries (:attr:`~lightning_sdpipe.policies.members.Epoch.tries`), this worker cannot reach
-        those of its stage in ``pipelines``."""
+        """In that epoch, which tries (:attr:`~lightning_sdpipe.membership.members.Epoch.tries`), this worker cannot
+        reach those of its stage in ``pipelines``."""
         with self._changed:
             self._misses = epoch, tuple(sorted(pipelines))
         self._line.beat_now()

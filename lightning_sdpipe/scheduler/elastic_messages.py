@@ -11,9 +11,9 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from lightning_sdpipe.membership.members import Donate, Epoch, Exchanging, Met, Receive
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Count, Last, Worker
-from lightning_sdpipe.policies.members import Donate, Epoch, Exchanging, Met, Receive
 
 Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 
@@ -58,7 +58,8 @@ class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):
 
 
 class TellSnapshot(ElasticRequest, frozen=True, gc=False, tag="snapshot"):
-    """See :class:`~lightning_sdpipe.policies.members.Snapshot`; a worker that has not made one yet is at update -1."""
+    """See :class:`~lightning_sdpipe.membership.members.Snapshot`; a worker that has not made one yet is at update
+    -1."""
 
     transfer: str
     update: Last
@@ -166,7 +167,7 @@ class Line(ElasticReply, frozen=True, gc=False, tag="line"):
 
 
 class Start(ElasticReply, frozen=True, gc=False, tag="start"):
-    """See :class:`~lightning_sdpipe.policies.members.Started`."""
+    """See :class:`~lightning_sdpipe.membership.members.Started`."""
 
     epoch: Epoch
     fresh: bool

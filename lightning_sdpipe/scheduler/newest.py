@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_sdpipe.policies.members import MemberDecision, MemberEvent, Published, RunOver
+from lightning_sdpipe.membership.members import MemberDecision, MemberEvent, Published, RunOver
 from lightning_sdpipe.scheduler.elastic import Elastic
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from types import TracebackType
 import zmq
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.authentication import KeyCheck
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback

@@ -17,14 +17,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from lightning_sdpipe.membership.members import Donate, Epoch, Exchanging, Met, Receive
+from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.local_sgd import LocalSGD
-from lightning_sdpipe.policies.members import Donate, Epoch, Exchanging, Met, Receive
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.heard_answers import HeardAnswers

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
+from lightning_sdpipe.membership.members import Enrolled, Epoch, Meets, Member, Resumed
+from lightning_sdpipe.membership.membership import Membership
+from lightning_sdpipe.membership.returning import Returning
+from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.events import Broken
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.policies.members import Enrolled, Epoch, Meets, Member, Resumed
-from lightning_sdpipe.policies.membership import Membership
-from lightning_sdpipe.policies.returning import Returning
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler import server

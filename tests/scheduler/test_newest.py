@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.policies.members import (
+from lightning_sdpipe.membership.members import (
     Departed,
     Died,
     Enrolled,
@@ -18,8 +17,9 @@ from lightning_sdpipe.policies.members import (
     RunOver,
     Started,
 )
+from lightning_sdpipe.membership.terms import Terms
+from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler.newest import NewestCheckpoint
 from lightning_sdpipe.scheduler.service import SchedulerService
 

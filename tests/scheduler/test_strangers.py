@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.policies.terms import Terms
 from lightning_sdpipe.scheduler.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     WorkerKeys,

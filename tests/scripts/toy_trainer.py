@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 
+from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Epoch
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client import SchedulerClient

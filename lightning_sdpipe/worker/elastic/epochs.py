@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import Store
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.membership.members import Epoch, Exchanging
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Epoch, Exchanging
 from lightning_sdpipe.topology.groups import Replicas
 
 log = logging.getLogger(__name__)

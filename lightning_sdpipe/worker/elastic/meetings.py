@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.membership.members import Met
+from lightning_sdpipe.membership.stuck import MEETINGS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Met
-from lightning_sdpipe.policies.stuck import MEETINGS
 from lightning_sdpipe.worker.elastic.epochs import EpochGroups
 
 MOST_BYTES = 1 << 15

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import Store
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.policies.members import Epoch, Exchanging, Member
 from lightning_sdpipe.worker.elastic import epochs
 from lightning_sdpipe.worker.elastic.epochs import EpochGroups
 from tests.exchange.threads import together
@@ -170,7 +170,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 from lightning_sdpipe.worker.elastic.epochs import EpochGroups
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Epoch, Member
+from lightning_sdpipe.membership.members import Epoch, Member
 
 class Nobody(Store):  # never says where the other member is
     def __init__(self, name, cancelled):

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from lightning_sdpipe import EightBit, Exchange
+from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.policies.members import Met
 from lightning_sdpipe.sync import PHDPSGD, LocalSGD, SemiDecentralized
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from lightning_sdpipe.worker.elastic import run as elastic_worker

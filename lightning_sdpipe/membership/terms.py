@@ -10,7 +10,7 @@ from lightning_sdpipe.policies.policy import check_integer, refusal
 
 
 class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a run; times in seconds. :mod:`lightning_sdpipe.policies.membership` says what they mean."""
+    """Of a run; times in seconds. :mod:`lightning_sdpipe.membership.membership` says what they mean."""
 
     min_pipelines: int = 1
     start_pipelines: int | None = None

@@ -6,8 +6,8 @@ or was lost; it may have heard of nothing since, as a machine that was asleep.
 
 from __future__ import annotations
 
+from lightning_sdpipe.membership.members import Enrolled, Member, MemberEvent, Passed, Resumed, Unreachable
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Enrolled, Member, MemberEvent, Passed, Resumed, Unreachable
 
 
 class Returning:

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.membership import members as w
+from lightning_sdpipe.membership.members import Epoch, Member, MemberDecision, MemberEvent, Met
+from lightning_sdpipe.membership.membership import Membership
+from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.policies import members as w
-from lightning_sdpipe.policies.members import Epoch, Member, MemberDecision, MemberEvent, Met
-from lightning_sdpipe.policies.membership import Membership
-from lightning_sdpipe.policies.terms import Terms
 
 LONG = settings.default.max_examples >= 10_000  # --hypothesis-profile=long
 HISTORIES = 100_000 if LONG else 2 * settings.default.max_examples

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from lightning_sdpipe.membership.members import Exchanging
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Exchanging
 
 MEETINGS = 2**30
 """Exchanges of meetings are numbered from there on, those of groups below it."""

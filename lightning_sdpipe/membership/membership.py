@@ -41,14 +41,14 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.policies import members as w
-from lightning_sdpipe.policies.donations import Donations
+from lightning_sdpipe.membership import members as w
+from lightning_sdpipe.membership.donations import Donations
+from lightning_sdpipe.membership.meetings import Meetings
+from lightning_sdpipe.membership.members import Epoch, Member, MemberDecision, MemberEvent
+from lightning_sdpipe.membership.reach import Reach
+from lightning_sdpipe.membership.returning import Returning
+from lightning_sdpipe.membership.terms import Terms, differences
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.meetings import Meetings
-from lightning_sdpipe.policies.members import Epoch, Member, MemberDecision, MemberEvent
-from lightning_sdpipe.policies.reach import Reach
-from lightning_sdpipe.policies.returning import Returning
-from lightning_sdpipe.policies.terms import Terms, differences
 
 MOST_PIPELINES = 1024
 """A number from there on is a mistake."""

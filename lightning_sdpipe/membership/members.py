@@ -2,7 +2,7 @@
 
 A *pipeline* is the unit that comes and goes. An *incarnation* is one start of its job: a number that its first stage
 drew, the same for all stages. An *epoch of membership* is a list of members; a new one begins whenever that changes.
-:mod:`lightning_sdpipe.policies.membership` decides.
+:mod:`lightning_sdpipe.membership.membership` decides.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_sdpipe.membership.members import Abandoned, Donate, MemberDecision, Receive
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.members import Abandoned, Donate, MemberDecision, Receive
 
 MOST_AHEAD = 64
 """Updates beyond the furthest stage that are proposed at most."""

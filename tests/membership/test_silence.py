@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from lightning_sdpipe.membership.silence import Silence
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.policies.silence import Silence
 
 LIMIT = 5.0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from lightning_sdpipe.policies.members import Met
+from lightning_sdpipe.membership.members import Met
 
 REMEMBERED = 64
 """Meetings of a stage whose answers are kept."""

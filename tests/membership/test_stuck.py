@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from lightning_sdpipe.membership.members import Exchanging
+from lightning_sdpipe.membership.stuck import MEETINGS, Stuck
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.policies.members import Exchanging
-from lightning_sdpipe.policies.stuck import MEETINGS, Stuck
 
 A, B, C = (Worker(0, i) for i in range(3))
 NONE = (-1, -1)
