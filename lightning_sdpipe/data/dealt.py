@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_sdpipe.data.drawing import Drawn, drawing_copy
 from lightning_sdpipe.data.shards import Shards
+from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies.leases import Lease, Segment
 from lightning_sdpipe.random_streams import mix
 
 Ask = Callable[[Segment, int], Lease]

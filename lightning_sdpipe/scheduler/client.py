@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import zmq
 
+from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import MustEndError, RefusedError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.leases import Lease, Segment
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.connection import GLANCE, Connection

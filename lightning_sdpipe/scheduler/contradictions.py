@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies.decisions import BrokenRule, Group, check_group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.leases import Lease, Segment
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 

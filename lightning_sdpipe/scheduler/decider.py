@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 
-from lightning_sdpipe.policies.dealer import Dealer
+from lightning_sdpipe.dealing.dealer import Dealer
+from lightning_sdpipe.dealing.leases import Lease, LeaseEvent
 from lightning_sdpipe.policies.decisions import Decision, check_group
 from lightning_sdpipe.policies.events import Event, Restarted, Widened
-from lightning_sdpipe.policies.leases import Lease, LeaseEvent
 from lightning_sdpipe.policies.policy import Policy, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 from lightning_sdpipe.scheduler.event_log import EventLog

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from lightning_sdpipe.dealing.leases import Expected, Returned
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Broken, Left, Lost, Regrouped, Widened, Worker
-from lightning_sdpipe.policies.leases import Expected, Returned
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.decider import PolicyFailed

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from lightning_sdpipe.policies.leases import Done, Lease, Segment
+from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 
 RECENT = 32
 """Batches whose mean length is told."""

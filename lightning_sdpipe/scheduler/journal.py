@@ -22,9 +22,9 @@ from pathlib import Path
 
 import msgspec
 
+from lightning_sdpipe.dealing.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.events import Widened, Worker
-from lightning_sdpipe.policies.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.scheduler.event_log import Entry, cut_half_a_line, write_whole
 
 log = logging.getLogger(__name__)

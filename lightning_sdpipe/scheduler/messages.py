@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Count, Last, Seconds, Worker
-from lightning_sdpipe.policies.leases import Done, Lease, Segment
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler.status import Status
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from lightning_sdpipe.dealing.dealer import Dealer
+from lightning_sdpipe.dealing.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.events import Event, Joined, Left, Ready, Tick, Worker
-from lightning_sdpipe.policies.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.policy import Policy
 
 RECENT = 32

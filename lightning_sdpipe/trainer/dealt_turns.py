@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_unflatten
 
 from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
 from lightning_sdpipe.data.shards import refuse_to_deal, why_sharded
+from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.sample import sample_batch
-from lightning_sdpipe.policies.leases import Segment
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.trainer.clock import ClockChecks

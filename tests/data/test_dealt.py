@@ -27,10 +27,10 @@ from torch.utils.data import (
 
 from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
 from lightning_sdpipe.data.shards import refuse_to_deal, why_sharded
+from lightning_sdpipe.dealing.dealer import Dealer
+from lightning_sdpipe.dealing.leases import Asked, Done, Lease, Segment, Told
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.policies.dealer import Dealer
-from lightning_sdpipe.policies.leases import Asked, Done, Lease, Segment, Told
 
 N = 3
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_sdpipe.data.dealt import DealtBatches
+from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.leases import Segment
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client import SchedulerClient
 from lightning_sdpipe.scheduler.process import EmbeddedScheduler

@@ -26,8 +26,8 @@ from torch.utils.data import (
 
 from lightning_sdpipe.data.dealt import DealtBatches
 from lightning_sdpipe.data.loader import PipelineLoader
+from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies.leases import Lease, Segment
 
 N, SIZE, BATCH = 3, 48, 4
 SEED = (7, 2)  # of the run, and the epoch

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lightning_sdpipe.dealing.leases import Done, Lease, Segment, Told
 from lightning_sdpipe.membership.members import Epoch, Member
 from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import PolicyConfig, Worker, registry
 from lightning_sdpipe.policies.events import Widened
-from lightning_sdpipe.policies.leases import Done, Lease, Segment, Told
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import elastic_messages as e
 from lightning_sdpipe.scheduler import messages as m

@@ -10,8 +10,8 @@ import pytest
 import zmq
 from hypothesis import settings
 
+from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies import Group, Reason, Worker
-from lightning_sdpipe.policies.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import messages as m
 from tests.scheduler.live_scheduler import clients, serving

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from lightning_sdpipe.dealing.dealer import Dealer
+from lightning_sdpipe.dealing.leases import Asked, Done, Lease, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.policies.dealer import Dealer
-from lightning_sdpipe.policies.leases import Asked, Done, Lease, Returned, Segment, Told, Trained
 from lightning_sdpipe.scheduler.event_log import Entry
 from lightning_sdpipe.scheduler.journal import Journal
 from tests.scheduler.test_leases import A, B, play, restored

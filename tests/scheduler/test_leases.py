@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdpipe.cli import main
+from lightning_sdpipe.dealing.dealer import Dealer
+from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.events import Widened
-from lightning_sdpipe.policies.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.client import SchedulerClient

@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.policies.leases import Lease, Segment
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import messages as m
 from lightning_sdpipe.scheduler.heard_leases import HeardLeases

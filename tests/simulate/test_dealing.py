@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_sdpipe.dealing.dealer import Dealer
+from lightning_sdpipe.dealing.leases import Asked
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import PolicyConfig, registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.draws import uniform
-from lightning_sdpipe.policies.leases import Asked
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate.dealing import DealtEpochs, Epochs

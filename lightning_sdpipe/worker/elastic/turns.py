@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_sdpipe.policies.leases import Segment
+from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.trainer.dealt_turns import DealtTurns
 from lightning_sdpipe.worker.elastic.words import Kind, Word, Words
 

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from lightning_sdpipe.dealing.dealer import Dealer
+from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies import Joined, PolicyConfig, Ready, RefusedEvent, Worker, registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.policies.dealer import Dealer
 from lightning_sdpipe.policies.events import Widened
-from lightning_sdpipe.policies.leases import Asked, Done, Expected, Lease, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_sdpipe.dealing.shares import micro_batches_by_speed, shares
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies.shares import micro_batches_by_speed, shares
 
 SPEEDS = st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 10)), min_size=1, max_size=6)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_sdpipe.policies.leases import Done, Lease
+from lightning_sdpipe.dealing.leases import Done, Lease
 
 SHORTEST = 1e-6
 """Seconds of a batch; no clock is finer."""

@@ -1,6 +1,6 @@
 """What is said about who trains which batches: asks and reports of workers, and the leases that answer them.
 
-:mod:`lightning_sdpipe.policies.dealer` decides.
+:mod:`lightning_sdpipe.dealing.dealer` decides.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from lightning_sdpipe.policies.accounts import Account
+from lightning_sdpipe.dealing.accounts import Account
+from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
+from lightning_sdpipe.dealing.shares import shares
 from lightning_sdpipe.policies.events import Widened, Worker
-from lightning_sdpipe.policies.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.policy import RefusedEvent
-from lightning_sdpipe.policies.shares import shares
 
 LEAST_SECONDS = 1.0
 """Of work in a lease, where there is as much: a pipeline asks about once in this time, or per batch."""
