@@ -26,7 +26,7 @@ from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler import policy_file
-from lightning_sdpipe.scheduler.connection import ask_status
+from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     is_loopback,
     own_keys,
@@ -34,11 +34,11 @@ from lightning_sdpipe.scheduler.credentials import (
     worker_keys,
     write_keys,
 )
-from lightning_sdpipe.scheduler.event_log import LIMIT, differences, read_log
-from lightning_sdpipe.scheduler.server import Server
-from lightning_sdpipe.scheduler.status import Status
-from lightning_sdpipe.scheduler.status_page import render, to_plain
-from lightning_sdpipe.scheduler.stop_signals import stop_signals
+from lightning_sdpipe.scheduler.log.event_log import LIMIT, differences, read_log
+from lightning_sdpipe.scheduler.log.status import Status
+from lightning_sdpipe.scheduler.log.status_page import render, to_plain
+from lightning_sdpipe.scheduler.server.server import Server
+from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
 
 _OWN_OPTIONS = {  # commands that parse their own
     "partition": "partition.__main__",

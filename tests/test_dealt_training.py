@@ -21,7 +21,7 @@ from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.slowdowns import Static
-from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.sync import (
     ADPSGD,
     PHDPSGD,

@@ -20,8 +20,8 @@ from lightning_sdpipe.configuration import check
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.policies import Worker, registry
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
-from lightning_sdpipe.scheduler.event_log import differences, read_log
-from lightning_sdpipe.scheduler.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.log.event_log import differences, read_log
+from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler
 from lightning_sdpipe.simulate import simulate
 from tests.policies.scripted import straggling
 from tests.recipes.test_conf import composed

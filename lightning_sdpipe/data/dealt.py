@@ -22,7 +22,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.random_streams import mix
 
 Ask = Callable[[Segment, int], Lease]
-"""The lease of that ordinal, as :meth:`lightning_sdpipe.scheduler.client.SchedulerClient.lease` gets it."""
+"""The lease of that ordinal, as :meth:`lightning_sdpipe.scheduler.client.client.SchedulerClient.lease` gets it."""
 
 
 @dataclass(frozen=True)

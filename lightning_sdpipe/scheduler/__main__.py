@@ -1,4 +1,4 @@
-"""``python -m lightning_sdpipe.scheduler``: the child process of :mod:`lightning_sdpipe.scheduler.process`.
+"""``python -m lightning_sdpipe.scheduler``: the child process of :mod:`lightning_sdpipe.scheduler.server.process`.
 
 Reads its configuration as one line of JSON from standard input and ends when that does.
 """
@@ -17,8 +17,8 @@ import msgspec
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys
-from lightning_sdpipe.scheduler.server import Server
-from lightning_sdpipe.scheduler.stop_signals import stop_signals
+from lightning_sdpipe.scheduler.server.server import Server
+from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
-from lightning_sdpipe.scheduler.connection import ask_status
+from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
 from lightning_sdpipe.supervision.events import Seen
 from lightning_sdpipe.supervision.facts import seen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_sdpipe.scheduler.status import Status
+from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.supervision.events import Seen
 
 

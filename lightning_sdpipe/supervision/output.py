@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from lightning_sdpipe.scheduler.event_log import write_whole
+from lightning_sdpipe.scheduler.log.event_log import write_whole
 from lightning_sdpipe.supervision.writing import Writer
 
 _AT_ONCE = 1 << 16

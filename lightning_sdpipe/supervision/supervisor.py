@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.scheduler.stop_signals import stop_signals
+from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
 from lightning_sdpipe.supervision.children import Child, Keeper
 from lightning_sdpipe.supervision.events import (
     Begin,

@@ -24,7 +24,7 @@ from lightning_sdpipe.data.shards import refuse_to_deal, why_sharded
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.sample import sample_batch
-from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.trainer.clock import ClockChecks
 from lightning_sdpipe.trainer.equal_split import EqualSplit

@@ -20,9 +20,9 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.scheduler.client import Failure, SchedulerClient
+from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
-from lightning_sdpipe.scheduler.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.launching import job
 from lightning_sdpipe.worker.launching.watchdog import Watchdog

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.micro_batches import Portion, refuse_time_first
 from lightning_sdpipe.pipeline.stage_runner import Step
-from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.sync.rendezvous import Meeting, Place, Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from lightning_sdpipe.topology.groups import ProcessGroups

@@ -27,9 +27,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy
-from lightning_sdpipe.scheduler.connection import ask_status
+from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
-from lightning_sdpipe.scheduler.status import Status
+from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
 from recipes.suites import namespaces
 from recipes.suites.diary import Diary, Fault

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_sdpipe.scheduler import client
+from lightning_sdpipe.scheduler.client import client
 from lightning_sdpipe.worker.elastic import meetings, mover, transfer
 from recipes.suites.diary import Diary, Fault
 

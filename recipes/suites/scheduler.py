@@ -27,10 +27,10 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.events import Joined, Left, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.connection import use_keys
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client.connection import use_keys
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
-from lightning_sdpipe.scheduler.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler
 from lightning_sdpipe.simulate import Work, jittered, simulate
 from recipes.suites.ratios import Ratios, Row, ratio
 

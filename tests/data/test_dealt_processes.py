@@ -13,8 +13,8 @@ from lightning_sdpipe.data.dealt import DealtBatches
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.scheduler.client import SchedulerClient
-from lightning_sdpipe.scheduler.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler
 from lightning_sdpipe.topology.mesh import Mesh
 from tests.workers import run_workers
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.scheduler.event_log import read_log
+from lightning_sdpipe.scheduler.log.event_log import read_log
 from lightning_sdpipe.sync import (
     ADPSGD,
     PHDPSGD,

@@ -25,10 +25,10 @@ from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler import elastic_messages as e
-from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.heard_answers import HeardAnswers
-from lightning_sdpipe.scheduler.service import SchedulerService
+from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client.heard_answers import HeardAnswers
+from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 SILENCE, PAUSE_EVERY = 2.0, 12
 SAME = {"model": "linear"}

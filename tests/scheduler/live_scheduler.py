@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.scheduler.client import SchedulerClient
-from lightning_sdpipe.scheduler.server import Server
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.scheduler.server.server import Server
 
 
 @contextmanager

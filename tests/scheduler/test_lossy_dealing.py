@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.heard_leases import HeardLeases
-from lightning_sdpipe.scheduler.service import Addressed, SchedulerService
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client.heard_leases import HeardLeases
+from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
 
 
 class WorkerModel:

@@ -20,11 +20,11 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler import messages as m
-from lightning_sdpipe.scheduler.event_log import REMEMBERED, Entry, differences
-from lightning_sdpipe.scheduler.heard_answers import HeardAnswers
-from lightning_sdpipe.scheduler.service import Addressed, SchedulerService
-from lightning_sdpipe.scheduler.session import ACTIVE, State
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client.heard_answers import HeardAnswers
+from lightning_sdpipe.scheduler.log.event_log import REMEMBERED, Entry, differences
+from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
+from lightning_sdpipe.scheduler.server.session import ACTIVE, State
 
 FOR_EVER, SILENCE = 1e9, 8.0
 

@@ -13,9 +13,9 @@ from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import policy_file
-from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.elastic_client import ElasticClient, Receive, Told
 from lightning_sdpipe.scheduler.credentials import worker_keys
-from lightning_sdpipe.scheduler.elastic_client import ElasticClient, Receive, Told
 from lightning_sdpipe.worker.launching.elastic_job import from_environment
 
 

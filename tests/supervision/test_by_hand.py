@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_sdpipe.scheduler.connection import ask_status
+from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import read_worker_keys, worker_keys, write_keys
 from lightning_sdpipe.supervision.standing import StandingScheduler
 

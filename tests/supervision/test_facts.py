@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.service import SchedulerService
-from lightning_sdpipe.scheduler.status import Members
+from lightning_sdpipe.scheduler.log.status import Members
+from lightning_sdpipe.scheduler.server.service import SchedulerService
 from lightning_sdpipe.supervision.events import Seen
 from lightning_sdpipe.supervision.facts import seen
 

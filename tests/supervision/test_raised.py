@@ -63,7 +63,7 @@ WOKEN = """
 from types import SimpleNamespace
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import elastic_messages as e
-from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 
 class Woken(SchedulerClient):
     worker, meanwhile = Worker(0, 0), None
@@ -161,7 +161,7 @@ def test_the_same_exception_with_other_numbers() -> None:
 
 def test_failures_that_follow_those_of_other_processes() -> None:
     assert Raised("lightning_sdpipe.errors.WorkerFailedError", "", "").follows_another
-    assert Raised("lightning_sdpipe.scheduler.client.RunAborted", "", "").follows_another
+    assert Raised("lightning_sdpipe.scheduler.client.client.RunAborted", "", "").follows_another
     assert Raised("RuntimeError", "[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "").follows_another
     assert not Raised("ValueError", "", "").follows_another
 

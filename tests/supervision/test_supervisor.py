@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.scheduler.connection import ask_status
+from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import worker_keys
 from lightning_sdpipe.supervision.events import Seen
 from lightning_sdpipe.supervision.looking import PERIOD

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.policies import Group, Joined, Left, Ready
-from lightning_sdpipe.scheduler.event_log import read_log
+from lightning_sdpipe.scheduler.log.event_log import read_log
 
 Flat = Tensor  # all parameters of a stage
 

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.scheduler.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.scheduler_connection import Membership, SchedulerAddress
 from tests.scheduler.live_scheduler import clients, serving

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.scheduler.elastic_client import Receive, Start
+from lightning_sdpipe.scheduler.client.elastic_client import Receive, Start
 from lightning_sdpipe.worker.elastic.meetings import Meetings, apart, take_over, told
 
 State = dict[str, Any]
@@ -19,7 +19,7 @@ _DONE, _NOT = b"\x01", b"\x00"
 
 
 class Door(Protocol):
-    """The scheduler; see :class:`~lightning_sdpipe.scheduler.elastic_client.ElasticClient`."""
+    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.elastic_client.ElasticClient`."""
 
     def enrol(self, fingerprint: Mapping[str, str]) -> Start | Receive:
         """Wants to take part."""

@@ -46,7 +46,7 @@ MakeStore = Callable[[str, Callable[[], bool]], Store]
 
 
 class Reports(Protocol):
-    """The scheduler; see :class:`~lightning_sdpipe.scheduler.elastic_client.ElasticClient`."""
+    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.elastic_client.ElasticClient`."""
 
     def holds(self, epochs: Iterable[int]) -> None:
         """This worker has process groups of these epochs."""

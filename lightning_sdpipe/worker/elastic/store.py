@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from lightning_sdpipe.scheduler.elastic_client import CancelledError, ElasticClient
+from lightning_sdpipe.scheduler.client.elastic_client import CancelledError, ElasticClient
 
 
 class SchedulerStore(Store):

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from lightning_sdpipe.scheduler.client import Failure
+from lightning_sdpipe.scheduler.client.client import Failure
 
 _PATIENCE = 2.0  # seconds in which a worker that computes, or waits for the scheduler, ends by itself
 

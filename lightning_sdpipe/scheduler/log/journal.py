@@ -1,0 +1,240 @@
+"""The dealer's book as a file, so that a scheduler that is started again knows which batches are dealt.
+
+It begins with a line about the mesh; then come those entries of the event log from which leases followed, of one
+segment only: at the next one the file is written anew. An entry is in the file before its leases leave. So whenever the
+process is killed, the whole lines of the file are what others may have heard of, and half a line at the end was never
+answered: it is cut off.
+
+A journal that lacks an entry is worse than none: what was dealt would be dealt again, and asks would be refused. So the
+journal is *void*, that is empty, as soon as a write fails, until the next segment. It is void, too, if it was written
+before the machine was started, since the system may have lost its end. Pipelines then tell what they were dealt.
+
+SQLite would not be simpler: when the disk is full, it keeps the transactions before, which is what must not stay, and
+to delete them it needs space; and its write-ahead log does not work on network file systems.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from lightning_sdpipe.dealing.leases import Asked, Done, Lease, LeaseEvent, Returned, Segment, Told, Trained
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.policies.events import Widened, Worker
+from lightning_sdpipe.scheduler.log.event_log import Entry, cut_half_a_line, write_whole
+
+log = logging.getLogger(__name__)
+
+_MARK = b'{"format":"sdpipe-journal/'
+
+
+class _Beginning(msgspec.Struct, frozen=True, tag_field="format", tag="sdpipe-journal/1"):
+    num_stages: int
+    num_pipelines: int
+    boot: str = ""
+    """Of the machine; another one's writes may have been lost."""
+
+
+class Journal:
+    """Reads what an earlier scheduler wrote to ``path``, and goes on there."""
+
+    def __init__(self, path: Path, num_stages: int, num_pipelines: int) -> None:
+        self._path = path
+        self._beginning = _Beginning(num_stages, num_pipelines, _boot())
+        self._file: int | None = None
+        self._segment: Segment | None = None
+        self._done: dict[Worker, Trained] = {}
+        """How far each worker is; written when its pipeline returns the rest."""
+        self._heard: list[Entry] = []
+        """What pipelines told of a segment of which nothing has been dealt: not all of them have told yet."""
+        self._closed = True
+
+    def open(self) -> list[LeaseEvent]:
+        """Events after which a new dealer knows what was dealt. What is there already need not be written.
+
+        Raises:
+            ConfigurationError: the file cannot be read or made, is no journal, or is that of another run.
+        """
+        self._closed = False
+        entries = self._read()
+        for entry in entries:
+            self._segment = _segment_of(entry) or self._segment
+        events = list(self._events(entries)) if self._segment is not None else []
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise ConfigurationError(f"the journal {self._path} cannot be written: {error.strerror}") from error
+        try:
+            if self._segment is None:
+                os.ftruncate(self._file, 0)
+                self._append(self._beginning)
+            else:
+                cut_half_a_line(self._path)
+        except OSError as error:
+            self._void(error)
+        return events
+
+    def write(self, entry: Entry) -> None:
+        """``entry`` is about to be answered."""
+        event, lines = entry.event, [entry]
+        if isinstance(event, Asked | Trained | Told):
+            self._done[event.worker] = Trained(event.worker, event.segment, event.done)
+        if isinstance(event, Returned):
+            going = [done for worker, done in self._done.items() if worker.pipeline == event.pipeline]
+            lines = [*[Entry(entry.at, trained) for trained in going], entry]
+        elif not (entry.leases or (isinstance(event, Told) and event.leases)):
+            return
+        if self._closed:
+            return
+        try:
+            if entry.leases and entry.leases[-1].segment != self._segment:
+                self._segment, heard, self._heard = entry.leases[-1].segment, self._heard, []
+                self._begin_anew([*heard, *lines])
+            elif isinstance(event, Told) and event.segment != self._segment:
+                self._heard += lines
+            else:
+                if self._heard:
+                    self._heard += lines
+                if self._file is not None:
+                    self._append(*lines)
+        except OSError as error:
+            self._void(error)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _void(self, error: OSError) -> None:
+        self._let_go()
+        try:
+            if self._path.is_file():
+                os.truncate(self._path, 0)
+        except OSError as again:
+            log.error(
+                "the scheduler's journal %s cannot be written (%s), nor emptied (%s): delete it before another "
+                "scheduler is started with it, which would deal batches again",
+                *(self._path, error.strerror, again.strerror),
+            )
+        else:
+            log.error(
+                "the scheduler's journal %s is void until the next pause of the run: %s", self._path, error.strerror
+            )
+
+    def _begin_anew(self, lines: list[Entry]) -> None:
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        self._let_go()
+        self._file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        try:
+            self._append(self._beginning, *lines)
+            os.replace(fresh, self._path)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
+
+    def _append(self, *lines: Entry | _Beginning) -> None:
+        assert self._file is not None
+        write_whole(self._file, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+    def _read(self) -> list[Entry]:
+        """The entries that are there; none if the journal is void."""
+        try:
+            text = self._path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise ConfigurationError(f"the journal {self._path} cannot be read: {error.strerror}") from error
+        first, *lines = text.split(b"\n")
+        if not text or (not lines and (_MARK.startswith(text) or text.startswith(_MARK))):  # ended as it began
+            return []
+        try:
+            beginning = msgspec.json.decode(first, type=_Beginning)
+        except msgspec.DecodeError as error:
+            raise ConfigurationError(
+                f"{self._path} is not a journal of a scheduler ({error}); give a file of its own to --journal"
+            ) from error
+        if (beginning.num_stages, beginning.num_pipelines) != (
+            self._beginning.num_stages,
+            self._beginning.num_pipelines,
+        ):
+            raise ConfigurationError(
+                f"the journal {self._path} is of a run of {beginning.num_stages} stages × {beginning.num_pipelines} "
+                f"pipelines, and this scheduler serves {self._beginning.num_stages} × "
+                f"{self._beginning.num_pipelines}; delete it, or give another file"
+            )
+        if beginning.boot != self._beginning.boot:
+            return self._void_for("was written before this machine was started, and may lack its end")
+        try:
+            return [msgspec.json.decode(line, type=Entry) for line in lines[:-1]]
+        except msgspec.DecodeError as error:
+            return self._void_for(f"is damaged ({error})")
+
+    def _void_for(self, reason: str) -> list[Entry]:
+        log.warning(
+            "the scheduler's journal %s %s: it is void, and pipelines tell what they were dealt", self._path, reason
+        )
+        return []
+
+    def _events(self, entries: list[Entry]) -> Iterator[LeaseEvent]:
+        """What each pipeline would tell of the newest segment."""
+        stages, pipelines = self._beginning.num_stages, self._beginning.num_pipelines
+        segment = self._segment
+        assert segment is not None
+        books: dict[int, dict[int, Lease]] = {pipeline: {} for pipeline in range(pipelines)}
+        done: dict[Worker, Done] = {}
+        gone: set[int] = set()
+
+        def told(pipeline: int) -> Iterator[LeaseEvent]:
+            book = books.setdefault(pipeline, {})
+            leases = tuple(book[ordinal] for ordinal in sorted(book))
+            over = any(lease.over for lease in leases)
+            for stage in range(stages):
+                worker = Worker(stage, pipeline)
+                how_far = done.pop(worker, Done(0))
+                yield Told(worker, segment, leases, over, how_far)
+
+        numbers = {lease.pipeline for entry in entries for lease in entry.leases}
+        numbers |= {entry.event.pipeline for entry in entries if isinstance(entry.event, Returned)}
+        numbers |= {entry.event.worker.pipeline for entry in entries if isinstance(entry.event, Told)}
+        if max(numbers, default=0) >= pipelines:  # more have come than were planned
+            yield Widened(max(numbers) + 1)
+        for entry in entries:
+            event = entry.event
+            if isinstance(event, Returned):
+                yield from told(event.pipeline)
+                yield event
+                books[event.pipeline] = {}
+                gone.add(event.pipeline)
+            for lease in [*entry.leases, *(event.leases if isinstance(event, Told) else ())]:
+                if lease.segment == segment:
+                    books.setdefault(lease.pipeline, {})[lease.ordinal] = lease
+                    gone.discard(lease.pipeline)
+            if isinstance(event, Asked | Trained | Told) and event.segment == segment:
+                done[event.worker] = Done(event.done.batches, event.done.seconds)
+        for pipeline in sorted(set(books) - gone):
+            yield from told(pipeline)
+
+
+def _segment_of(entry: Entry) -> Segment | None:
+    """The one that ``entry`` dealt something of."""
+    if entry.leases:
+        return entry.leases[-1].segment
+    return entry.event.segment if isinstance(entry.event, Told) and entry.event.leases else None
+
+
+def _boot() -> str:
+    """Which start of which machine this is; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

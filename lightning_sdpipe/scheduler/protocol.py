@@ -1,0 +1,317 @@
+"""What travels between a worker and the scheduler: typed, versioned, bounded in size.
+
+A frame is one byte of protocol version followed by one msgpack-encoded struct; the struct's tag says which. That much
+holds for all versions, so that either side can say which one the other speaks. Workers speak in :data:`Request`, the
+scheduler in :data:`Reply`. A worker has two sockets: the one that its training uses, and one for the heartbeats of a
+thread. Every request names its worker, the client's ``session`` (drawn at random when the client is made) and a
+``number`` that grows with every request of the session over both sockets, so that a repeated or replayed frame can be
+told from a new one.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from lightning_sdpipe.dealing.leases import Done, Lease, Segment
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Count, Last, Seconds, Worker
+from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler.log.status import Status
+
+VERSION = 4
+MAX_REQUEST_BYTES = 1 << 20
+"""Requests are tens of bytes, but one that resumes a run carries groups of up to thousands of members."""
+MAX_REPLY_BYTES = 1 << 22
+MAX_REASON_CHARACTERS = 800
+
+
+class MalformedFrame(ValueError):
+    """Not a message of this protocol: too long, or not what the types allow."""
+
+
+class WrongVersion(MalformedFrame):
+    """A frame of another version of this protocol, or of none."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"it speaks version {version} of the protocol, this side version {VERSION}")
+        self.version = version
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """The first failure of a run: of a worker, or of the scheduler itself (None)."""
+
+    worker: Worker | None
+    reason: str
+
+    def __str__(self) -> str:
+        who = "the scheduler" if self.worker is None else f"worker {self.worker}"
+        return f"{who} failed first: {self.reason}"
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
+    """A group and, in the order of its members, the iterations whose ready it answers (passive: None), and how often
+    each was invited before; empty if nobody was."""
+
+    group: Group
+    iterations: tuple[Count | None, ...]
+    invitations: tuple[Count, ...] = ()
+
+    def iteration_of(self, worker: Worker) -> int | None:
+        """Which ready of ``worker`` this answers."""
+        for member, iteration in zip(self.group.members, self.iterations, strict=False):
+            if member == worker:
+                return iteration
+        return None
+
+    def invitations_of(self, worker: Worker) -> int:
+        """How many groups ``worker`` had been invited to before it was answered so."""
+        return dict(zip(self.group.members, self.invitations, strict=False)).get(worker, 0)
+
+
+class Steps(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The last ``count`` steps of a worker, up to ``iteration``: means of their length and of the waiting in it."""
+
+    iteration: Count
+    count: Count
+    seconds: Seconds
+    waiting: Seconds
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
+    worker: Worker
+    session: Count
+    number: Count
+
+
+class Hello(_Request, frozen=True, gc=False, tag="hello"):
+    """Is this the scheduler of a run with that many stages and pipelines? (Not checked without.)"""
+
+    mesh: tuple[Count, Count] | None
+
+
+class Join(_Request, frozen=True, gc=False, tag="join"):
+    """The worker takes part from now on; ``resumed`` when it already did, for all it knows.
+
+    ``heard`` is the highest number of a group that it heard of, -1 if it heard of none, None if it has not joined
+    before; ``answers`` are those that another member could still ask for. ``elastic``: the session is the incarnation
+    of the worker's job, which has enrolled. ``answered`` is the iteration whose group it has heard of last.
+    """
+
+    mesh: tuple[Count, Count] | None
+    resumed: bool = False
+    heard: Last | None = None
+    answers: tuple[Answer, ...] = ()
+    elastic: bool = False
+    answered: Count | None = None
+
+
+class Ready(_Request, frozen=True, gc=False, tag="ready"):
+    """The worker needs nobody any more to finish the local step of ``iteration``, and waits for a group."""
+
+    iteration: Count
+
+
+class Leave(_Request, frozen=True, gc=False, tag="leave"):
+    """The worker pauses or has finished its epoch."""
+
+
+class Failed(_Request, frozen=True, gc=False, tag="failed"):
+    """The worker failed; the run cannot go on."""
+
+    reason: str
+
+
+class AskFailure(_Request, frozen=True, gc=False, tag="ask_failure"):
+    """Did any worker fail?"""
+
+
+class AskMissing(_Request, frozen=True, gc=False, tag="ask_missing"):
+    """Whom does my stage wait for?"""
+
+
+class Heartbeat(_Request, frozen=True, gc=False, tag="heartbeat"):
+    """The worker lives; ``joined`` says whether it believes that it takes part, ``steps`` what it did since the last
+    heartbeat, and ``dealt`` how far it is with what was dealt."""
+
+    joined: bool
+    steps: Steps | None = None
+    dealt: tuple[Segment, Done] | None = None
+
+
+class AskLease(_Request, frozen=True, gc=False, tag="ask_lease"):
+    """Which batches does my pipeline train after those of its lease before ``ordinal``?"""
+
+    segment: Segment
+    ordinal: Count
+    done: Done
+
+
+class TellLeases(_Request, frozen=True, gc=False, tag="tell_leases"):
+    """All leases in ``segment`` that the worker heard of; ``over`` if it heard that too."""
+
+    segment: Segment
+    leases: tuple[Lease, ...]
+    over: bool
+    done: Done
+
+
+class AskStatus(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_status"):
+    """How is the run? Anybody who may connect may ask."""
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welcome"):
+    """The scheduler is the right one; ``policy`` are the values of what it decides by, as JSON, and ``mesh`` the stages
+    and pipelines that it serves."""
+
+    number: int
+    policy: str
+    mesh: tuple[int, int]
+
+
+class Acknowledged(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="acknowledged"):
+    """The request ``number`` was carried out; so far the worker was invited ``invitations`` times."""
+
+    number: int
+    invitations: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="refused"):
+    """The request ``number`` changed nothing; ``reason`` says why."""
+
+    number: int
+    reason: str
+
+
+class Unknown(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="unknown"):
+    """The scheduler does not count the worker among the active (it may have been restarted): join again."""
+
+    number: int
+
+
+class Missing(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="missing"):
+    """The active workers of the stage that are not ready."""
+
+    number: int
+    workers: tuple[Worker, ...]
+
+
+class FirstFailure(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="first_failure"):
+    """What failed first, if anything."""
+
+    number: int
+    failure: Failure | None
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="abort"):
+    """The run is over: ``failure`` came first."""
+
+    failure: Failure
+
+
+class Pulse(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="pulse"):
+    """The scheduler lives too."""
+
+    failure: Failure | None
+
+
+class Lost(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="lost"):
+    """``worker`` was silent for so many seconds that the others go on without it."""
+
+    worker: Worker
+    silent: float
+
+
+class Invitation(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="invitation"):
+    """Take part in ``group`` as a passive member. It was decided when the last ready of the worker that had been
+    answered, since it joined, was that of iteration ``after``; None if there was none."""
+
+    group: Group
+    after: int | None = None
+
+
+class Dealt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="dealt"):
+    """The answer to an :class:`AskLease`, when it is decided."""
+
+    lease: Lease
+
+
+class AskLeases(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_leases"):
+    """The scheduler was started anew: which leases has the worker heard of?"""
+
+
+class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="status"):
+    """How the run is."""
+
+    status: Status
+
+
+Request: TypeAlias = Hello | Join | Ready | Leave | Failed | AskFailure | AskMissing | Heartbeat | AskLease | TellLeases
+Reply: TypeAlias = (
+    Welcome
+    | Acknowledged
+    | Answer
+    | Refused
+    | Unknown
+    | Missing
+    | FirstFailure
+    | Abort
+    | Pulse
+    | Lost
+    | Invitation
+    | Dealt
+    | AskLeases
+    | StatusReply
+)
+
+_PREFIX = bytes([VERSION])
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request | AskStatus | e.Request] = msgspec.msgpack.Decoder(
+    Request | AskStatus | e.Request
+)
+_reply_decoder: msgspec.msgpack.Decoder[Reply | e.Reply] = msgspec.msgpack.Decoder(Reply | e.Reply)
+
+
+def encode(message: Request | AskStatus | Reply | e.Request | e.Reply) -> bytes:
+    """One frame."""
+    return _PREFIX + _encoder.encode(message)
+
+
+def decode_request(frame: bytes) -> Request | AskStatus | e.Request:
+    """The inverse of :func:`encode`, for the scheduler."""
+    _check(frame, MAX_REQUEST_BYTES)
+    try:
+        return _request_decoder.decode(frame[1:])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise MalformedFrame(str(error)) from error
+
+
+def decode_reply(frame: bytes) -> Reply | e.Reply:
+    """The inverse of :func:`encode`, for a worker."""
+    _check(frame, MAX_REPLY_BYTES)
+    try:
+        return _reply_decoder.decode(frame[1:])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise MalformedFrame(str(error)) from error
+
+
+def _check(frame: bytes, limit: int) -> None:
+    if len(frame) > limit:
+        raise MalformedFrame(f"{len(frame)} bytes where at most {limit} are allowed")
+    if not frame:
+        raise MalformedFrame("no bytes")
+    if frame[0] != VERSION:
+        raise WrongVersion(frame[0])
+
+
+def routing_id(worker: Worker, incarnation: int | None = None) -> bytes:
+    """The ZeroMQ identity of the socket that the worker's training uses; each incarnation of an elastic run has its
+    own, since the one before may still be connected."""
+    suffix = b"" if incarnation is None else b".%x" % incarnation
+    return b"%d.%d" % (worker.stage, worker.pipeline) + suffix
+
+
+def heartbeat_id(worker: Worker, incarnation: int | None = None) -> bytes:
+    """The ZeroMQ identity of the socket that the worker's heartbeats use."""
+    return routing_id(worker, incarnation) + b".heartbeat"

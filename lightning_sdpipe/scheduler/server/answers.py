@@ -1,0 +1,242 @@
+"""What an elastic run's workers are answered: groups and meetings with the process group that their members share.
+
+A group or meeting that has been decided before all concerned share a process group is kept until they do; after some
+seconds the epoch is announced anew, so that all make one. A kept group of which somebody goes, and one that broke, is
+made again among those that are left.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from lightning_sdpipe.membership.members import Met
+from lightning_sdpipe.membership.stuck import Stuck
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler.server.regrouping import MOST_OPEN, Broken, Regrouping
+from lightning_sdpipe.scheduler.server.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+REMAKE_AFTER = 5.0
+"""Seconds that an answer waits for a process group before the epoch is announced anew."""
+
+
+class Run(Protocol):
+    """The rest of the scheduler, as far as answers concern it."""
+
+    def say(self, peer: bytes, message: e.Reply) -> None:
+        """Send it when this input is dealt with."""
+
+    def go_out(self, group: Group) -> None:
+        """Answer the readies of its members with ``group``."""
+
+    def regroup(self, group: Group, members: Sequence[Worker], weights: Sequence[float], now: float) -> Group:
+        """The policy makes a group of those that are left of ``group``."""
+
+    def next_sequence(self) -> int:
+        """Of the next group."""
+
+    def takes_part(self, worker: Worker) -> bool:
+        """Has its session joined?"""
+
+
+@dataclass
+class _Kept:
+    group: Group
+    until: float
+    answer: Callable[[Group], None]
+
+
+@dataclass
+class _KeptMet:
+    met: Met
+    until: float
+    who: dict[Worker, int]
+    """The processes that met."""
+
+
+class Answers:
+    """Args:
+    run: the rest of the scheduler.
+    incarnations: of the processes that are there.
+    epoch: the number of the newest epoch.
+    unreachable: workers of a stage share no process group, or (False) an exchange of theirs broke off; called outside
+        of any answer.
+    limit: seconds in which an exchange must move.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        incarnations: Mapping[Worker, int],
+        epoch: Callable[[], int],
+        unreachable: Callable[[int, Sequence[int], bool, float], None],
+        limit: float,
+    ) -> None:
+        self.transport = Transport()
+        self._run, self._here, self._epoch, self._unreachable = run, incarnations, epoch, unreachable
+        self._regrouping = Regrouping()
+        self._stuck = Stuck(limit)
+        self._since: dict[int, int] = {}
+        """Of each member: the first group that it can be in."""
+        self._kept: dict[int, _Kept] = {}
+        self._met: list[_KeptMet] = []
+
+    def members_are(self, pipelines: Iterable[int]) -> None:
+        """An epoch has begun."""
+        for pipeline in pipelines:
+            self._since.setdefault(pipeline, self._run.next_sequence())
+
+    def goes(self, workers: Sequence[Worker]) -> None:
+        """They are gone, and with them their pipeline."""
+        for worker in workers:
+            self.transport.forget(worker)
+            self._regrouping.goes(worker)
+            self._stuck.forget(worker)
+            self._since.pop(worker.pipeline, None)
+
+    def deadline(self) -> float:
+        """When somebody has waited for a process group for long, or in an exchange."""
+        return min([self._stuck.due, *(kept.until for kept in self._waiting())])
+
+    def _waiting(self) -> list[_Kept | _KeptMet]:
+        """For a process group."""
+        return [*self._kept.values(), *self._met]
+
+    def beats(self, beat: e.Beat, now: float) -> None:
+        """What a worker says of its process groups and its exchange."""
+        self.transport.holds(beat.worker, beat.holds)
+        self._stuck.hear(beat.worker, beat.exchange, beat.left, now)
+
+    def remake(self, now: float) -> None:
+        """Announces the epoch anew if somebody has waited for a process group for long, once for all who do; and has
+        those exchanges broken off that are stuck."""
+        waiting: list[tuple[float, int, Sequence[int]]] = [
+            (kept.until, kept.group.stage, [worker.pipeline for worker in kept.group.members])
+            for kept in self._kept.values()
+        ]
+        waiting += [(kept.until, kept.met.stage, kept.met.pipelines) for kept in self._met]
+        if (first := min(waiting, default=None)) is not None and first[0] <= now:
+            for kept in self._waiting():
+                kept.until = now + REMAKE_AFTER
+            self._unreachable(first[1], first[2], True, now)
+        if self._stuck.due <= now:
+            for sequence, workers in self._stuck.look(now, self._here):
+                names = ", ".join(map(str, workers))
+                logger.warning("workers %s have been stuck in exchange %d, which is broken off", names, sequence)
+                for worker in workers:
+                    self._run.say(e.peer_of(worker, self._here[worker]), e.Broke(sequence))
+
+    def proceed(self, now: float) -> None:
+        """Answers whoever can be."""
+        for kept in list(self._kept.values()):
+            del self._kept[kept.group.sequence]
+            sequence = kept.group.sequence
+            there = [w for w in kept.group.members if not self.is_gone(w, sequence) and self._run.takes_part(w)]
+            if len(there) == len(kept.group.members):
+                self._say_or_keep(kept, now)
+            elif there:
+                weights = [x for x, w in zip(kept.group.weights, kept.group.members, strict=True) if w in there]
+                again = self._run.regroup(kept.group, there, weights, now)
+                self._say_or_keep(_Kept(again, now + REMAKE_AFTER, kept.answer), now)
+        self._met = [meeting for meeting in self._met if not self._say_met(meeting)]
+        for broken in list(self._regrouping.settled(self.is_gone, self._run.takes_part)):
+            self._settle(broken, now)
+
+    # ------------------------------------------------------------------ groups
+
+    def dressed(self, group: Group, now: float) -> Group | None:
+        """``group`` with the epoch whose process group its members share; None if it is kept until they do."""
+        epoch = self._epoch() if len(group.members) == 1 else self.transport.common(group.members)
+        if epoch is not None:
+            return msgspec.structs.replace(group, epoch=epoch)
+        self._kept[group.sequence] = _Kept(group, now + REMAKE_AFTER, self._run.go_out)
+        return None
+
+    def met(self, met: Met, now: float) -> None:
+        """That was decided."""
+        if any(kept.met == met for kept in self._met):
+            return
+        workers = [Worker(met.stage, i) for i in met.pipelines]
+        who = {w: self._here[w] for w in workers if w in self._here and w.pipeline in self._since}
+        self._met.append(_KeptMet(met, now + REMAKE_AFTER, who))
+
+    def is_gone(self, worker: Worker, sequence: int) -> bool:
+        """Is the process gone that was ``worker`` when the group ``sequence`` went out?"""
+        return worker not in self._here or self._since.get(worker.pipeline, math.inf) > sequence
+
+    def _say_or_keep(self, kept: _Kept, now: float) -> None:
+        dressed = self.dressed(kept.group, now)
+        if dressed is None:
+            self._kept[kept.group.sequence] = kept
+        else:
+            kept.answer(dressed)
+
+    def _say_met(self, kept: _KeptMet) -> bool:
+        there = [worker for worker, incarnation in kept.who.items() if self._here.get(worker) == incarnation]
+        epoch = self._epoch() if len(there) < 2 else self.transport.common(there)
+        if epoch is not None:
+            answer = e.HasMet(msgspec.structs.replace(kept.met, epoch=epoch))
+            for worker in there:
+                self._run.say(e.peer_of(worker, self._here[worker]), answer)
+        return epoch is not None
+
+    # ------------------------------------------------------------- broken groups
+
+    def broke(self, request: e.AskRegroup, now: float) -> e.Reply | None:
+        """A worker did not get the result of a group; what it is told at once."""
+        worker, group = request.worker, request.group
+        self.transport.holds(worker, request.holds)
+        answered = self._regrouping.outcome(worker, group.sequence)
+        if answered is not None:
+            return answered
+        if group.sequence in self._regrouping.decided:
+            return e.Waits(request.number, "it waits for a process group of those that try again")
+        if worker not in group.members or len(group.members) < 2:
+            return e.Denial(f"worker {worker} is no member of {group}, or the only one, so it cannot have broken")
+        broken = self._regrouping.hear(worker, group, request.together)
+        if broken is None:
+            return e.Denial(f"worker {worker} says of more than {MOST_OPEN} groups at once that they broke")
+        undecided = broken.undecided(self.is_gone)
+        for other in undecided:
+            self._run.say(e.peer_of(other, self._here[other]), e.Broke(group.sequence))
+        if not undecided:
+            return None
+        names = ", ".join(map(str, undecided))
+        return e.Waits(request.number, f"group {group.sequence} broke; it waits to hear of {names}")
+
+    def completed(self, worker: Worker, sequence: int) -> None:
+        """``worker`` has the result of that group."""
+        self._regrouping.completed(worker, sequence)
+
+    def _settle(self, broken: Broken, now: float) -> None:
+        group = broken.group
+        if broken.together and broken.done:
+            self._tell_outcome(group, e.Skip(group.sequence, min(broken.done).pipeline), sorted(broken.said))
+            return
+        if broken.said and not any(self.is_gone(worker, group.sequence) for worker in group.members):
+            self._unreachable(group.stage, sorted(worker.pipeline for worker in broken.said), False, now)
+            broken.said -= {worker for worker in broken.said if self.is_gone(worker, group.sequence)}  # who was put out
+        members, weights = broken.weights()
+        if not members:
+            return
+        again = self._run.regroup(group, members, weights, now)
+
+        def answer(dressed: Group) -> None:
+            self._tell_outcome(group, e.Regroup(group.sequence, dressed), dressed.members)
+
+        self._say_or_keep(_Kept(again, now + REMAKE_AFTER, answer), now)
+
+    def _tell_outcome(self, group: Group, message: e.Regroup | e.Skip, workers: Sequence[Worker]) -> None:
+        self._regrouping.remember(group.sequence, message, workers)
+        for worker in workers:
+            if worker in self._here:
+                self._run.say(e.peer_of(worker, self._here[worker]), message)

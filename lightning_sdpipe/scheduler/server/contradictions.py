@@ -1,0 +1,91 @@
+"""What a well-typed request can say that no client of this package would: it is refused before anything hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_sdpipe.dealing.leases import Lease, Segment
+from lightning_sdpipe.membership.members import Met
+from lightning_sdpipe.policies.decisions import BrokenRule, Group, check_group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import protocol as m
+
+MOST_ENTRIES = 64
+"""Of a fingerprint."""
+MOST_CHARACTERS = 1 << 14
+"""Of all names and values of a fingerprint."""
+SNAPSHOT_STATES = ("past", "pending", "taken")
+
+
+def contradiction(request: m.Request | e.Request, num_stages: int, most_pipelines: int) -> str | None:
+    """Why ``request`` cannot be meant in a run of ``num_stages`` stages and so many pipelines; None if it can."""
+    worker = request.worker
+    exists = worker.stage < num_stages and worker.pipeline < most_pipelines
+    if not exists and not isinstance(request, e.Enrol):  # whose refusal says what to set
+        return f"worker {worker} does not exist in {num_stages} stages × at most {most_pipelines} pipelines"
+    match request:
+        case m.Join(answers=answers):
+            return next(filter(None, (_of_answer(answer, worker, most_pipelines) for answer in answers)), None)
+        case m.AskLease(segment=segment) | m.Heartbeat(dealt=(segment, _)):
+            return _of_leases(segment, ())
+        case m.TellLeases(segment=segment, leases=leases):
+            return _of_leases(segment, leases)
+        case e.AskRegroup(group=group):
+            return _of_group(group, worker, most_pipelines)
+        case e.Enrol(fingerprint=fingerprint):
+            return _of_fingerprint(fingerprint)
+        case e.Resume(fingerprint=fingerprint, epoch=epoch, met=met):
+            if len({member.pipeline for member in epoch.members}) < len(epoch.members):
+                return f"a pipeline is twice among the members {epoch.members}"
+            if any(pipeline >= most_pipelines for pipeline in epoch.pipelines):
+                return f"the members {epoch.members} are not among {most_pipelines} pipelines"
+            return _of_fingerprint(fingerprint) or next(filter(None, (_of_met(each, worker) for each in met)), None)
+        case e.TellSnapshot(transfer=transfer, state=state) if not transfer or state not in SNAPSHOT_STATES:
+            return f"transfer {transfer!r} is {state!r}, where a name and one of {SNAPSHOT_STATES} are expected"
+        case e.Meet(key=""):
+            return "it meets at no key"
+    return None
+
+
+def _of_group(group: Group, worker: Worker, most_pipelines: int) -> str | None:
+    try:
+        check_group(group, 0)
+    except BrokenRule as error:
+        return str(error)
+    named = {*group.members, *group.passive, *(other for others in group.neighbours for other in others)}
+    if any(other.stage != worker.stage or other.pipeline >= most_pipelines for other in named):
+        return f"{group} has members that are not of stage {worker.stage}"
+    return None
+
+
+def _of_answer(answer: m.Answer, worker: Worker, most_pipelines: int) -> str | None:
+    counts = len(answer.iterations), len(answer.invitations)
+    if counts not in ((members := len(answer.group.members), 0), (members, members)):
+        return f"{answer} has not as many iterations, or invitations, as members"
+    return _of_group(answer.group, worker, most_pipelines)
+
+
+def _of_leases(segment: Segment, leases: Sequence[Lease]) -> str | None:
+    for start, stop in ((segment.start, segment.stop), *((lease.start, lease.stop) for lease in leases)):
+        if start > stop:
+            return f"batches {start} to {stop} are none"
+    if any(lease.segment != segment for lease in leases):
+        return f"it tells of leases in other batches than {segment}"
+    return None
+
+
+def _of_met(met: Met, worker: Worker) -> str | None:
+    if len(met.values) != len(met.pipelines) or list(met.pipelines) != sorted(set(met.pipelines)):
+        return f"{len(met.pipelines)} pipelines met with {len(met.values)} values, or are not in order"
+    if met.stage != worker.stage or not met.key:
+        return f"a meeting of stage {met.stage} at {met.key!r} is none of stage {worker.stage}"
+    return None
+
+
+def _of_fingerprint(fingerprint: dict[str, str]) -> str | None:
+    if len(fingerprint) > MOST_ENTRIES or "" in fingerprint:
+        return f"a fingerprint has 1 to {MOST_ENTRIES} named values"
+    if sum(len(name) + len(value) for name, value in fingerprint.items()) > MOST_CHARACTERS:
+        return f"a fingerprint has at most {MOST_CHARACTERS} characters"
+    return None

@@ -1,0 +1,397 @@
+"""The scheduler's half of an elastic run: what is heard of membership goes to the core, and what that decides, out.
+
+It stands beside the service: what membership means for policies, leases and sessions goes to the service, as a
+:class:`Run`. Requests of sessions pass :meth:`Elastic.admits` first, since nobody trains who is no member, and groups
+pass :meth:`Elastic.dressed`, which names the process group that their members share.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from lightning_sdpipe.membership import members as w
+from lightning_sdpipe.membership.membership import MOST_PIPELINES, Membership
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import RefusedEvent
+from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.log.status import Members
+from lightning_sdpipe.scheduler.server import answers
+from lightning_sdpipe.scheduler.server.early import Early
+from lightning_sdpipe.scheduler.server.presence import Presence
+from lightning_sdpipe.scheduler.server.rendezvous import Full, Rendezvous
+
+logger = logging.getLogger(__name__)
+
+GONE_IN_STATUS = 64
+"""Starts of pipelines that must not come back which a status tells, the last ones."""
+RIVAL_GRACE = 0.5
+"""Seconds that a job may be heard of after another has claimed its number, as a process that is about to end is."""
+BEATS_PER_LIMIT = 8
+LONGEST_BEAT = 1.0
+
+
+class Run(answers.Run, Protocol):
+    """What membership changes in the rest of the scheduler."""
+
+    def say(self, peer: bytes, message: m.Reply | e.Reply) -> None:
+        """Send it when this input is dealt with."""
+
+    def ignore(self, kind: str, peer: bytes, detail: str) -> None:
+        """Count a message that changes nothing."""
+
+    def widen(self, num_pipelines: int, now: float) -> None:
+        """There may be so many pipelines.
+
+        Raises:
+            RefusedEvent: the policy is for fewer.
+        """
+
+    def members_are(self, pipelines: Collection[int], now: float) -> None:
+        """These train; all others have returned their leases."""
+
+    def lose(self, pipeline: int, left: bool, now: float) -> None:
+        """Policies and the dealer hear that it is gone."""
+
+    def again(self, peer: bytes, request: m.Request, now: float) -> None:
+        """A request that was kept is due."""
+
+    def active_in(self, stage: int) -> list[Worker]:
+        """Whose session takes part."""
+
+    def fail(self, failure: m.Failure) -> None:
+        """The run is over."""
+
+
+class Elastic:
+    """Args:
+    membership: decides who is in the run.
+    run: the rest of the scheduler.
+    num_pipelines: that may come by plan.
+    limit: seconds of silence after which a process is taken for dead.
+    """
+
+    def __init__(self, membership: Membership, run: Run, num_pipelines: int, limit: float) -> None:
+        self.membership = membership
+        self.lifeline_port = 0
+        """0 until somebody listens for lifelines."""
+        self.on_decided: Callable[[float, w.MemberEvent, list[w.MemberDecision]], None] = lambda *_: None
+        self._run = run
+        self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
+        self._capacity = num_pipelines
+        self._store = Rendezvous()
+        self._presence = Presence(limit)
+        self._answers = answers.Answers(
+            run, self._presence.incarnations, lambda: membership.epoch.number, self._unreachable, limit
+        )
+        self._early = Early()
+        self._rival_since: dict[int, float] = {}
+        self._update = -1
+        """How far the furthest member is."""
+
+    # ------------------------------------------------------------------ inputs
+
+    @property
+    def in_use(self) -> bool:
+        """Is this an elastic run, as far as is known?"""
+        return bool(self._presence.incarnations) or self.membership.epoch.number > 0
+
+    def status(self, now: float) -> Members | None:
+        """Who is in the run; None if nobody has enrolled."""
+        core = self.membership
+        if not self.in_use and not core.ever:
+            return None
+        buried = core.buried(GONE_IN_STATUS)
+        return Members(
+            core.epoch.number,
+            core.epoch.reason,
+            next(iter(core.members), None),
+            core.states(),
+            core.holds or self._presence.waits(now),
+            {member.pipeline: member.incarnation for member in core.epoch.members},
+            sorted(core.ever),
+            [(member.pipeline, member.incarnation) for member in buried],
+            core.over.reason if core.over is not None and core.over.failed else None,
+            None if self._update < 0 else self._update,
+            None if core.resumed is None else core.resumed.path,
+            [core.tombstone(member.pipeline, member.incarnation) or "" for member in buried],
+        )
+
+    def deadline(self) -> float:
+        """When :meth:`tick` is due."""
+        return min(self.membership.deadline(), self._presence.next_look, self._answers.deadline())
+
+    def tick(self, now: float) -> None:
+        """Time passed."""
+        if self.membership.deadline() <= now:
+            self._decide(w.Passed(), now)
+        if self._presence.next_look <= now:
+            core = self.membership
+            for worker, incarnation, seconds in self._presence.silent(now, core.members, core.claimed):
+                self._decide(w.Died(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
+        self._answers.remake(now)
+        self._proceed(now)
+
+    def handle(self, peer: bytes, request: e.Request, now: float) -> None:
+        """A message about membership."""
+        worker, incarnation, core = request.worker, request.incarnation, self.membership
+        if isinstance(request, e.Enrol | e.Resume):
+            self._comes(peer, request, now)
+        elif self._presence.incarnations.get(worker) == incarnation:
+            self._presence.hear(worker, now)
+            if core.doubts(worker, incarnation):
+                since = self._rival_since.setdefault(worker.pipeline, now)
+                if now - since >= RIVAL_GRACE:
+                    del self._rival_since[worker.pipeline]
+                    self._decide(w.Heard(worker, incarnation), now)
+            self._from_one_of_us(peer, request, now)
+        else:
+            self._from_a_stranger(peer, request, now)
+        self._proceed(now)
+
+    def knows_line(self, nonce: bytes) -> bool:
+        """Was ``nonce`` given to a process that is there? May be asked by another thread."""
+        return self._presence.knows_line(nonce)
+
+    def line_ended(self, nonce: bytes, now: float) -> None:
+        """The connection of the process that was given ``nonce`` is closed."""
+        of = self._presence.of_line(nonce)
+        if of is not None:
+            self._decide(w.Died(*of, "ended (its connection closed)"), now)
+            self._proceed(now)
+
+    # ------------------------------------------------------- requests of sessions
+
+    def admits(self, peer: bytes, request: m.Request, now: float) -> bool:
+        """May the service deal with ``request`` now? If not, it is kept, or refused."""
+        worker, incarnation, core = request.worker, request.session, self.membership
+        if isinstance(request, m.Hello | m.AskFailure | m.AskMissing):
+            return True
+        if (reason := core.tombstone(worker.pipeline, incarnation)) is not None:
+            self._run.say(peer, e.MustEnd(reason))
+            return False
+        if isinstance(request, m.Failed):
+            if not core.is_here(worker, incarnation):
+                return not self.in_use
+            reason = request.reason[: m.MAX_REASON_CHARACTERS]
+            self._run.say(peer, m.Abort(m.Failure(worker, reason)))
+            self._decide(w.Failed(worker, incarnation, reason), now)
+            self._proceed(now)
+            return False
+        is_join = isinstance(request, m.Join)
+        if not (isinstance(request, m.Join) and request.elastic):
+            if not self.in_use and worker not in self._early:
+                return True  # an ordinary run, or one whose workers are still to come back
+            if is_join:
+                refusal = (
+                    "it serves an elastic run, and this worker has not enrolled; set SDPIPE_PIPELINE, or give it a "
+                    "scheduler of its own"
+                )
+                self._run.say(peer, m.Refused(request.number, refusal))
+                return False
+        if core.is_member(worker.pipeline, incarnation) and not core.recovering:
+            if not is_join or self._shares_a_group(worker, now):
+                return True
+        elif isinstance(request, m.Heartbeat):
+            self._run.say(peer, m.Pulse(None))
+            return False
+        self._early.keep(peer, request, now)
+        return False
+
+    def dressed(self, group: Group, now: float) -> Group | None:
+        """``group`` with the epoch whose process group its members share; None if it is kept until they do."""
+        return self._answers.dressed(group, now) if self.in_use else group
+
+    # ------------------------------------------------------------------- coming
+
+    def _comes(self, peer: bytes, request: e.Enrol | e.Resume, now: float) -> None:
+        worker, incarnation, core = request.worker, request.incarnation, self.membership
+        try:
+            if self._capacity <= worker.pipeline < MOST_PIPELINES:
+                self._run.widen(worker.pipeline + 1, now)
+                self._capacity = worker.pipeline + 1
+        except RefusedEvent as error:
+            self._run.say(peer, e.Denial(str(error)))
+            return
+        was_here = self._presence.incarnations.get(worker) == incarnation
+        if isinstance(request, e.Enrol):
+            self._decide(w.Enrolled(worker, incarnation, request.fingerprint), now)
+        else:
+            self._decide(w.Resumed(worker, incarnation, request.fingerprint, request.epoch, request.met), now)
+            self._answers.transport.holds(worker, request.holds)
+        if core.is_here(worker, incarnation):
+            self._presence.comes(worker, incarnation, now)
+            if not was_here:
+                nonce = self._presence.new_line(worker, incarnation)
+                self._run.say(peer, e.Line(self.lifeline_port, nonce, self._beat, self._limit))
+        if isinstance(request, e.Enrol) and not core.is_member(worker.pipeline, incarnation):
+            self._run.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
+
+    def _from_a_stranger(self, peer: bytes, request: e.Request, now: float) -> None:
+        """Its process has not enrolled here, or is no longer to be here."""
+        worker, incarnation = request.worker, request.incarnation
+        reason = self.membership.tombstone(worker.pipeline, incarnation)
+        if isinstance(request, e.Depart):
+            self._run.say(peer, e.Noted(request.number))
+            self._decide(w.Departed(worker, incarnation, request.finished), now)  # it may claim another's number
+        elif reason is not None:
+            self._run.say(peer, e.MustEnd(reason))
+        elif not (isinstance(request, e.Beat) and not request.enrolled):  # else it has yet to say who it is
+            self._run.say(peer, e.Stranger())
+
+    def _from_one_of_us(self, peer: bytes, request: e.Request, now: float) -> None:
+        worker, incarnation, say, core = request.worker, request.incarnation, self._run.say, self.membership
+        match request:
+            case e.Beat(epoch=epoch, held=held):
+                self._answers.beats(request, now)
+                self._update = max(self._update, request.update)
+                if request.misses:
+                    self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
+                say(peer, e.Noted(request.number))
+                if not core.recovering:
+                    if epoch < core.epoch.number and core.is_member(worker.pipeline, incarnation):
+                        say(peer, e.NewEpoch(core.epoch))  # it may have been lost
+                    if held != bool(core.holds) and core.is_member(worker.pipeline, incarnation):
+                        say(peer, e.Hold(core.holds))
+                    for donate in core.donations.unheard(worker):
+                        say(peer, e.Give(donate))
+            case e.TellSnapshot(transfer=transfer, update=update, state=state):
+                say(peer, e.Noted(request.number))
+                self._decide(w.Snapshot(worker, incarnation, transfer, update, state), now)
+            case e.TellReceived(transfer=transfer, missed=""):
+                self._decide(w.Received(worker, incarnation, transfer), now)
+                say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
+            case e.TellReceived(transfer=transfer, missed=missed):
+                self._decide(w.Missed(worker, incarnation, transfer, missed), now)
+                say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
+            case e.Meet(key=key, value=value):
+                self._decide(w.Meets(worker, incarnation, key, value), now)
+                if core.meetings.key(worker.stage, worker.pipeline) == key:
+                    missing = core.meetings.missing(worker.stage, key, core.awaited(worker.stage))
+                    names = ", ".join(str(Worker(worker.stage, i)) for i in missing) or "a common process group"
+                    say(peer, e.Waits(request.number, f"it waits for {names} at {key}"))
+            case e.AskRegroup():
+                if (reply := self._answers.broke(request, now)) is not None:
+                    say(peer, reply)
+            case e.TellCompleted(sequence=sequence):
+                say(peer, e.Noted(request.number))
+                self._answers.completed(worker, sequence)
+            case e.Publish(path=path, update=update, done=done):
+                if core.is_member(worker.pipeline, incarnation) and not core.recovering:  # else it asks again
+                    say(peer, e.Noted(request.number))
+                    if done:
+                        self._decide(w.Published(worker, incarnation, path, update), now)
+            case e.Depart(finished=finished, failed=failed):
+                say(peer, e.Noted(request.number))
+                event = w.Failed(worker, incarnation, failed[: m.MAX_REASON_CHARACTERS]) if failed else None
+                self._decide(event or w.Departed(worker, incarnation, finished), now)
+            case e.Put() | e.Fetch() | e.Add() | e.Remove():
+                self._of_the_store(peer, request, now)
+
+    def _of_the_store(self, peer: bytes, request: e.Put | e.Fetch | e.Add | e.Remove, now: float) -> None:
+        store, say, number = self._store, self._run.say, request.number
+        answered = []
+        try:
+            match request:
+                case e.Put(key=key, value=value):
+                    answered = store.put(key, value)
+                    say(peer, e.Noted(number))
+                case e.Add(key=key, amount=amount):
+                    total, answered = store.add(key, amount, (peer, number))
+                    say(peer, e.Sum(number, total))
+                case e.Remove(key=key):
+                    say(peer, e.Sum(number, int(store.remove(key))))
+                case e.Fetch(keys=keys, waits=waits):
+                    values = store.wait((peer, number), keys, now) if waits else store.get(keys)
+                    if values is not None:
+                        say(peer, e.Values(number, values))
+        except Full as error:
+            self._run.ignore("refused", peer, str(error))
+            say(peer, e.Denial(f"the key-value store refuses {error}", number))
+        for (asker, asked), found in answered:
+            say(asker, e.Values(asked, found))
+
+    # --------------------------------------------------------------- decisions
+
+    def _decide(self, event: w.MemberEvent, now: float) -> None:
+        decisions = self.membership.on(event, now)
+        self.on_decided(now, event, decisions)
+        for decision in decisions:
+            self._carry_out(decision, now)
+
+    def _carry_out(self, decision: w.MemberDecision, now: float) -> None:
+        run = self._run
+        match decision:
+            case w.Epoch():
+                if not decision.members:
+                    self._update = -1
+                logger.info("epoch %d of membership: %s", decision.number, decision.reason)
+                members = [member.pipeline for member in decision.members]
+                self._answers.members_are(members)
+                run.members_are(members, now)
+                self._tell(members, e.NewEpoch(decision))
+            case w.Started(pipeline, epoch, fresh, checkpoint):
+                self._tell([pipeline], e.Start(epoch, fresh, checkpoint))
+            case w.Receive(pipeline=pipeline):
+                self._tell([pipeline], e.Get(decision))
+            case w.Donate(donor=donor):
+                self._tell([donor], e.Give(decision))
+            case w.Abandoned(donor=donor, transfer=transfer):
+                self._tell([donor], e.Drop(transfer))
+            case w.Met():
+                self._answers.met(decision, now)
+            case w.Gone(pipeline, incarnation, reason, was_member, left):
+                logger.warning("pipeline %d is gone: %s", pipeline, reason)
+                gone = self._presence.goes(pipeline, incarnation)
+                for worker in gone:
+                    run.say(e.peer_of(worker, incarnation), e.MustEnd(reason))
+                self._answers.goes(gone)
+                self._early.forget(gone)
+                self._rival_since.pop(pipeline, None)
+                if was_member:
+                    run.lose(pipeline, left, now)
+            case w.Denied(worker, incarnation, reason):
+                run.say(e.peer_of(worker, incarnation), e.Denial(reason))
+            case w.Ended(worker, incarnation, reason):
+                run.say(e.peer_of(worker, incarnation), e.MustEnd(reason))
+            case w.Held(reason):
+                logger.warning("%s", f"{reason}; training waits for more" if reason else "there are enough pipelines")
+                self._tell(self.membership.epoch.pipelines, e.Hold(reason))
+            case w.RunOver(reason, failed):
+                self._tell({worker.pipeline for worker in self._presence.incarnations}, e.Over(reason, failed))
+                if failed:
+                    run.fail(m.Failure(None, reason))
+
+    def _tell(self, pipelines: Collection[int], message: e.Reply) -> None:
+        for peer in self._presence.peers(pipelines):
+            self._run.say(peer, message)
+
+    def _unreachable(self, stage: int, pipelines: Sequence[int], waited: bool, now: float) -> None:
+        self._decide(w.Unreachable(stage, tuple(pipelines), waited), now)
+
+    def _shares_a_group(self, worker: Worker, now: float) -> bool:
+        """Does ``worker`` share a process group with those of its stage that take part, or has it waited for long?"""
+        others = [other for other in self._run.active_in(worker.stage) if other != worker]
+        if not others or self._early.waited(worker, now) >= answers.REMAKE_AFTER:
+            return True
+        return self._answers.transport.common([worker, *others]) is not None
+
+    def _proceed(self, now: float) -> None:
+        """What was kept, and is due."""
+        core = self.membership
+        if core.recovering:
+            return
+        for worker, request in self._early.first():
+            if (reason := core.tombstone(worker.pipeline, request.session)) is not None:
+                for peer, _ in self._early.take(worker):
+                    self._run.say(peer, e.MustEnd(reason))
+                continue
+            if not core.is_member(worker.pipeline, request.session):
+                continue
+            if not isinstance(request, m.Join) or self._shares_a_group(worker, now):
+                for peer, kept in self._early.take(worker):
+                    self._run.again(peer, kept, now)
+        self._answers.proceed(now)

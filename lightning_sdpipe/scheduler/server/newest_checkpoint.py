@@ -1,0 +1,65 @@
+"""The newest checkpoint of an elastic run in a file beside the journal.
+
+A scheduler that dies together with all pipelines is started again with ``--resume``; the pipelines that come then go on
+from that checkpoint. The file is forgotten when the run has finished, so a journal that is used again starts anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from lightning_sdpipe.membership.members import MemberDecision, MemberEvent, Published, RunOver
+from lightning_sdpipe.scheduler.server.elastic import Elastic
+
+log = logging.getLogger(__name__)
+
+
+class NewestCheckpoint:
+    """Of the run whose journal is ``journal``."""
+
+    def __init__(self, journal: Path) -> None:
+        self._path = journal.with_name(f"{journal.name}.checkpoint")
+
+    def follow(self, elastic: Elastic, now: float) -> None:
+        """Tell ``elastic`` what an earlier scheduler has heard, and keep what it hears from now on."""
+        record = elastic.on_decided
+
+        def keep(now: float, event: MemberEvent, decisions: list[MemberDecision]) -> None:
+            record(now, event, decisions)
+            self.hear(event, decisions)
+
+        if (published := self.read()) is not None:
+            record(now, published, elastic.membership.on(published, now))
+        elastic.on_decided = keep
+
+    def read(self) -> Published | None:
+        """Return what an earlier scheduler has heard last; None if it has heard of none."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=Published)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("%s, with the newest checkpoint, cannot be read: %s", self._path, error)
+            return None
+
+    def hear(self, event: MemberEvent, decisions: list[MemberDecision]) -> None:
+        """Keep a checkpoint that was published, until the run has finished."""
+        try:
+            if isinstance(event, Published):
+                self._write(msgspec.json.encode(event))
+            if any(isinstance(decision, RunOver) and not decision.failed for decision in decisions):
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            log.error("%s cannot be changed (%s): it may name an older checkpoint", self._path, error.strerror)
+
+    def _write(self, text: bytes) -> None:
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        with fresh.open("wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, self._path)

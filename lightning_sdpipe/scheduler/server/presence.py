@@ -1,0 +1,104 @@
+"""Which processes of an elastic run are there, by what connections, and when each was heard of last."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+
+from lightning_sdpipe.membership.silence import Silence
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler.server.lifelines import NONCE_BYTES
+
+logger = logging.getLogger(__name__)
+
+MOST_LINES = 1 << 16
+
+
+class Presence:
+    """``limit`` is in seconds; what silence for so long means is decided by
+    :class:`~lightning_sdpipe.membership.silence.Silence`."""
+
+    def __init__(self, limit: float) -> None:
+        self.incarnations: dict[Worker, int] = {}
+        """Of those that are there."""
+        self._limit = limit
+        self._silence = Silence(limit)
+        self._lines: OrderedDict[bytes, tuple[Worker, int]] = OrderedDict()
+
+    @property
+    def next_look(self) -> float:
+        """When somebody may have been silent for too long."""
+        return self._silence.due
+
+    def comes(self, worker: Worker, incarnation: int, now: float) -> None:
+        """That process is there."""
+        self.incarnations[worker] = incarnation
+        self.hear(worker, now)
+
+    def hear(self, worker: Worker, now: float) -> None:
+        """Something of ``worker`` came."""
+        self._silence.hear(worker, now)
+
+    def new_line(self, worker: Worker, incarnation: int) -> bytes:
+        """The nonce by which that process's connection is known."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._lines[nonce] = worker, incarnation
+        while len(self._lines) > MOST_LINES:
+            self._lines.popitem(last=False)
+        return nonce
+
+    def knows_line(self, nonce: bytes) -> bool:
+        """Was ``nonce`` given to a process, whose connection has not closed yet?"""
+        return nonce in self._lines
+
+    def of_line(self, nonce: bytes) -> tuple[Worker, int] | None:
+        """Whose connection that was, which is closed."""
+        return self._lines.pop(nonce, None)
+
+    def goes(self, pipeline: int, incarnation: int) -> list[Worker]:
+        """That start of ``pipeline`` is over; its workers."""
+        gone = [
+            worker for worker, own in self.incarnations.items() if worker.pipeline == pipeline and own == incarnation
+        ]
+        for worker in gone:
+            del self.incarnations[worker]
+            self._silence.forget(worker)
+        for nonce in [nonce for nonce, (w, own) in self._lines.items() if (w.pipeline, own) == (pipeline, incarnation)]:
+            del self._lines[nonce]
+        return gone
+
+    def peers(self, pipelines: Collection[int], stage: int | None = None) -> Iterator[bytes]:
+        """The sockets of the processes of ``pipelines``, in ``stage`` or in all."""
+        for worker, incarnation in self.incarnations.items():
+            if worker.pipeline in pipelines and stage in (None, worker.stage):
+                yield e.peer_of(worker, incarnation)
+
+    def silent(
+        self, now: float, members: Collection[int], replaced: Collection[int]
+    ) -> list[tuple[Worker, int, float]]:
+        """Who is lost because of silence, and for how many seconds that has lasted; see
+        :meth:`~lightning_sdpipe.membership.silence.Silence.look`. Call it when :attr:`next_look` has come."""
+        silence = self._silence
+        if now - silence.due > self._limit / 4:
+            # We were away ourselves (a machine asleep, a stopped process): first hear what has come meanwhile.
+            logger.warning("the scheduler was held up for %.1f s; nobody is called lost for that", now - silence.due)
+            silence.excuse(now)
+        before = silence.of_all_since
+        lost = silence.look(now, members, replaced)
+        if before is None and silence.of_all_since is not None:
+            logger.warning(
+                "nothing was heard of any pipeline for %.1f s: this scheduler seems to be cut off from them; none is "
+                "called lost for that",
+                now - silence.of_all_since,
+            )
+        elif before is not None and silence.of_all_since is None:
+            logger.warning("pipelines are heard of again, after %.1f s", now - before)
+        return [(worker, self.incarnations[worker], seconds) for worker, seconds in lost]
+
+    def waits(self, now: float) -> str:
+        """Since when nothing has come of anybody, for people, if that is for long."""
+        since = self._silence.of_all_since
+        return "" if since is None else f"nothing was heard of any pipeline for {now - since:.0f} s"

@@ -1,0 +1,245 @@
+"""The scheduler's socket: one ROUTER and a loop that receives, decodes, handles, encodes and sends."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.membership.terms import Terms
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
+from lightning_sdpipe.scheduler.log.event_log import LIMIT, Beginning, EventLog
+from lightning_sdpipe.scheduler.log.journal import Journal
+from lightning_sdpipe.scheduler.server.authentication import KeyCheck
+from lightning_sdpipe.scheduler.server.lifelines import Lifelines
+from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
+from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
+from lightning_sdpipe.scheduler.server.watcher import StopMessage, Watcher
+
+LONGEST_WAIT_MS = 60_000
+MOST_UNREAD = 256
+"""Replies kept for a client that does not read them; it asks again for what was dropped."""
+MOST_UNHANDLED = 128
+"""Requests kept of one client; what it sends beyond waits on its own side."""
+
+_MORE_FOLLOWS, _IS_THERE_MORE = zmq.SNDMORE, zmq.RCVMORE
+
+
+class Server:
+    """Serves one run. ``open`` binds, ``run`` serves until told to stop, ``close`` frees the port.
+
+    With ``elastic`` terms pipelines may come and go; their processes then hold a connection to ``lifeline_port`` each.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        num_stages: int,
+        num_pipelines: int,
+        bind: str = "tcp://127.0.0.1:*",
+        *,
+        keys: SchedulerKeys | None = None,
+        worker_timeout: float = 30.0,
+        recovery_grace: float = 10.0,
+        log: Path | None = None,
+        log_limit: int = LIMIT,
+        journal: Path | None = None,
+        elastic: Terms | None = None,
+        lifeline_port: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value in (("worker_timeout", worker_timeout), ("recovery_grace", recovery_grace)):
+            if not value > 0:
+                raise ConfigurationError(f"{name}={value!r} is not allowed; give seconds above 0")
+        if keys is None and not is_loopback(bind):
+            raise ConfigurationError(
+                f"the scheduler would listen at {bind}, which other machines can reach, without keys; "
+                "make some with `sdpipe keygen` and give them, or bind to tcp://127.0.0.1:*"
+            )
+        self.address = ""
+        now = clock()
+        self._log = EventLog(log, log_limit)
+        self._beginning = Beginning(
+            registry.to_plain(policy),
+            num_stages,
+            num_pipelines,
+            now,
+            datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            elastic,
+        )
+        self.service = SchedulerService(
+            policy,
+            num_stages,
+            num_pipelines,
+            worker_timeout=worker_timeout,
+            recovery_grace=recovery_grace,
+            elastic=elastic,
+            now=now,
+            log=self._log,
+        )
+        self._journal = None if journal is None else Journal(journal, num_stages, num_pipelines)
+        self._newest = None if journal is None else NewestCheckpoint(journal)
+        self._lifeline_port = lifeline_port
+        self._lifeline_notice = StopMessage()
+        self._bind = bind
+        self._keys = keys
+        self._clock = clock
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._key_check: KeyCheck | None = None
+        self._stop_message = StopMessage()
+
+    def open(self) -> str:
+        """Bind and return the address that clients connect to."""
+        self._context = context = zmq.Context()
+        self._socket = socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 1000)  # an abort just sent must still leave
+        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.SNDHWM, MOST_UNREAD)
+        socket.setsockopt(zmq.RCVHWM, MOST_UNHANDLED)
+        socket.setsockopt(zmq.IPV6, 1 if "[" in self._bind else 0)
+        try:
+            if self._keys is not None:
+                self._key_check = KeyCheck(context, socket, self._keys)
+            socket.bind(self._stop_message.endpoint)
+            socket.bind(self._bind)
+        except zmq.ZMQError as error:
+            self.close()
+            advice = (
+                "another program listens there: end it or choose another port, or tcp://127.0.0.1:* for any"
+                if error.errno == zmq.EADDRINUSE
+                else "give an address of this machine, as in tcp://127.0.0.1:5555"
+            )
+            raise SchedulerError(f"the scheduler cannot listen at {self._bind} ({error.strerror}); {advice}") from error
+        try:
+            self._log.open(self._beginning)
+            if self._journal is not None:
+                for event in self._journal.open():
+                    self.service.restore(event, self._clock())
+                self._log.journal = self._journal.write
+            if self._newest is not None and self.service.elastic is not None:
+                self._newest.follow(self.service.elastic, self._clock())
+        except ConfigurationError:
+            self.close()
+            raise
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self.address
+
+    def run(self, stop: Sequence[int]) -> None:
+        """Serve until one of the file descriptors ``stop`` is readable (or at its end).
+
+        Waiting happens inside the ROUTER's own receive, which costs a message a third of what asking a poller
+        first does; an :class:`Watcher` watches everything else and says in a frame when to stop.
+        """
+        socket, service, clock = self._socket, self.service, self._clock
+        if socket is None or self._context is None:
+            raise SchedulerError("the scheduler's server was run before it was opened")
+        with Watcher(self._context, self._stop_message, stop, self._key_check), self._lifelines(self._context):
+            now, due, patience = clock(), service.deadline(), -2
+            while True:
+                # Rounded up, since waking before the deadline would spin until it has come.
+                needed = min(int((due - now) * 1000) + 1, LONGEST_WAIT_MS) if due > now else 0
+                if needed != patience:
+                    socket.setsockopt(zmq.RCVTIMEO, needed)
+                    patience = needed
+                try:
+                    identity, frame = _receive(socket)
+                except zmq.Again:
+                    now = clock()
+                    self._send(socket, service.tick(now))
+                    due = service.deadline()
+                    continue
+                if identity == self._stop_message.identity:
+                    return
+                now = clock()
+                if identity == self._lifeline_notice.identity:
+                    self._send(socket, service.line_ended(frame, now))
+                else:
+                    self._send(socket, self._handle(identity, frame, now))
+                due = service.deadline()
+                if due <= now:
+                    self._send(socket, service.tick(now))
+                    due = service.deadline()
+
+    @contextlib.contextmanager
+    def _lifelines(self, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
+        """Listens for the processes of an elastic run, at the host that the scheduler itself listens at."""
+        elastic = self.service.elastic
+        if elastic is None:
+            yield
+            return
+        host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        notice = self._lifeline_notice
+        try:
+            endpoint = self._stop_message.endpoint
+            lines = Lifelines(context, host, self._lifeline_port, endpoint, notice.identity, elastic.knows_line)
+        except OSError as error:
+            raise SchedulerError(
+                f"nobody can listen for the processes of the run at {host}, port {self._lifeline_port} "
+                f"({error.strerror}); choose another --lifeline-port, or 0 for any"
+            ) from error
+        with lines:
+            elastic.lifeline_port = lines.port
+            yield
+
+    def close(self) -> None:
+        """Free the port; safe to call twice."""
+        if self._key_check is not None:
+            self._key_check.close()
+            self._key_check = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+        self._log.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _handle(self, peer: bytes, frame: bytes, now: float) -> list[Addressed]:
+        try:
+            request = m.decode_request(frame)
+        except m.WrongVersion as error:
+            self.service.ignore("other version", peer, str(error))
+            return [(peer, m.Refused(0, str(error)))]  # whatever it understands of this, it sees the version
+        except m.MalformedFrame as error:
+            self.service.ignore("malformed", peer, str(error))
+            return []
+        return self.service.handle(peer, request, now)
+
+    @staticmethod
+    def _send(socket: zmq.Socket[bytes], replies: list[Addressed]) -> None:
+        last, frame = None, b""
+        for peer, message in replies:
+            if message is not last:  # the members of a group get the same
+                last, frame = message, m.encode(message)
+            socket.send(peer, _MORE_FOLLOWS)
+            socket.send(frame)
+
+    def __enter__(self) -> Server:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, bytes]:
+    """A peer and what it sent. Like ``recv_multipart``, which takes twice as long."""
+    peer, frame = socket.recv(), socket.recv()
+    while socket.getsockopt(_IS_THERE_MORE):  # which no worker sends
+        socket.recv()
+        frame = b""
+    return peer, frame

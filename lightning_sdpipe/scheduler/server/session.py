@@ -1,0 +1,209 @@
+"""What the scheduler knows of one client of a worker, from its first join to the next client of that worker.
+
+    state      | joins      is ready   is held   gets a group   leaves   falls silent
+    -----------+---------------------------------------------------------------------
+    AWAY       | COMPUTING                                      AWAY
+    COMPUTING  |            WAITING    HELD                     AWAY     LOST
+    HELD       |            WAITING              COMPUTING      AWAY     LOST
+    WAITING    |                                 COMPUTING      AWAY     LOST
+    LOST       | COMPUTING                                      AWAY
+
+Where the table is empty, the input is illegal: :meth:`Session.move` raises and changes nothing. A worker is held when
+it is ready while a restarted scheduler still waits for others to come back; the policy has not heard of it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import protocol as m
+
+REMEMBERED = 64
+"""Ended sessions per worker whose messages are still recognised as replays."""
+
+
+class State(Enum):
+    """Of a session; the policy counts the worker among the active in the middle three."""
+
+    AWAY = "away"
+    COMPUTING = "computing"
+    HELD = "held"
+    WAITING = "waiting"
+    LOST = "lost"
+
+    __hash__ = object.__hash__  # Enum's own is Python code, and every signal looks states up
+
+
+class Input(Enum):
+    """What changes the state of a session."""
+
+    JOINS = "joins"
+    IS_READY = "is ready"
+    IS_HELD = "is held"
+    GETS_GROUP = "gets a group"
+    LEAVES = "leaves"
+    FALLS_SILENT = "falls silent"
+
+    __hash__ = object.__hash__
+
+
+# Under short names, since an Enum looks its members up slowly before Python 3.12, and each signal needs several.
+AWAY, COMPUTING, HELD, WAITING, LOST = State
+JOINS, IS_READY, IS_HELD, GETS_GROUP, LEAVES, FALLS_SILENT = Input
+
+TRANSITIONS: dict[State, dict[Input, State]] = {
+    AWAY: {JOINS: COMPUTING, LEAVES: AWAY},
+    COMPUTING: {IS_READY: WAITING, IS_HELD: HELD, LEAVES: AWAY, FALLS_SILENT: LOST},
+    HELD: {IS_READY: WAITING, GETS_GROUP: COMPUTING, LEAVES: AWAY, FALLS_SILENT: LOST},
+    WAITING: {GETS_GROUP: COMPUTING, LEAVES: AWAY, FALLS_SILENT: LOST},
+    LOST: {JOINS: COMPUTING, LEAVES: AWAY},
+}
+
+ACTIVE = frozenset({COMPUTING, HELD, WAITING})
+
+
+class IllegalInput(ValueError):
+    """The table of transitions has no such entry; the session is as it was before."""
+
+
+class Received:
+    """Which requests of a session have come: each counts once, and a leave outdates what was sent before it."""
+
+    __slots__ = ("_last", "left_at")
+
+    def __init__(self) -> None:
+        self._last: dict[bytes, int] = {}
+        self.left_at = -1
+        """The number of the last leave, which may overtake what the other socket sent."""
+
+    def is_new(self, number: int, peer: bytes) -> bool:
+        """Numbers grow on each socket of the worker; False for what was seen before."""
+        if number <= self._last.get(peer, -1):
+            return False
+        self._last[peer] = number
+        return True
+
+
+class Session:
+    """One client; ``id`` is the number that it drew for itself."""
+
+    __slots__ = (
+        *("answer", "answered", "beats", "heard", "heartbeat_peer", "id", "invitations", "iteration", "peer"),
+        *("received", "state", "worker"),
+    )
+
+    def __init__(self, worker: Worker, id: int, now: float, elastic: bool = False) -> None:
+        self.worker = worker
+        self.id = id
+        incarnation = id if elastic else None
+        self.peer, self.heartbeat_peer = m.routing_id(worker, incarnation), m.heartbeat_id(worker, incarnation)
+        self.state = AWAY
+        self.iteration: int | None = None
+        """Of the last ready that was accepted."""
+        self.answer: m.Answer | None = None
+        """To that ready; None until it is decided."""
+        self.answered: int | None = None
+        """The last iteration that was answered since it joined."""
+        self.invitations = 0
+        """To groups that it was a passive member of."""
+        self.received = Received()
+        self.heard = now
+        """When anything of it came last."""
+        self.beats = False
+        """Only a client that ever sent a heartbeat can be missed."""
+
+    @property
+    def active(self) -> bool:
+        """Does the policy count on the worker?"""
+        return self.state in ACTIVE
+
+    def move(self, input: Input) -> None:
+        """Change the state as the table says.
+
+        Raises:
+            IllegalInput: it says nothing; nothing has changed.
+        """
+        after = TRANSITIONS[self.state].get(input)
+        if after is None:
+            raise IllegalInput(f"worker {self.worker} {input.value} while it is {self.state.value}")
+        self.state = after
+
+    def is_ready(self, iteration: int, input: Input) -> None:
+        """The ready of ``iteration`` was accepted."""
+        self.move(input)
+        self.iteration = iteration
+        self.answer = None
+
+    def is_answered(self, answer: m.Answer) -> None:
+        """``answer`` is the answer to its ready."""
+        self.move(GETS_GROUP)
+        self.answer, self.answered = answer, self.iteration
+
+    def validate(self) -> None:
+        """Raise AssertionError if what this session knows contradicts itself."""
+        if self.state in (WAITING, HELD):
+            assert self.iteration is not None, self
+            assert self.answer is None, self
+        if self.answer is not None:
+            assert self.answer.iteration_of(self.worker) == self.iteration, self
+        if self.state is AWAY:
+            assert self.answer is None, self
+
+    def __repr__(self) -> str:
+        return f"Session({self.worker}, {self.state.value}, iteration={self.iteration}, answer={self.answer})"
+
+
+class Sessions:
+    """The current session of each worker that ever joined, and which of its earlier ones have ended."""
+
+    def __init__(self) -> None:
+        self._current: dict[Worker, Session] = {}
+        self._ended: dict[Worker, list[int]] = {}
+        self._owners: dict[bytes, Worker] = {}
+
+    def begin(self, worker: Worker, id: int, now: float, elastic: bool = False) -> Session:
+        """A new client of ``worker`` takes the place of an older one."""
+        before = self._current.get(worker)
+        if before is not None:
+            ended = self._ended.setdefault(worker, [])
+            ended.append(before.id)
+            del ended[:-REMEMBERED]
+            del self._owners[before.peer], self._owners[before.heartbeat_peer]
+        session = self._current[worker] = Session(worker, id, now, elastic)
+        self._owners[session.peer] = self._owners[session.heartbeat_peer] = worker
+        return session
+
+    def has_ended(self, worker: Worker, id: int) -> bool:
+        """Was that an earlier session of ``worker``?"""
+        return id in self._ended.get(worker, ())
+
+    def is_socket_of(self, peer: bytes, worker: Worker, session: int) -> bool:
+        """May ``peer`` speak for ``worker`` in that session?"""
+        return self._owners.get(peer) == worker or peer in (
+            *(m.routing_id(worker), m.heartbeat_id(worker)),
+            *(m.routing_id(worker, session), m.heartbeat_id(worker, session)),
+        )
+
+    def get(self, worker: Worker) -> Session | None:
+        """The current session of ``worker``, if it ever joined."""
+        return self._current.get(worker)
+
+    def __getitem__(self, worker: Worker) -> Session:
+        return self._current[worker]
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._current.values()))
+
+    def of_stage(self, stage: int) -> list[Session]:
+        """By pipeline."""
+        return sorted((s for s in self if s.worker.stage == stage), key=lambda session: session.worker)
+
+    def validate(self) -> None:
+        """Raise AssertionError if they contradict each other or themselves."""
+        for worker, session in self._current.items():
+            session.validate()
+            assert session.worker == worker, session
+            assert session.id not in self._ended.get(worker, ()), session
+            assert self.is_socket_of(session.peer, worker, session.id), session

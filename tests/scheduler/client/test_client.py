@@ -1,0 +1,376 @@
+"""Clients and a server over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import msgspec
+import pytest
+import zmq
+
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client import client
+from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
+from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.client.step_timer import StepTimer
+from lightning_sdpipe.scheduler.credentials import make_keys
+from lightning_sdpipe.scheduler.server.server import Server
+from tests.scheduler.live_scheduler import clients, serving
+
+W = Worker
+
+
+def test_a_group_reaches_all_its_members() -> None:
+    with serving(AllReduceModels(), 2, 2) as server, clients(server.address, W(1, 0), W(1, 1)) as (a, b):
+        for client in (a, b):
+            client.join()
+        for iteration in (5, 6):
+            a.ready(iteration)
+            b.ready(iteration)
+            assert a.group() == b.group()
+        for client in (a, b):
+            client.leave()
+
+
+def test_many_workers_train_for_a_while_and_leave_one_by_one() -> None:
+    spec = SemiDecentralized(window=0.002, connectivity=3)
+    workers = [W(j, i) for j in range(2) for i in range(4)]
+    with serving(spec, 2, 4) as server, clients(server.address, *workers) as made:
+        for client in made:
+            client.join()
+
+        def train(client: SchedulerClient) -> list[int]:
+            sequences = []
+            for iteration in range(30 + client.worker.pipeline):
+                client.ready(iteration)
+                group = client.group()
+                assert client.worker in group.members
+                sequences.append(group.sequence)
+            client.leave()
+            return sequences
+
+        with ThreadPoolExecutor(len(made)) as pool:
+            for sequences in pool.map(train, made):
+                assert sequences == sorted(set(sequences))
+
+
+def test_a_timeout_names_whom_the_scheduler_waits_for() -> None:
+    with (
+        serving(AllReduceModels(), 1, 3) as server,
+        clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c),
+    ):
+        for client in (a, b, c):
+            client.join()
+        a.ready(0)
+        a._timeout = 0.5
+        with pytest.raises(SchedulerError, match=r"iteration 0.*waits for \(stage 0, pipeline 1\), \(stage 0, p"):
+            a.group()
+
+
+def test_an_absent_scheduler_is_named_by_its_address() -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+        with (
+            clients(address, W(0, 0), connect_timeout=0.1) as (one,),
+            pytest.raises(
+                SchedulerError, match=rf"waited 0\.1 s for the scheduler at {address}.*nothing listens there"
+            ),
+        ):
+            one.greet()
+
+
+def test_another_program_at_the_address_is_told_from_none() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(5)
+        with (
+            clients(f"tcp://127.0.0.1:{silent.getsockname()[1]}", W(0, 0), connect_timeout=0.5) as (one,),
+            pytest.raises(SchedulerError, match="accepts connections but does not speak ZeroMQ"),
+        ):
+            one.greet()
+
+
+def test_a_scheduler_of_another_mesh_refuses_by_name() -> None:
+    with (
+        serving(AllReduceModels(), 2, 3) as server,
+        clients(server.address, W(0, 0), mesh=(1, 4)) as (other,),
+        clients(server.address, W(0, 1), mesh=(2, 3)) as (right,),
+    ):
+        with pytest.raises(SchedulerError, match=r"serves a run of 2 stages × 3 pipelines.*belongs to one of 1 × 4"):
+            other.greet()
+        right.join()
+
+
+class TestVersions:
+    """Version 1, as it was: a byte of version, and whoever speaks another one is ignored in silence."""
+
+    def test_a_new_scheduler_answers_an_old_worker_in_its_own_version(self) -> None:
+        with (
+            serving(AllReduceModels(), 1, 1) as server,
+            zmq.Context() as context,
+            context.socket(zmq.DEALER) as old,
+        ):
+            old.setsockopt(zmq.LINGER, 0)
+            old.connect(server.address)
+            old.send(b"\x01" + msgspec.msgpack.encode(["join", [0, 0], 1, 1, False, None]))
+            assert old.poll(10_000)
+            frame = old.recv()
+            assert frame[0] == m.VERSION, "which an old worker prints"
+            reply = m.decode_reply(frame)
+            assert isinstance(reply, m.Refused)
+            assert "speaks version 1 of the protocol, this side version 4" in reply.reason
+            assert server.service.refused == {"other version": 1}
+
+    def test_an_old_scheduler_is_named_by_its_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client, "REPEAT_AFTER", 0.1)
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as old:
+            old.setsockopt(zmq.LINGER, 0)
+            port = old.bind_to_random_port("tcp://127.0.0.1")
+
+            def serve() -> None:
+                assert old.poll(5_000)
+                peer, _ = old.recv_multipart()
+                old.send_multipart([peer, b"\x01" + msgspec.msgpack.encode(["status", {}])])
+
+            for ask in (self.greet, partial(ask_status, timeout=0.5)):
+                thread = threading.Thread(target=serve)
+                thread.start()
+                with pytest.raises(SchedulerError, match="speaks version 1 of the protocol, this side version 4"):
+                    ask(f"tcp://127.0.0.1:{port}")
+                thread.join(10)
+
+    def greet(self, address: str) -> None:
+        with clients(address, W(0, 0)) as (one,):
+            one.greet()
+
+
+def test_the_first_failure_reaches_everybody() -> None:
+    with (
+        serving(AllReduceModels(), 1, 3) as server,
+        clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c),
+    ):
+        for client in (a, b, c):
+            client.join()
+        assert a.first_failure(5.0) is None
+        a.ready(0)
+        b.failed("out of memory")
+        c.failed("lost its neighbour")
+        with pytest.raises(WorkerFailedError, match=r"\(stage 0, pipeline 1\) failed first: out of memory"):
+            a.group()
+        for client in (a, b, c):
+            assert client.first_failure(5.0) == Failure(W(0, 1), "out of memory")
+
+
+def test_a_failure_told_to_nobody_does_not_block() -> None:
+    with clients("tcp://127.0.0.1:9", W(0, 0)) as (one,):
+        one.failed("nobody listens")
+        assert one.first_failure(0.05) is None
+
+
+def test_wrong_use_of_the_client_is_told_at_once() -> None:
+    with serving(AllReduceModels(), 1, 2) as server, clients(server.address, W(0, 0), W(0, 1)) as (a, b):
+        with pytest.raises(SchedulerError, match=r"call ready\(\) first"):
+            a.group()
+        with pytest.raises(SchedulerError, match=r"call join\(\) first"):
+            a.ready(0)
+        a.join()
+        b.join()
+        a.ready(0)
+        with pytest.raises(SchedulerError, match="before it fetched"):
+            a.ready(1)
+        b.ready(3)
+        a.group()
+        a.ready(0)
+        b.group()
+        b.ready(2)
+        with pytest.raises(SchedulerError, match=r"refused.*reported iteration 2 after 3"):
+            b.group()
+
+
+def test_a_silent_worker_is_treated_as_left_and_named_to_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        serving(AllReduceModels(), 1, 2, worker_timeout=1.0) as server,
+        clients(server.address, W(0, 0), heartbeat=0.02) as (a,),
+        clients(server.address, W(0, 1), heartbeat=1000.0) as (b,),
+    ):
+        a.join()
+        b.join()
+        a.ready(0)
+        assert a.group().members == (W(0, 0),)
+        assert "worker (stage 0, pipeline 1) was silent" in caplog.text
+        states = {w.worker.pipeline: w.state for w in ask_status(server.address).workers()}
+        assert states == {0: "computing", 1: "lost"}
+        a.leave()
+        b.ready(0)  # it was only slow: it joins again by itself
+        assert b.group().members == (W(0, 1),)
+
+
+def test_heartbeats_keep_a_busy_worker_alive() -> None:
+    with (
+        serving(AllReduceModels(), 1, 2, worker_timeout=1.0) as server,
+        clients(server.address, W(0, 0), W(0, 1), heartbeat=0.02) as (a, b),
+    ):
+        a.join()
+        b.join()
+        a.ready(0)
+        a._timeout = 2.0
+        with pytest.raises(SchedulerError, match=r"waits for \(stage 0, pipeline 1\)"):
+            a.group()
+
+
+def test_heartbeats_bring_the_news_of_a_failure() -> None:
+    heard = threading.Event()
+
+    class Listening(SchedulerClient):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "aborted" and value is not None:
+                heard.set()
+
+    with (
+        serving(AllReduceModels(), 1, 2) as server,
+        clients(server.address, W(0, 1)) as (b,),
+    ):
+        a = Listening(server.address, W(0, 0), heartbeat=0.02)
+        try:
+            a.join()
+            b.join()
+            b.failed("broke")
+            assert heard.wait(10)
+            assert a.aborted == Failure(W(0, 1), "broke")
+        finally:
+            a.close()
+
+
+def test_a_passive_neighbour_is_invited_while_it_computes() -> None:
+    invited: list[Group] = []
+    arrived = threading.Event()
+
+    def on_invitation(group: Group, after: int | None) -> None:
+        invited.append(group)
+        arrived.set()
+
+    with (
+        serving(ADPSGD(asynchronous=True), 1, 2) as server,
+        clients(server.address, W(0, 0)) as (a,),
+        clients(server.address, W(0, 1), on_invitation=on_invitation) as (b,),
+    ):
+        a.join()
+        b.join()
+        b.leave()
+        b.join()  # the heartbeats' connection certainly exists once one was answered
+        a.ready(0)
+        group = a.group()
+        assert group.passive == (W(0, 1),)
+        b.leave()
+        assert arrived.is_set()
+        assert invited == [group], "leave() waits for the invitations that were sent"
+
+
+def test_an_invitation_that_nobody_can_follow_ends_the_run() -> None:
+    with (
+        serving(ADPSGD(asynchronous=True), 1, 2) as server,
+        clients(server.address, W(0, 0), W(0, 1), heartbeat=0.05) as (a, b),
+    ):
+        a.join()
+        b.join()
+        b.leave()
+        b.join()  # the heartbeats' connection certainly exists once one was answered
+        a.ready(0)
+        a.group()
+        a.ready(1)
+
+        def train_on() -> None:
+            for iteration in range(2, 100_000):
+                a.group()
+                a.ready(iteration)
+
+        with pytest.raises(
+            WorkerFailedError, match=r"\(stage 0, pipeline 1\) failed first.*a passive member of group \d"
+        ):
+            train_on()
+
+
+def test_how_long_steps_take_travels_with_the_heartbeats() -> None:
+    with (
+        serving(AllReduceModels(), 1, 2) as server,
+        clients(server.address, W(0, 0), heartbeat=0.02) as (a,),
+    ):
+        a.join()
+        now = iter([10.0, 11.0, 14.0])
+        a._steps = StepTimer(clock=lambda: next(now))
+        for iteration, waited in enumerate((0.5, 0.75, 1.5)):
+            a.step_ended(iteration, waited)
+        while (row := ask_status(server.address).workers()[0]).seconds is None:
+            pass
+        assert row.seconds in (1.0, 2.0, 3.0), "the mean of 1 and 3, unless a heartbeat came in between"
+        assert row.waiting in (0.25, 0.5, 0.75)
+
+
+def test_steps_are_summed_up_between_heartbeats() -> None:
+    times = iter([0.0, 2.0, 3.0, 50.0, 51.0])
+    timer = StepTimer(clock=lambda: next(times))
+    for iteration, waited in ((3, 0.5), (4, 1.5), (5, 2.0)):
+        timer.ended(iteration, waited)
+    assert timer.take() == m.Steps(5, 2, 1.5, 0.75)
+    assert timer.take() is None
+    timer.start()  # a pause is no step
+    timer.ended(6, 2.0)
+    timer.ended(7, 2.5)
+    assert timer.take() == m.Steps(7, 1, 1.0, 0.5)
+
+
+def test_the_right_keys_are_let_in_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    ours, worker = make_keys()
+    theirs, stranger = make_keys()
+    with serving(AllReduceModels(), 1, 1, keys=ours) as server:
+        with clients(server.address, W(0, 0), credentials=worker) as (a,):
+            a.join()
+            a.ready(0)
+            assert a.group().members == (W(0, 0),)
+            assert ask_status(server.address, credentials=worker).signals == 1
+        mixed = type(worker)(stranger.public, stranger.secret, worker.scheduler_public)
+        for credentials, why in (
+            (None, "it asks for a key"),
+            (stranger, "it has another key than the one that this worker.key was made for"),
+            (mixed, "it does not let this key in"),
+            (mixed, "it does not let this key in"),
+        ):
+            with (
+                clients(server.address, W(0, 0), credentials=credentials) as (b,),
+                pytest.raises(SchedulerError, match=f"no connection to the scheduler at {server.address}: {why}"),
+            ):
+                b.join()
+            with pytest.raises(SchedulerError, match=why):
+                ask_status(server.address, credentials=credentials)
+        assert server.service.status(0.0).signals == 1
+    warnings = [record.getMessage() for record in caplog.records if "turned away" in record.getMessage()]
+    assert warnings.count("a client at 127.0.0.1 without the right key was turned away (logged once)") == 1
+    assert len(warnings) == len(set(warnings))
+    assert theirs.secret not in repr((ours, theirs, worker, stranger))
+
+
+def test_keys_for_a_scheduler_without_any_are_named() -> None:
+    _, worker = make_keys()
+    with (
+        serving(AllReduceModels(), 1, 1) as server,
+        clients(server.address, W(0, 0), credentials=worker) as (a,),
+        pytest.raises(SchedulerError, match=r"it has no keys, and this side has|it has another key .* or none"),
+    ):
+        a.join()
+
+
+def test_beyond_this_machine_keys_are_required() -> None:
+    with pytest.raises(ConfigurationError, match="without keys"):
+        Server(AllReduceModels(), 1, 1, "tcp://0.0.0.0:*")
+    with pytest.raises(ConfigurationError, match=r"worker\.key"):
+        SchedulerClient("tcp://10.0.0.1:5555", W(0, 0))

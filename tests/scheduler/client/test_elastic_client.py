@@ -1,0 +1,421 @@
+"""Workers of an elastic run and a scheduler over real sockets: threads for processes, and a process that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_sdpipe.dealing.leases import Segment
+from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.membership.members import Enrolled
+from lightning_sdpipe.membership.terms import Terms
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.client.elastic_client import (
+    CancelledError,
+    ElasticClient,
+    MustEndError,
+    Receive,
+    RunOverError,
+    Skip,
+    Start,
+    Told,
+)
+from lightning_sdpipe.scheduler.credentials import make_keys
+from lightning_sdpipe.scheduler.log.event_log import differences, read_log
+from lightning_sdpipe.scheduler.log.status_page import render, to_plain
+from lightning_sdpipe.scheduler.server.server import Server
+from tests.scheduler.live_scheduler import serving
+
+SAME = {"model": "linear", "version": "1"}
+SOON = Terms(settle=0.0)
+T_INF = SemiDecentralized(window=float("inf"))
+
+
+class Fleet:
+    """Clients of one scheduler, closed at the end; each has enrolled when it is returned."""
+
+    def __init__(self, server: Server, stack: ExitStack) -> None:
+        self.server, self.stack = server, stack
+
+    def client(self, pipeline: int, incarnation: int, stage: int = 0, **options: Any) -> ElasticClient:
+        client = ElasticClient(
+            self.server.address, Worker(stage, pipeline), incarnation, **{"timeout": 10.0, **options}
+        )
+        self.stack.callback(client.close)
+        return client
+
+    def start(self, *pipelines: int) -> list[ElasticClient]:
+        """Of pipelines that start together."""
+        clients = [self.client(pipeline, 100 + pipeline) for pipeline in pipelines]
+        answers = at_once(*[lambda c=c: c.enrol(SAME) for c in clients])  # type: ignore[misc]
+        assert all(isinstance(answer, Start) and answer.fresh for answer in answers)
+        return clients
+
+    def session(self, client: ElasticClient) -> SchedulerClient:
+        session = SchedulerClient(
+            self.server.address, client.worker, timeout=10.0, incarnation=client.incarnation, heartbeat=0.1
+        )
+        self.stack.callback(session.close)
+        return session
+
+
+@contextmanager
+def running(policy: PolicyConfig = T_INF, pipelines: int = 2, terms: Terms = SOON, **options: Any) -> Iterator[Fleet]:
+    options = {"worker_timeout": 5.0, **options}
+    with serving(policy, options.pop("stages", 1), pipelines, elastic=terms, **options) as server, ExitStack() as stack:
+        yield Fleet(server, stack)
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of all, each in a thread of its own."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(place: int) -> None:
+        try:
+            results[place] = calls[place]()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def comes(fleet: Fleet, donors: list[ElasticClient], pipeline: int, incarnation: int) -> ElasticClient:
+    """A newcomer, to whom one of the donors gives its state while all make updates."""
+    client = fleet.client(pipeline, incarnation)
+    done = threading.Event()
+
+    def train() -> None:
+        update = 0
+        wait_for(lambda: done.is_set() or any(donor._donate for donor in donors))  # asked before their first update
+        while not done.is_set():
+            for donor in donors:
+                donor.donation_due(update)
+            update += 1
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        receive = client.enrol(SAME)
+        assert isinstance(receive, Receive)
+        assert client.is_current(receive.transfer)
+        start = client.received(receive.transfer)
+        assert isinstance(start, Start)
+        assert not start.fresh
+    finally:
+        done.set()
+        thread.join()
+    return client
+
+
+def test_a_newcomer_is_given_a_state_and_everybody_hears_of_the_new_epoch(tmp_path: Path) -> None:
+    log = tmp_path / "scheduler.jsonl"
+    with running(terms=Terms(settle=0.0, start_pipelines=2), log=log) as fleet:
+        first, second = fleet.start(0, 1)
+        third = comes(fleet, [first, second], 5, 900)
+        for client in (first, second, third):
+            wait_for(lambda c=client: c.epoch.number == 2)  # type: ignore[misc]
+            assert client.epoch.pipelines == (0, 1, 5), "numbered beyond those that were planned"
+            assert client.epoch.leader == 0
+        status = ask_status(fleet.server.address)
+        assert not status.refused
+        here = status.members
+        assert here is not None
+        assert (here.epoch, here.reason, here.held) == (2, "pipeline 5 has come", "")
+        assert here.states == {0: "leader", 1: "member", 5: "member"}
+        assert "members         epoch 2: pipeline 5 has come\n                0 leader, 1 member" in render(status)
+        assert to_plain(status)["members"]
+    (record,) = read_log(log)
+    assert list(differences(record.policy(), record.dealer(), record.entries, record.membership())) == []
+    assert any(isinstance(entry.event, Enrolled) for entry in record.entries)
+
+
+def test_groups_name_a_process_group_that_all_members_hold() -> None:
+    with running(terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+        clients = fleet.start(0, 1)
+        sessions = [fleet.session(client) for client in clients]
+        joined = threading.Thread(target=lambda: at_once(*[session.join for session in sessions]))
+        joined.start()
+        clients[0].holds([1])
+        clients[1].holds([1])
+        joined.join(10)
+        for session in sessions:
+            session.ready(0)
+        groups = at_once(*[session.group for session in sessions])
+        assert groups[0] == groups[1]
+        assert groups[0].epoch == 1
+        for client in clients:
+            client.holds([])
+        for session in sessions:
+            session.ready(1)
+        clients[0].holds([1])
+        clients[1].holds([1])
+        assert at_once(*[session.group for session in sessions])[0].epoch == 1, "it was kept until they shared one"
+
+
+def test_who_is_left_of_a_broken_group_tries_again_and_who_has_its_result_goes_on() -> None:
+    with running(pipelines=3, terms=Terms(settle=0.0, start_pipelines=3)) as fleet:
+        clients = fleet.start(0, 1, 2)
+        sessions = [fleet.session(client) for client in clients]
+        for client in clients:
+            client.holds([1])
+        at_once(*[session.join for session in sessions])
+        for session in sessions:
+            session.ready(0)
+        group, *_ = at_once(*[session.group for session in sessions])
+        clients[2].completed(group.sequence)
+        again = at_once(lambda: clients[0].broken(group), lambda: clients[1].broken(group))
+        assert again[0] == again[1]
+        assert [worker.pipeline for worker in again[0].members] == [0, 1]
+        assert again[0].weights == (0.5, 0.5)
+        assert again[0].sequence > group.sequence
+        clients[0].completed(again[0].sequence)
+        skip = clients[1].broken(again[0], together=True)
+        assert skip == Skip(again[0].sequence, 0)
+        assert [client._asked_for for client in clients] == [set(), set(), set()]
+
+
+def test_meetings_carry_what_each_says_and_do_not_wait_for_the_dead() -> None:
+    with running(pipelines=3, terms=Terms(settle=0.0, start_pipelines=3)) as fleet:
+        clients = fleet.start(0, 1, 2)
+        for client in clients:
+            client.holds([1])
+        met = at_once(*[lambda c=c: c.meet("pause/1", b"%d" % c.worker.pipeline) for c in clients])  # type: ignore[misc]
+        assert met[0] == met[1] == met[2]
+        assert (met[0].pipelines, met[0].values, met[0].epoch) == ((0, 1, 2), (b"0", b"1", b"2"), 1)
+
+        def dies() -> None:
+            clients[2].close()
+
+        first, second, _ = at_once(lambda: clients[0].meet("pause/2"), lambda: clients[1].meet("pause/2"), dies)
+        assert first == second
+        assert first.pipelines == (0, 1)
+
+
+def test_a_wait_in_vain_names_who_is_missing() -> None:
+    with running(terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+        first, _ = fleet.start(0, 1)
+        with pytest.raises(SchedulerError, match=r"waited 0.5 s for the others at pause.*\(stage 0, pipeline 1\)"):
+            first.meet("pause", timeout=0.5)
+    with running(terms=Terms(3, settle=0.0)) as fleet:
+        alone = fleet.client(0, 7)
+        with pytest.raises(SchedulerError, match=r"starts when 3 pipelines are there; pipeline 0 waits"):
+            alone.enrol(SAME, timeout=0.5)
+
+
+def test_a_job_that_differs_or_claims_a_number_that_is_taken_is_refused() -> None:
+    with running() as fleet:
+        fleet.start(0)
+        with pytest.raises(SchedulerError, match="model: found other, expected linear"):
+            fleet.client(1, 7).enrol(SAME | {"model": "other"})
+        with pytest.raises(SchedulerError, match="pipeline 0 is trained by another job, which lives"):
+            fleet.client(0, 8).enrol(SAME)
+        with pytest.raises(SchedulerError, match="pipelines of 1 stages"):
+            fleet.client(1, 9, stage=1).enrol(SAME)
+    with running(PHDPSGD(group_size=1)) as fleet, pytest.raises(SchedulerError, match="divides the 2 pipelines"):
+        fleet.client(2, 7).enrol(SAME)
+    with serving(T_INF, 1, 2) as server:
+        ordinary = ElasticClient(server.address, Worker(0, 0), 3)
+        with pytest.raises(SchedulerError, match="pipelines do not come and go"):
+            ordinary.enrol(SAME)
+        ordinary.close()
+
+
+def test_a_process_that_was_declared_lost_must_end() -> None:
+    ended = threading.Event()
+    with running(stages=2, terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+        told = Told(ended=lambda reason: ended.set())
+        last = fleet.client(0, 7, told=told)
+        first = fleet.client(0, 7, stage=1)
+        others = [fleet.client(1, 8, stage=stage) for stage in range(2)]
+        at_once(*[lambda c=c: c.enrol(SAME) for c in (last, first, *others)])  # type: ignore[misc]
+        first.close()
+        assert ended.wait(10)
+        with pytest.raises(MustEndError, match=r"pipeline 0 must end: stage 1 ended \(its connection closed\)"):
+            last.meet("pause")
+        session = fleet.session(last)
+        with pytest.raises(MustEndError, match="this process of pipeline 0 must end: stage 1 ended"):
+            session.join()
+
+
+def test_silence_is_noticed_too() -> None:
+    with running(worker_timeout=0.6, terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+        first, second = fleet.start(0, 1)
+        silent = threading.Event()
+        second._line._beat = lambda: silent.wait() and None  # type: ignore[assignment,return-value]
+        wait_for(lambda: first.epoch.lost == (1,))
+        assert "silent for" in first.epoch.reason
+        silent.set()
+
+
+def test_below_the_least_nobody_begins_a_turn_until_there_are_enough_again() -> None:
+    with running(terms=Terms(2, settle=0.0)) as fleet:
+        first, second = fleet.start(0, 1)
+        assert first.held_up == ""
+        second.close()
+        wait_for(lambda: first.held_up == "1 of at least 2 pipelines are left (0)")
+        comes(fleet, [first], 1, 900)
+        wait_for(lambda: first.held_up == "")
+
+
+def test_leases_of_the_dead_are_dealt_to_the_living() -> None:
+    segment = Segment(1, 0, 0, 6)
+    with running(terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+        clients = fleet.start(0, 1)
+        sessions = [fleet.session(client) for client in clients]
+        for client in clients:
+            client.holds([1])
+        at_once(*[session.join for session in sessions])
+        at_once(*[lambda s=s: s.lease(segment, 0) for s in sessions])  # type: ignore[misc]
+        sessions[1].close()
+        clients[1].close()
+        trained, ordinal = set[tuple[int, int]](), 1
+        lease = sessions[0].lease(segment, 0)
+        while not lease.over:
+            batches = {(lease.home, batch) for batch in range(lease.start, lease.stop)}
+            assert not batches & trained
+            trained |= batches
+            for _ in batches:
+                sessions[0].trained(len(trained))
+            lease = sessions[0].lease(segment, ordinal)
+            ordinal += 1
+        assert trained == {(home, batch) for home in (0, 1) for batch in range(6)}
+
+
+def test_the_run_is_over_when_all_have_finished_and_nobody_may_come_then() -> None:
+    over = threading.Event()
+    with running(terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+        first, second = fleet.start(0, 1)
+        first.depart(finished=True)
+        first.close()
+        time.sleep(0.05)
+        assert second.epoch.number == 1, "who has finished is not lost"
+        second._told = Told(over=lambda reason, failed: over.set())
+        second.depart(finished=True)
+        assert over.wait(5)
+        with pytest.raises(SchedulerError, match="the run is over: all pipelines have finished"):
+            fleet.client(1, 900).enrol(SAME)
+
+
+def test_two_pipelines_that_fail_alike_end_the_run_with_the_reason() -> None:
+    with running(pipelines=3, terms=Terms(settle=0.0, start_pipelines=3)) as fleet:
+        clients = fleet.start(0, 1, 2)
+        clients[0].failed("ValueError: a bug")
+        wait_for(lambda: clients[2].epoch.lost == (0,))
+        clients[1].failed("ValueError: a bug")
+        with pytest.raises(RunOverError, match="pipelines 0 and 1 failed with the same exception"):
+            clients[2].meet("pause")
+        assert fleet.server.service.failure is not None
+
+
+def test_a_scheduler_that_is_started_again_hears_of_the_run_from_its_members() -> None:
+    with ExitStack() as stack:
+        terms = Terms(start_pipelines=2, settle=0.0)
+        with serving(T_INF, 1, 2, elastic=terms, worker_timeout=5.0) as server:
+            address = server.address
+            fleet = Fleet(server, stack)
+            clients = fleet.start(0, 1)
+            for client in clients:
+                client.holds([1])
+            met = at_once(*[lambda c=c: c.meet("pause/1") for c in clients])  # type: ignore[misc]
+            sessions = [fleet.session(client) for client in clients]
+            at_once(*[session.join for session in sessions])
+            sessions[0].ready(3)
+        with serving(T_INF, 1, 2, bind=address, elastic=Terms(settle=1.5), worker_timeout=5.0) as server:
+            for client in clients:
+                wait_for(lambda c=client: c.epoch.number == 2)  # type: ignore[misc]
+            assert clients[0].epoch.reason == "the scheduler was started again"
+            assert clients[0].epoch.pipelines == (0, 1)
+            assert clients[1].meet("pause/1") == met[1], "which is not decided again"
+            sessions[1].ready(3)
+            groups = at_once(*[session.group for session in sessions])
+            assert groups[0] == groups[1]
+            assert groups[0].epoch == 1, "groups of the run before stay in use"
+
+
+def test_a_process_that_is_killed_is_gone_at_once_though_its_children_live() -> None:
+    with running(terms=Terms(settle=0.0, start_pipelines=2), worker_timeout=30.0) as fleet:
+        first = fleet.client(0, 100)
+        script = f"""
+import os, sys, time
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.scheduler.client.elastic_client import ElasticClient
+client = ElasticClient({fleet.server.address!r}, Worker(0, 1), 7)
+client.enrol({SAME!r})
+time.sleep(0.3)  # the lifeline comes first
+if os.fork() == 0:
+    print("child", os.getpid(), flush=True)
+    time.sleep(60)
+time.sleep(60)
+"""
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        child = 0
+        try:
+            assert isinstance(first.enrol(SAME, timeout=30), Start)
+            assert process.stdout is not None
+            child = int(process.stdout.readline().split()[1])
+            process.kill()
+            wait_for(lambda: first.epoch.lost == (1,))
+            assert "its connection closed" in first.epoch.reason
+        finally:
+            process.kill()
+            process.wait()
+            if child:
+                os.kill(child, signal.SIGKILL)
+
+
+def test_the_store_waits_counts_and_can_be_cancelled() -> None:
+    with running() as fleet:
+        (client,) = fleet.start(0)
+        assert client.fetch(["a/x"]) == (None,)
+        values, _ = at_once(
+            lambda: client.wait(["a/x", "a/y"]), lambda: [client.put("a/x", b"1"), client.put("a/y", b"2")]
+        )
+        assert values == (b"1", b"2")
+        assert [client.add("a/n", 2), client.add("a/n", 3)] == [2, 5]
+        assert [client.remove("a/x"), client.remove("a/x")] == [True, False]
+        with pytest.raises(SchedulerError, match="refuses a key of 3 characters with 600000 bytes"):
+            client.put("a/z", b"0" * 600_000)
+        with pytest.raises(CancelledError):
+            client.wait(["a/never"], cancelled=lambda: True)
+        with pytest.raises(SchedulerError, match=r"waited 0\.2 s for another worker to set a/never"):
+            client.wait(["a/never"], timeout=0.2)
+
+
+def test_with_keys_membership_is_encrypted_and_lifelines_need_their_nonce() -> None:
+    keys, worker_keys = make_keys()
+    with running(keys=keys, terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+        clients = [fleet.client(i, 100 + i, credentials=worker_keys) for i in (0, 1)]
+        at_once(*[lambda c=c: c.enrol(SAME) for c in clients])  # type: ignore[misc]
+        clients[1].close()
+        wait_for(lambda: clients[0].epoch.lost == (1,))
+        with pytest.raises(SchedulerError, match="waited 1 s"):
+            fleet.client(3, 5).enrol(SAME, timeout=1.0)

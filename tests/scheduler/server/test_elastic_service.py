@@ -1,0 +1,150 @@
+"""Elastic runs and the scheduler's service without sockets: what comes and goes, and who trains which batches then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_sdpipe.dealing.leases import Done, Lease, Segment, Told
+from lightning_sdpipe.membership.members import Epoch, Member
+from lightning_sdpipe.membership.terms import Terms
+from lightning_sdpipe.policies import PolicyConfig, Worker, registry
+from lightning_sdpipe.policies.events import Widened
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.log.event_log import Beginning, EventLog, differences, read_log
+from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
+
+SAME = {"model": "linear"}
+S = Segment(5, 0, 0, 8)
+T_INF = SemiDecentralized(window=float("inf"))
+
+
+class ElasticDialogue:
+    """Talks to a service of two planned pipelines as their processes would."""
+
+    def __init__(self, config: PolicyConfig = T_INF, stages: int = 1, log: EventLog | None = None) -> None:
+        terms = Terms(start_pipelines=2, settle=0.0, recovery_grace=4.0)
+        self.service = SchedulerService(config, stages, 2, worker_timeout=8.0, elastic=terms, log=log)
+        self.number = 0
+
+    def say(self, kind: type, worker: Worker, incarnation: int, *fields: object, now: float = 0.0) -> list[Addressed]:
+        self.number += 1
+        name = e.peer_of if issubclass(kind, e.ElasticRequest) else m.routing_id
+        name = m.heartbeat_id if kind is m.Heartbeat else name
+        request = kind(worker, incarnation, self.number, *fields)
+        replies = self.service.handle(name(worker, incarnation), request, now)
+        self.service.validate()
+        assert not any(isinstance(reply, e.Denial | m.Refused) for _, reply in replies), replies
+        return replies
+
+    def tick(self, now: float) -> None:
+        self.service.tick(now)
+        self.service.validate()
+
+    def resume(self, epoch: Epoch, *back: Member) -> None:
+        """The processes of ``back`` were in ``epoch``, which another scheduler decided."""
+        for pipeline, incarnation in ((member.pipeline, member.incarnation) for member in back):
+            self.say(e.Resume, Worker(0, pipeline), incarnation, SAME, epoch, (epoch.number,), ())
+
+    def ask(
+        self, member: Member, ordinal: int, batches: int, now: float = 0.0, stage: int = 0, segment: Segment = S
+    ) -> list[m.Reply | e.Reply]:
+        """What the pipeline is told when it asks for a lease."""
+        worker = Worker(stage, member.pipeline)
+        replies = self.say(m.AskLease, worker, member.incarnation, segment, ordinal, Done(batches), now=now)
+        return [reply for _, reply in replies]
+
+    def tell(
+        self, member: Member, *leases: Lease, batches: int = 0, segment: Segment = S, stage: int = 0
+    ) -> list[m.Reply | e.Reply]:
+        worker = Worker(stage, member.pipeline)
+        replies = self.say(m.TellLeases, worker, member.incarnation, segment, leases, False, Done(batches))
+        return [reply for _, reply in replies]
+
+
+A, B, C = Member(0, 100), Member(1, 101), Member(2, 102)
+EPOCH = Epoch(4, (A, B, C), "pipeline 2 has come")
+
+
+def test_a_scheduler_without_a_journal_hears_what_a_pipeline_beyond_the_plan_was_dealt(tmp_path: Path) -> None:
+    """Though it tells last; and the log plays back."""
+    log = EventLog(tmp_path / "log")
+    d = ElasticDialogue(log=log)
+    terms = d.service.elastic.membership.terms if d.service.elastic else None
+    log.open(Beginning(registry.to_plain(T_INF), 1, 2, 0.0, "", terms))
+    d.resume(EPOCH, A, B, C)
+    for member in (A, B):
+        assert d.ask(member, 0, 0) == [m.AskLeases()]
+        assert d.tell(member) == []
+        assert d.ask(member, 0, 0) == [], "pipeline 2 has not told"
+    assert d.ask(C, 1, 1) == [m.AskLeases()]
+    answered = d.tell(C, Lease(S, 2, 0, 1, 4, 8, 0.0, 2.0), batches=1)
+    assert [(reply.lease.home, reply.lease.start) for reply in answered if isinstance(reply, m.Dealt)] == [
+        (0, 0),
+        (1, 0),
+    ]
+    (more,) = d.ask(C, 1, 4)
+    assert isinstance(more, m.Dealt)
+    log.close()
+    (record,) = read_log(tmp_path / "log")
+    assert list(differences(record.policy(), record.dealer(), record.entries, record.membership())) == []
+
+
+def test_a_pipeline_beyond_the_plan_that_died_with_the_scheduler_returns_its_batches() -> None:
+    d = ElasticDialogue()
+    held = Lease(S, 2, 0, 1, 4, 8, 0.0, 2.0)
+    d.service.restore(Widened(3), 0.0)
+    for pipeline, leases in ((0, ()), (1, ()), (2, (held,))):
+        d.service.restore(Told(Worker(0, pipeline), S, leases, False, Done(len(leases))), 0.0)
+    d.resume(EPOCH, A, B)
+    d.tick(4.0)
+    trained: set[tuple[int, int]] = set()
+    said = {A: 0, B: 0}
+    ordinals = {A: 0, B: 0}
+    over = set[Member]()
+    for now in range(100):
+        for member in sorted({A, B} - over):
+            for reply in d.ask(member, ordinals[member], said[member], 5.0 + now):
+                assert isinstance(reply, m.Dealt)
+                lease = reply.lease
+                asker = (A, B)[lease.pipeline]
+                ordinals[asker], said[asker] = lease.ordinal + 1, said[asker] + lease.size
+                trained |= {(lease.home, number) for number in range(lease.start, lease.stop)}
+                over |= {asker} if lease.over else set()
+    assert over == {A, B}
+    assert trained == {(home, number) for home in (0, 1) for number in range(8)} - {(1, 4)}
+
+
+def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_join() -> None:
+    """The session of one that died with the start before is not looked at."""
+    d, one_batch, again = ElasticDialogue(stages=2), Segment(5, 0, 0, 1), Member(1, 201)
+    for stage in (0, 1):
+        for member in (A, B):
+            d.say(e.Enrol, Worker(stage, member.pipeline), member.incarnation, SAME)
+    d.say(m.Join, Worker(1, 1), B.incarnation, None, False, None, (), True)
+    d.say(m.Heartbeat, Worker(1, 1), B.incarnation, True)
+    d.say(e.Depart, Worker(0, 1), B.incarnation, False, "OSError: gone")
+    for stage in (0, 1):
+        replies = d.say(e.Enrol, Worker(stage, 1), again.incarnation, SAME)
+    (transfer,) = {reply.donate.transfer for _, reply in replies if isinstance(reply, e.Give)}
+    for stage in (0, 1):
+        d.say(e.TellSnapshot, Worker(stage, 0), A.incarnation, transfer, 3, "taken")
+    for stage in (0, 1):
+        d.say(e.TellReceived, Worker(stage, 1), again.incarnation, transfer, "")
+    assert d.ask(A, 0, 0, segment=one_batch) == [m.AskLeases()]
+    for stage in (0, 1):
+        d.tell(A, segment=one_batch, stage=stage)
+    assert isinstance(d.ask(A, 0, 0, segment=one_batch)[0], m.Dealt)
+    assert isinstance(d.ask(again, 0, 0, segment=one_batch)[0], m.Dealt)
+    ordinal = 1
+    for stage in (0, 1):
+        while d.ask(A, ordinal, 1, stage=stage, segment=one_batch):
+            ordinal += 1
+    assert {row.worker: row.state for row in d.service.status(0.0).workers()} == {Worker(1, 1): "lost"}
+    for now in (2.0, 4.0, 6.0, 8.0, 10.0):
+        for member in (A, again):
+            for stage in (0, 1):
+                d.say(e.Beat, Worker(stage, member.pipeline), member.incarnation, (), 3, True, now=now)
+        d.tick(now)
+    assert d.service.failure is None

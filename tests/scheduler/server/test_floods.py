@@ -1,0 +1,196 @@
+"""Strangers, and clients gone wrong, that send without end: what the scheduler keeps of it is bounded."""
+
+from __future__ import annotations
+
+import os
+import socket as sockets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from lightning_sdpipe.membership.members import Enrolled, Epoch, Meets, Member, Resumed
+from lightning_sdpipe.membership.membership import Membership
+from lightning_sdpipe.membership.returning import Returning
+from lightning_sdpipe.membership.terms import Terms
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.events import Broken
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.log.status import BROKEN_REMEMBERED, Overview
+from lightning_sdpipe.scheduler.server import server
+from lightning_sdpipe.scheduler.server.lifelines import MAX_SILENT, NONCE_BYTES, Lifelines
+from lightning_sdpipe.scheduler.server.recovery import Recovery
+from lightning_sdpipe.scheduler.server.regrouping import MOST_OPEN
+from lightning_sdpipe.scheduler.server.rendezvous import MAX_KEY_CHARACTERS, Full, Rendezvous
+from lightning_sdpipe.scheduler.server.server import Server
+from lightning_sdpipe.scheduler.server.service import SchedulerService
+from tests.scheduler.live_scheduler import serving
+
+KNOWN = b"k" * NONCE_BYTES
+
+
+@contextmanager
+def stranger(address: str) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 1)
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.connect(address)
+        yield socket
+
+
+def test_frames_that_are_not_handled_wait_on_the_side_of_the_client() -> None:
+    frame, most = b"x" * (1 << 16), 40 * server.MOST_UNHANDLED
+    with Server(NoSync(), 1, 1) as held_up, stranger(held_up.address) as flood:  # it is open, and nobody serves
+        sent, until = 0, time.monotonic() + 10
+        while sent < most and time.monotonic() < until and flood.poll(500, zmq.POLLOUT):
+            flood.send(frame)
+            sent += 1
+    assert server.MOST_UNHANDLED < sent < most
+
+
+def test_status_that_is_asked_for_and_never_read_is_dropped() -> None:
+    with serving(NoSync(), 1, 1) as busy, stranger(busy.address) as flood:
+        for _ in range(120 * server.MOST_UNREAD):
+            assert flood.poll(10_000, zmq.POLLOUT)
+            flood.send(m.encode(m.AskStatus()))
+        with stranger(busy.address) as other:
+            other.send(m.encode(m.AskStatus()))
+            assert other.poll(10_000), "others are answered meanwhile"
+        answered = 0
+        while flood.poll(500):
+            flood.recv()
+            answered += 1
+    assert answered < 120 * server.MOST_UNREAD
+
+
+def test_connections_without_a_nonce_of_the_run_hold_no_descriptors() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as heard:
+        heard.bind("inproc://heard")
+        lifelines = Lifelines(context, "127.0.0.1", 0, "inproc://heard", b"lines", lambda nonce: nonce == KNOWN)
+        with lifelines:
+            process = sockets.create_connection(("127.0.0.1", lifelines.port), timeout=10)
+            process.sendall(KNOWN)
+            before = len(os.listdir("/proc/self/fd"))
+            strangers = []
+            for number in range(4 * MAX_SILENT):
+                strangers.append(sockets.create_connection(("127.0.0.1", lifelines.port), timeout=10))
+                if number % 2:
+                    strangers[-1].sendall(os.urandom(NONCE_BYTES))
+            until = time.monotonic() + 10
+            while (held := len(os.listdir("/proc/self/fd")) - before - len(strangers)) > MAX_SILENT + 1:
+                assert time.monotonic() < until, f"{held} connections of strangers are held"
+                time.sleep(0.02)
+            process.close()
+            assert heard.poll(10_000), "the end of a process is heard of all the same"
+            assert heard.recv_multipart() == [b"lines", KNOWN]
+            for each in strangers:
+                each.close()
+
+
+class Members:
+    """A service whose two pipelines train, the second of which makes things up."""
+
+    def __init__(self) -> None:
+        self.service = SchedulerService(SemiDecentralized(window=0.05), 1, 2, elastic=Terms(1, 2, settle=0.0))
+        self.number = 0
+        for pipeline in range(2):
+            self.say(e.Enrol, pipeline, {"model": "a"})
+        assert self.service.elastic is not None
+        self.membership = self.service.elastic.membership
+        assert self.membership.members == [0, 1]
+
+    def say(self, kind: type, pipeline: int, *fields: object) -> list[m.Reply | e.Reply]:
+        self.number += 1
+        worker, incarnation = Worker(0, pipeline), 5 + pipeline
+        peer = (e.peer_of if issubclass(kind, e.ElasticRequest) else m.routing_id)(worker, incarnation)
+        replies = self.service.handle(peer, kind(worker, incarnation, self.number, *fields), 0.01 * self.number)
+        self.service.validate()
+        assert self.service.failure is None
+        return [reply for to, reply in replies if to == peer]
+
+
+def test_groups_that_never_were_are_not_kept() -> None:
+    run, open_at_once = Members(), []
+    elastic = run.service.elastic
+    assert elastic is not None
+    regrouping, both = elastic._answers._regrouping, (Worker(0, 0), Worker(0, 1))
+    for sequence in range(1000, 1000 + 5 * MOST_OPEN):
+        replies = run.say(e.AskRegroup, 1, Group(both, (0.5, 0.5), sequence, "made up"), (), False)
+        open_at_once.append(len(regrouping.open))
+    assert max(open_at_once) == MOST_OPEN
+    assert [type(reply) for reply in replies] == [e.Denial]
+    run.say(e.Depart, 1, False)
+    assert not regrouping.open, "nothing is left of it when it has gone"
+    assert run.membership.members == [0], "and the other trains on"
+
+
+def test_what_a_faulty_member_says_of_others_is_not_kept() -> None:
+    run = Members()
+    for first in range(0, 1 << 20, 1 << 10):
+        made_up = tuple(range(first, first + 64))
+        run.say(e.Beat, 1, (), run.membership.epoch.number, True, False, None, (-1, -1), made_up)
+    assert len(run.membership._reach._missed) <= 1
+
+
+def test_the_reason_of_a_failure_is_cut() -> None:
+    for failed in (
+        lambda run: run.say(e.Depart, 1, False, "x" * 100_000),
+        lambda run: run.say(m.Failed, 1, "x" * 100_000),
+    ):
+        run = Members()
+        failed(run)
+        assert len(run.membership.tombstone(1, 6) or "") < 2 * m.MAX_REASON_CHARACTERS
+
+
+def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:
+    returning = Returning(Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5),), ""), ()), 10.0, 1)
+    for number in range(1000):
+        returning.keep(Enrolled(Worker(0, 1), 6, {"model": f"{number}"}))
+        returning.keep(Meets(Worker(0, 1), 6, f"epoch {number}", b""))
+    assert returning.early == [Enrolled(Worker(0, 1), 6, {"model": "999"}), Meets(Worker(0, 1), 6, "epoch 999", b"")]
+    membership = Membership(1, Terms(1, 2, recovery_grace=10.0))
+    membership.on(Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5), Member(1, 6)), ""), ()), 0.0)
+    for pipeline in range(1 << 20, (1 << 20) + 100):
+        membership.on(Enrolled(Worker(0, pipeline), 6, {}), 0.1)
+    assert membership.recovering
+    assert membership._returning is not None
+    assert not membership._returning.early
+
+
+def test_of_each_worker_only_the_last_report_of_answers_is_kept() -> None:
+    recovery, reporter = Recovery(2, 10.0), Worker(0, 1)
+    for number in range(1000):
+        group = Group((Worker(0, 0), reporter), (0.5, 0.5), number, "made up")
+        recovery.keep((m.Answer(group, (number, number)),), reporter)
+    assert {worker: list(answers) for worker, answers in recovery.answers.items()} == {Worker(0, 0): [999]}
+    recovery.keep((), reporter)
+    assert not recovery.answers
+
+
+def test_keys_that_are_waited_for_are_counted() -> None:
+    store = Rendezvous(max_keys=5000)
+
+    def wait(number: int) -> None:
+        store.wait((b"a", number), tuple(f"room/{number}/{key}" for key in range(1000)), 0.0)
+
+    with pytest.raises(Full, match="at most"):
+        store.wait((b"a", 0), ("room/" + "x" * MAX_KEY_CHARACTERS,), 0.0)
+    for number in (0, 1, 2, 3, 4, 4):
+        wait(number)
+    with pytest.raises(Full, match="keys more to wait for"):
+        wait(5)
+
+
+def test_a_broken_group_is_counted_once() -> None:
+    overview = Overview(1, 2)
+    for sequence in range(3 * BROKEN_REMEMBERED):
+        for _ in range(2):
+            overview.on(0.0, Broken(sequence), [])
+    assert overview.broken == 3 * BROKEN_REMEMBERED
+    assert len(overview._broken_last) == BROKEN_REMEMBERED

@@ -1,0 +1,416 @@
+"""Leases between workers and scheduler: asked for, lost on their way, kept by a journal, and told by workers."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sdpipe.cli import main
+from lightning_sdpipe.dealing.dealer import Dealer
+from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.events import Widened
+from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.heard_leases import HeardLeases
+from lightning_sdpipe.scheduler.log.event_log import Entry, differences, read_log
+from lightning_sdpipe.scheduler.log.journal import Journal
+from lightning_sdpipe.scheduler.server.server import Server
+from tests.scheduler.live_scheduler import clients, serving
+from tests.scheduler.server.test_service import Dialogue
+
+A, B = Worker(0, 0), Worker(0, 1)
+S = Segment(5, 0, 0, 20)
+
+
+def begin(d: Dialogue, segment: Segment = S) -> list[Lease]:
+    """Both pipelines tell that they were dealt nothing, and ask."""
+    for worker in (A, B):
+        assert d.say(m.AskLease, worker, segment, 0, Done(0)) == [(m.routing_id(worker), m.AskLeases())]
+        assert d.say(m.TellLeases, worker, segment, (), False, Done(0)) == []
+    return [dealt(d.say(m.AskLease, worker, segment, 0, Done(0))) for worker in (A, B)]
+
+
+def dealt(replies: list[tuple[bytes, m.Reply]]) -> Lease:
+    ((_, reply),) = replies
+    assert isinstance(reply, m.Dealt)
+    return reply.lease
+
+
+def test_a_lease_is_answered_once_and_for_all() -> None:
+    d = Dialogue(NoSync())
+    first, second = begin(d)
+    assert (first.home, second.home) == (0, 1)
+    assert dealt(d.say(m.AskLease, A, S, 0, Done(0))) == first, "the answer may have been lost"
+    following = dealt(d.say(m.AskLease, A, S, 1, Done(1, 1.0)))
+    assert following.start == 1
+    ((_, reply),) = d.say(m.AskLease, A, S, 3, Done(1))
+    assert isinstance(reply, m.Refused)
+    assert "asked for lease 3 of its pipeline, which was dealt 2" in reply.reason
+    ((_, reply),) = d.say(m.AskLease, Worker(0, 2), S, 0, Done(0))
+    assert isinstance(reply, m.Refused)
+
+
+def test_a_heartbeat_says_how_far_a_worker_is_and_brings_the_book() -> None:
+    d = Dialogue(NoSync())
+    d.join(A)
+    beat = d.say(m.Heartbeat, A, True, None, (S, Done(0)))
+    assert beat == [(b"0.0.heartbeat", m.AskLeases()), (b"0.0.heartbeat", m.Pulse(None))]
+    begin_after_beat = d.say(m.TellLeases, A, S, (), False, Done(0))
+    assert begin_after_beat == []
+    assert d.say(m.Heartbeat, A, True, None, (S, Done(0))) == [(b"0.0.heartbeat", m.Pulse(None))]
+
+
+def test_the_run_ends_when_all_wait_for_a_worker_that_is_lost() -> None:
+    d = Dialogue(NoSync())
+    for worker in (A, B):
+        d.join(worker)
+        d.say(m.Heartbeat, worker, True, None, (S, Done(0)))
+    leases = begin(d)[:1]
+
+    def done() -> Done:
+        return Done(sum(lease.size for lease in leases), 0.0, 0.1)
+
+    while replies := d.say(m.AskLease, A, S, len(leases), done()):  # B trains nothing
+        leases.append(dealt(replies))
+    for now in (2.0, 4.0, 6.0, 8.0, 10.0):
+        d.say(m.Heartbeat, A, True, None, (S, done()), now=now)
+        replies = d.tick(now)
+        if d.service.failure is not None:
+            break
+    assert d.service.failure == m.Failure(
+        B, "it was silent for 8.0 s, and the others wait for batches that only it may train"
+    )
+    assert (m.routing_id(A), m.Abort(d.service.failure)) in replies
+
+
+def test_the_run_ends_when_all_wait_for_a_worker_that_died_while_it_waited() -> None:
+    """Who waits for a lease has left the averaging, and is dealt what another one stalls with."""
+    d, segment = Dialogue(NoSync()), Segment(5, 0, 0, 3)
+    for worker in (A, B):
+        d.join(worker)
+        d.say(m.Heartbeat, worker, True, None, (segment, Done(0)))
+    begin(d, segment)
+
+    def asks(worker: Worker, ordinal: int, batches: int, now: float) -> Lease | None:
+        replies = d.say(m.AskLease, worker, segment, ordinal, Done(batches, 1.0), now=now)
+        return dealt(replies) if replies else None
+
+    for batches in (1, 2):
+        assert asks(B, batches, batches, float(batches)) is not None
+    assert asks(A, 1, 1, 2.0) is not None
+    assert (empty := asks(B, 3, 3, 3.0)) is not None
+    assert empty.size == 0
+    d.say(m.Leave, B, now=3.0)
+    assert asks(B, 4, 3, 3.0) is None
+    replies = d.say(m.Heartbeat, B, False, None, (segment, Done(3, 1.0)), now=4.0)  # and A is late
+    d.tick(4.0)
+    given = [reply.lease for _, reply in replies if isinstance(reply, m.Dealt)]
+    assert [(lease.pipeline, lease.home) for lease in given] == [(1, 0)]
+    for now in (6.0, 8.0, 10.0, 12.0):
+        d.say(m.Heartbeat, A, True, None, (segment, Done(2, 1.0)), now=now)
+        asks(A, 2 if now == 6.0 else 3, 2, now)
+        assert d.service.failure is None
+        d.tick(now)
+    failure = d.service.failure
+    assert failure is not None
+    assert (failure.worker, failure.reason[:24]) == (B, "it was silent for 8.0 s,")
+
+
+def test_who_waits_for_a_lease_hears_of_those_that_the_scheduler_has_never_seen() -> None:
+    """They died while it was away, or have yet to come back."""
+    d = Dialogue(NoSync(), workers=3)
+    for worker in (A, B):
+        d.say(m.TellLeases, worker, S, (), False, Done(0))
+        assert d.say(m.AskLease, worker, S, 0, Done(0)) == []
+    assert d.say(m.AskMissing, A) == [(m.routing_id(A), m.Missing(d.number, (Worker(0, 2),)))]
+    d.say(m.TellLeases, Worker(0, 2), S, (), False, Done(0))
+    assert d.say(m.AskMissing, A) == [(m.routing_id(A), m.Missing(d.number, ()))], "it has its lease"
+
+
+def train(
+    client: SchedulerClient,
+    segments: list[Segment],
+    got: list[Lease],
+    pause: threading.Barrier,
+    halfway: threading.Event | None = None,
+) -> None:
+    """As a pipeline of one stage would, which takes no time for its batches; pipelines meet between segments."""
+    for segment in segments:
+        ordinal = trained = 0
+        while not got or not got[-1].over or got[-1].segment != segment:
+            lease = client.lease(segment, ordinal)
+            got.append(lease)
+            ordinal, trained = ordinal + 1, trained + lease.size
+            client.trained(trained)
+            if halfway is not None and 2 * trained >= segment.stop - segment.start:
+                halfway.set()
+        pause.wait(20)
+
+
+def each_once(leases: list[Lease], segments: list[Segment], pipelines: int) -> None:
+    batches = [(lease.segment, lease.home, number) for lease in leases for number in range(lease.start, lease.stop)]
+    every = [(s, home, number) for s in segments for home in range(pipelines) for number in range(s.start, s.stop)]
+    assert Counter(batches) == Counter(every)
+
+
+def test_pipelines_are_dealt_epochs_by_a_live_scheduler(tmp_path: Path) -> None:
+    """Its log replays; an answer to a ready that comes meanwhile is not lost."""
+    segments = [Segment(5, epoch, start, start + 10) for epoch in range(2) for start in (0, 10)]
+    path = tmp_path / "log.jsonl"
+    got: list[list[Lease]] = [[], []]
+    with (
+        serving(AllReduceModels(), 1, 2, log=path, journal=tmp_path / "journal") as server,
+        clients(server.address, A, B, heartbeat=0.05) as (a, b),
+    ):
+        for client in (a, b):
+            client.join()
+        a.ready(0)
+        b.ready(0)
+        pause = threading.Barrier(2)
+        with ThreadPoolExecutor(2) as pool:
+            for future in [pool.submit(train, client, segments, got[i], pause) for i, client in enumerate((a, b))]:
+                future.result(30)
+        assert a.group() == b.group()
+    each_once(got[0] + got[1], segments, 2)
+    for record in read_log(path):
+        assert list(differences(record.policy(), record.dealer(), record.entries)) == []
+    assert main(["replay", str(path)]) == 0
+
+
+def test_an_answer_that_comes_while_a_lease_is_awaited_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_sdpipe.scheduler.client.client.REPEAT_AFTER", 30.0)
+    with serving(NoSync(), 1, 1) as server, clients(server.address, A) as (a,):
+        a.join()
+        a.ready(0)
+        assert a.lease(S, 0).size == 1
+        assert a.group().members == (A,)
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_scheduler_that_is_started_again_deals_each_batch_once(tmp_path: Path, journal: bool) -> None:
+    """Killed twice in the middle of a segment; with its journal lost, the workers tell what they were dealt."""
+    segments = [Segment(5, 0, 0, 600)]
+    got: list[list[Lease]] = [[], []]
+    halfway = threading.Event()
+    options = {"recovery_grace": 5.0, "journal": tmp_path / "journal" if journal else None}
+    with ExitStack() as stack:
+        with serving(NoSync(), 1, 2, **options) as server:
+            both = stack.enter_context(clients(server.address, A, B, heartbeat=0.05))
+            for client in both:
+                client.join()
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        pause = threading.Barrier(2)
+        futures = [pool.submit(train, both[i], segments, got[i], pause, halfway) for i in range(2)]
+        with serving(NoSync(), 1, 2, bind=server.address, **options):
+            assert halfway.wait(20)
+        with serving(NoSync(), 1, 2, bind=server.address, **options):
+            for future in futures:
+                future.result(30)
+    each_once(got[0] + got[1], segments, 2)
+
+
+def play(journal: Journal, dealer: Dealer, *events: LeaseEvent) -> list[Lease]:
+    decided = []
+    for event in events:
+        leases = dealer.on(event, 1.0)
+        journal.write(Entry(1.0, event, leases=leases))
+        decided += leases
+    return decided
+
+
+def restored(path: Path) -> Dealer:
+    journal, dealer = Journal(path, 1, 2), Dealer(1, 2)
+    for event in journal.open():
+        dealer.on(event, 9.0)
+    journal.close()
+    return dealer
+
+
+def test_a_journal_holds_the_newest_segment_and_what_was_returned(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "journal"
+    journal, dealer = Journal(path, 1, 2), Dealer(1, 2)
+    assert journal.open() == []
+    small, following = Segment(5, 0, 0, 1), Segment(5, 0, 1, 9)
+    nothing = [Told(worker, small, (), False, Done(0)) for worker in (A, B)]
+    first = play(journal, dealer, *nothing, Asked(A, small, 0, Done(0)), Asked(B, small, 0, Done(0)))
+    assert restored(path).answer(1, small, 0) == first[1]
+    play(journal, dealer, Asked(A, small, 1, Done(1)), Asked(B, small, 1, Done(1)))
+    over = play(journal, dealer, Asked(A, small, 2, Done(1)), Asked(B, small, 2, Done(1)))
+    assert [lease.over for lease in over] == [True, True]
+    assert restored(path).answer(0, small, 2) == over[0]
+    play(journal, dealer, Asked(A, following, 0, Done(0)), Asked(B, following, 0, Done(0)))
+    play(journal, dealer, Asked(B, following, 1, Done(1)), Trained(B, following, Done(1)), Returned(1))
+    journal.close()
+    assert path.read_text().count('"asked"') == 3
+    again = restored(path)
+    asked = Asked(A, following, 1, Done(1, 0.1))
+    assert again.on(asked, 1.0) == dealer.on(asked, 1.0)
+    assert again.segment == following
+
+
+def asked(pipeline: int, ordinal: int, batches: int = 0) -> Asked:
+    return Asked(Worker(0, pipeline), S, ordinal, Done(batches))
+
+
+def test_a_journal_holds_the_book_of_a_pipeline_beyond_the_plan(tmp_path: Path) -> None:
+    journal, dealer = Journal(tmp_path / "journal", 1, 2), Dealer(1, 2)
+    journal.open()
+    nothing = [Told(worker, S, (), False, Done(0)) for worker in (A, B)]
+    play(journal, dealer, *nothing, asked(0, 0), asked(1, 0), Widened(4), asked(3, 0), asked(3, 1, 1))
+    journal.close()
+    again = restored(tmp_path / "journal")
+    assert again.still_training() == dealer.still_training() == [0, 1, 3]
+    for event in (asked(0, 1, 1), asked(3, 2, 3), asked(1, 1, 1)):
+        (lease,) = again.on(event, 1.0)
+        (expected,) = dealer.on(event, 1.0)
+        assert (lease.pipeline, lease.home, lease.start) == (expected.pipeline, expected.home, expected.start)
+
+
+def test_a_journal_that_began_with_the_book_of_such_a_pipeline_can_be_read_again(tmp_path: Path) -> None:
+    journal, dealer = Journal(tmp_path / "journal", 1, 2), Dealer(1, 2)
+    journal.open()
+    lease = Lease(S, 2, 0, 0, S.start, S.start + 1, 0.0, 2.0)
+    books = [Told(Worker(0, i), S, (lease,) if i == 2 else (), False, Done(0)) for i in range(3)]
+    play(journal, dealer, Widened(3), Expected(2), *books)
+    assert restored(tmp_path / "journal").segment is None, "until something is dealt, pipelines may yet tell"
+    play(journal, dealer, asked(2, 1))
+    journal.close()
+    assert restored(tmp_path / "journal").still_training() == dealer.still_training() == [2]
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_journal_holds_the_book_of_a_second_life(tmp_path: Path, last: int) -> None:
+    """All have gone once, so each has told before the last of them tells again."""
+    journal, dealer = Journal(tmp_path / "journal", 1, 2), Dealer(1, 2)
+    journal.open()
+    first = 1 - last
+    nothing = [Told(worker, S, (), False, Done(0)) for worker in (A, B)]
+    play(journal, dealer, *nothing, asked(0, 0), asked(1, 0), Returned(first), asked(first, 0), Returned(last))
+    mine = play(journal, dealer, asked(first, 1, 1), asked(last, 0))
+    journal.close()
+    again = restored(tmp_path / "journal")
+    assert again.still_training() == dealer.still_training() == [0, 1]
+    for lease in mine:
+        assert again.answer(lease.pipeline, S, lease.ordinal) == lease
+    for event in (asked(first, 2, 2), asked(last, 1, 1)):
+        assert again.on(event, 1.0) == dealer.on(event, 1.0) != []
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["asks", "asks", "asks", "returns"]), st.integers(0, 3)), max_size=20)
+
+
+@settings(deadline=None)
+@given(STEPS, st.integers(1, 8))
+def test_a_journal_of_any_history_deals_what_is_left_once(steps: list[tuple[str, int]], length: int) -> None:
+    """Pipelines go, come back, and come though nobody planned them; then the scheduler is started again."""
+    segment = Segment(5, 0, 0, length)
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "journal"
+        journal, dealer = Journal(path, 1, 2), Dealer(1, 2)
+        journal.open()
+        play(journal, dealer, *[Told(worker, segment, (), False, Done(0)) for worker in (A, B)])
+        books: dict[int, list[Lease]] = {0: [], 1: []}
+        said = dict.fromkeys(range(4), 0)
+        trained: list[Lease] = []
+
+        def asks(pipeline: int) -> LeaseEvent:
+            book = books.setdefault(pipeline, [])
+            said[pipeline] = sum(lease.size for lease in book)
+            return Asked(Worker(0, pipeline), segment, len(book), Done(said[pipeline], 0.5))
+
+        def over(pipeline: int) -> bool:
+            return any(lease.over for lease in books.get(pipeline, ()))
+
+        for what, pipeline in steps:
+            events: list[LeaseEvent] = []
+            if what == "asks" and not over(pipeline):
+                events = [Widened(pipeline + 1), asks(pipeline)]
+            elif what == "returns" and pipeline in books:
+                left = said.pop(pipeline)
+                for lease in books.pop(pipeline):
+                    kept = min(lease.size, left)
+                    left -= kept
+                    trained.append(msgspec.structs.replace(lease, stop=lease.start + kept))
+                events = [Returned(pipeline)]
+            for lease in play(journal, dealer, *events):
+                books[lease.pipeline].append(lease)
+        journal.close()
+        again = restored(path)
+    assert again.still_training() == dealer.still_training()
+    for pipeline in {0, 1} - books.keys():
+        again.on(Returned(pipeline), 1.0)
+    for _ in range(20 * length):
+        for pipeline in [pipeline for pipeline in (*books, 0) if not over(pipeline)]:
+            tells = again.asks_for_book(Worker(0, pipeline), segment)  # where nothing was dealt there is no journal
+            events = [Told(Worker(0, pipeline), segment, (), False, Done(0))] if tells else []
+            for lease in [lease for event in [*events, asks(pipeline)] for lease in again.on(event, 1.0)]:
+                books[lease.pipeline].append(lease)
+    assert all(map(over, books))
+    each_once([*trained, *[lease for book in books.values() for lease in book]], [segment], 2)
+
+
+def test_a_journal_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for text, message in (
+        ('{"format":"sdpipe-journal/1","num_stages":2,"num_pipelines":4}\n', "is of a run of 2 stages × 4 pipelines"),
+        ('{"format":"sdpipe-log/1"}\n', "is not a journal"),
+        ("hello\n", "is not a journal"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match=message):
+            Journal(path, 1, 2).open()
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        Journal(tmp_path / "journal" / "inside", 1, 2).open()
+    path.write_text("")
+    with Server(NoSync(), 1, 2, journal=path):
+        assert path.read_text().startswith('{"format":"sdpipe-journal/1"')
+
+
+def test_a_lease_in_vain_names_who_is_waited_for() -> None:
+    with serving(NoSync(), 1, 2) as server, clients(server.address, A, B, timeout=1.5) as (a, b):
+        a.join()
+        b.join()
+        with pytest.raises(SchedulerError, match=r"waited 1.5 s for lease 0 of batches 0 to 20 of .*\(stage 0"):
+            a.lease(S, 0)
+
+
+def test_the_length_of_batches_leaves_out_the_start_of_a_loader() -> None:
+    now = [10.0]
+    heard = HeardLeases(lambda: now[0])
+    assert heard.progress() is None
+    assert heard.book() is None
+    heard.begin(S)
+
+    def trained(at: float, batches: int) -> Done:
+        now[0] = at
+        heard.trained(batches)
+        return heard.done()
+
+    assert heard.done() == Done(0, None, 0.0)
+    assert trained(15.0, 1) == Done(1, 5.0, 0.0), "nothing else is known"
+    assert trained(16.0, 2) == Done(2, 1.0, 0.0)
+    assert trained(20.0, 4) == Done(4, 1.5, 0.0), "two at once"
+    more, empty = Lease(S, 0, 2, 0, 4, 8, 0.0, 2.0), Lease(S, 0, 1, 0, 20, 20, 0.0, 0.0)
+    heard.hear(empty)
+    now[0] = 30.0
+    heard.hear(more)  # it stood still meanwhile
+    assert heard.done() == Done(4, 1.5, 0.0)
+    assert trained(33.0, 5) == Done(5, 1.5, 0.0)
+    assert trained(36.0, 6) == Done(6, 2.0, 0.0)
+    heard.begin(S)
+    assert heard.book() == (S, (empty, more), False, Done(6, 2.0, 0.0))
+    heard.begin(Segment(5, 0, 20, 30))
+    assert heard.book() == (Segment(5, 0, 20, 30), (), False, Done(0, 2.0, 0.0))

@@ -1,0 +1,154 @@
+"""The scheduler as a child process."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+
+from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.policies import Group, Reason, Worker
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.credentials import make_keys
+from lightning_sdpipe.scheduler.server import process
+from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.server.server import Server
+from tests.scheduler.live_scheduler import clients, serving
+
+W = Worker
+
+
+def test_a_port_in_use_is_one_clear_error() -> None:
+    with serving(AllReduceModels(), 1, 1) as server:
+        with pytest.raises(SchedulerError, match=f"{server.address}.*another program listens"):
+            Server(AllReduceModels(), 1, 1, server.address).open()
+        with pytest.raises(SchedulerError, match=f"{server.address}.*another program listens"):
+            EmbeddedScheduler.start(AllReduceModels(), 1, 1, server.address)
+
+
+def test_the_embedded_scheduler_serves_and_ends() -> None:
+    spec = SemiDecentralized(window=math.inf)
+    with EmbeddedScheduler.start(spec, 1, 2) as scheduler:
+        with clients(scheduler.address, W(0, 0), W(0, 1), credentials=scheduler.credentials) as (a, b):
+            for client in (a, b):
+                client.join()
+            a.ready(0)
+            b.ready(0)
+            assert a.group().reason == Reason.EVERYBODY_CAME
+        assert scheduler.running
+    assert not scheduler.running
+    assert scheduler._process.returncode == 0
+
+
+def test_the_embedded_scheduler_starts_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    EmbeddedScheduler.start(AllReduceModels(), 1, 1).close()
+
+
+def test_the_embedded_scheduler_ends_with_its_parent() -> None:
+    parent = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os\n"
+            "from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler\n"
+            "from lightning_sdpipe.policies.all_reduce import AllReduceModels\n"
+            "scheduler = EmbeddedScheduler.start(AllReduceModels(), 1, 1)\n"
+            "print(scheduler._process.pid, flush=True)\n"
+            "os.kill(os.getpid(), 9)\n",
+        ],
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    # The child holds the other end of this pipe's standard error only; wait for its own end by its pid.
+    pid = int(parent.stdout)
+    descriptor = os.pidfd_open(pid) if os.path.exists(f"/proc/{pid}") else None
+    if descriptor is not None:
+        poller = zmq.Poller()
+        poller.register(descriptor, zmq.POLLIN)
+        assert poller.poll(10_000), "the scheduler outlived its parent"
+        os.close(descriptor)
+
+
+def test_the_scheduler_needs_no_torch() -> None:
+    code = (
+        "import sys, lightning_sdpipe.scheduler.server.process, lightning_sdpipe.scheduler.server.server, "
+        "lightning_sdpipe.scheduler.client.client\n"
+        "heavy = {'torch', 'numpy', 'lightning'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_training_goes_on_when_a_killed_scheduler_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every iteration of every worker is answered once, by a group all of whose members got it."""
+    keys = make_keys()
+    monkeypatch.setattr(process, "make_keys", lambda: keys)  # as a scheduler with a key file has them again
+    # nothing is enforced, since a worker that waits at the barrier below could be the one that others had to wait for
+    spec = SemiDecentralized(window=0.005, connectivity=None)
+    workers = [W(j, i) for j in range(2) for i in range(3)]
+    first = EmbeddedScheduler.start(spec, 2, 3)
+    halfway, restarted = threading.Barrier(len(workers) + 1), threading.Event()
+
+    def train(client: SchedulerClient) -> list[Group]:
+        groups = []
+        for iteration in range(60):
+            if iteration == 30:
+                halfway.wait(30)  # then some are answered while the scheduler dies, and some are not
+            client.ready(iteration)
+            groups.append(client.group())
+            if iteration == 40:
+                assert restarted.wait(30)
+        return groups
+
+    with (
+        clients(first.address, *workers, heartbeat=0.05, credentials=first.credentials) as made,
+        ThreadPoolExecutor(len(workers)) as pool,
+    ):
+        for client in made:
+            client.join()
+        futures = [pool.submit(train, client) for client in made]
+        halfway.wait(30)
+        first._process.kill()
+        first._process.wait()
+        second = EmbeddedScheduler.start(spec, 2, 3, first.address)
+        restarted.set()
+        received = {client.worker: future.result() for client, future in zip(made, futures, strict=True)}
+        second.close()
+    first.close()
+    heard: dict[int, set[Worker]] = {}
+    for worker, groups in received.items():
+        assert len(groups) == 60
+        assert [group.sequence for group in groups] == sorted({group.sequence for group in groups})
+        for group in groups:
+            heard.setdefault(group.sequence, set()).add(worker)
+    for groups in received.values():
+        for group in groups:
+            assert heard[group.sequence] == set(group.members)
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:*", "tcp://0.0.0.0:*"])
+def test_an_embedded_scheduler_speaks_only_to_its_keys(bind: str) -> None:
+    with EmbeddedScheduler.start(AllReduceModels(), 1, 1, bind) as scheduler:
+        with open(f"/proc/{scheduler._process.pid}/cmdline") as file:
+            assert scheduler.credentials.scheduler_public not in file.read()
+        address = scheduler.address.replace("0.0.0.0", "127.0.0.1")
+        with clients(address, W(0, 0), credentials=scheduler.credentials) as (a,):
+            a.join()
+            a.ready(0)
+            a.group()
+        for stranger in (None, make_keys()[1]):
+            if stranger is not None or "127.0.0.1" in bind:
+                with pytest.raises(SchedulerError, match=r"asks for a key|has another key|does not let this key in"):
+                    ask_status(address, credentials=stranger)

@@ -1,0 +1,42 @@
+"""The bounded store of keys and values: what it forgets, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sdpipe.scheduler.server.rendezvous import Full, Rendezvous
+
+
+def test_what_was_just_put_is_there_and_the_oldest_other_room_is_not() -> None:
+    store = Rendezvous(max_bytes=10)
+    for key in ("old/a", "new/a", "old/b"):
+        store.put(key, b"xxx")
+    assert store.put("old/c", b"xxx") == []
+    assert store.get(("old/a", "old/b", "old/c", "new/a")) == (b"xxx", b"xxx", b"xxx", None)
+    with pytest.raises(Full, match=r"room old, .* 12 bytes under 4 keys; at most 10 bytes under"):
+        store.put("old/d", b"xxx")
+    assert not store.has(("old/d",))
+    store.put("old/c", b"xxxx")
+    assert store.add("new/sum", 7, (b"0.0", 1)) == (7, [])
+    assert store.get(("old/a", "new/sum")) == (None, b"7")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(0, 6)), max_size=40))
+def test_it_never_holds_more_than_it_may(puts: list[tuple[str, int, int]]) -> None:
+    """And answers who waits for a key that is put."""
+    store = Rendezvous(max_bytes=12, max_keys=4)
+    for number, (room, name, size) in enumerate(puts):
+        key = f"{room}/{name}"
+        waits = store.wait((b"0.0", number), (key,), 0.0) is None
+        try:
+            answered = store.put(key, b"x" * size)
+        except Full:
+            assert waits or store.has((key,)), "nothing has changed"
+        else:
+            assert store.get((key,)) == (b"x" * size,)
+            assert ((b"0.0", number) in dict(answered)) == waits
+        held = store.get([f"{room}/{name}" for room in "abc" for name in range(4)])
+        assert sum(value is not None for value in held) <= 4
+        assert sum(len(value or b"") for value in held) <= 12

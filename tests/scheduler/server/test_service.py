@@ -1,0 +1,433 @@
+"""The scheduler without sockets: messages and times in, whole lists of messages out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from lightning_sdpipe.policies import Decision, Group, GroupPolicy, PolicyConfig, Reason, Worker, registry
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.server.service import SchedulerService
+
+A, B = Worker(0, 0), Worker(0, 1)
+Addressed = tuple[bytes, m.Reply]
+
+
+class Dialogue:
+    """Talks to a service as workers would; numbers the requests, and has it look for contradictions in itself."""
+
+    def __init__(self, config: PolicyConfig | None = None, workers: int = 2, **options: Any) -> None:
+        self.service = SchedulerService(config or AllReduceModels(), 1, workers, worker_timeout=8.0, **options)
+        self.number = 0
+
+    def say(self, kind: type, worker: Worker, *fields: Any, now: float = 0.0, session: int = 7) -> list[Addressed]:
+        self.number += 1
+        identity = m.heartbeat_id(worker) if kind is m.Heartbeat else m.routing_id(worker)
+        return self.hear(identity, kind(worker, session, self.number, *fields), now)
+
+    def join(
+        self, worker: Worker, *answers: m.Answer, now: float = 0.0, session: int = 7, **fields: Any
+    ) -> list[Addressed]:
+        self.number += 1
+        heard = max((answer.group.sequence for answer in answers), default=-1) if fields.get("resumed") else None
+        request = m.Join(worker, session, self.number, **{"mesh": None, "heard": heard, "answers": answers, **fields})
+        return self.hear(m.routing_id(worker), request, now)
+
+    def hear(self, identity: bytes, request: m.Request, now: float = 0.0) -> list[Addressed]:
+        replies = self.service.handle(identity, request, now)
+        self.service.validate()
+        return replies
+
+    def tick(self, now: float) -> list[Addressed]:
+        replies = self.service.tick(now)
+        self.service.validate()
+        return replies
+
+    def states(self) -> list[str]:
+        return [row.state for row in self.service.status(0.0).workers()]
+
+    def acknowledged(self, worker: Worker) -> list[Addressed]:
+        return [(m.routing_id(worker), m.Acknowledged(self.number))]
+
+
+def group(*members: Worker, sequence: int, reason: Reason = Reason.EVERYBODY_CAME) -> Group:
+    return Group(members, (1 / len(members),) * len(members), sequence, reason)
+
+
+def test_repeating_a_request_is_harmless() -> None:
+    d = Dialogue()
+    for worker in (A, B, A):
+        assert d.join(worker) == d.acknowledged(worker)
+    assert d.say(m.Ready, A, 4) == []
+    assert d.say(m.Ready, A, 4) == []
+    answers = d.say(m.Ready, B, 5)
+    expected = m.Answer(group(A, B, sequence=0), (4, 5))
+    assert answers == [(b"0.0", expected), (b"0.1", expected)]
+    assert d.say(m.Ready, A, 4) == answers[:1], "the answer may have been lost"
+    for _ in range(2):
+        assert d.say(m.Leave, A) == d.acknowledged(A)
+    assert d.service.refused == {}
+
+
+def test_a_frame_that_was_seen_before_changes_nothing() -> None:
+    d = Dialogue()
+    d.join(A)
+    leave = m.Leave(A, 7, 2)
+    d.number = 2
+    assert len(d.hear(b"0.0", leave)) == 1
+    d.join(A)
+    assert d.hear(b"0.0", leave) == []
+    assert d.say(m.Heartbeat, A, True) == [(b"0.0.heartbeat", m.Pulse(None))]
+    assert d.service.refused == {"replayed": 1}
+
+
+def test_frames_of_an_ended_session_change_nothing() -> None:
+    d = Dialogue()
+    d.join(A, session=1)
+    assert d.join(A, session=2) == d.acknowledged(A)
+    for kind, fields in ((m.Join, (None,)), (m.Ready, (0,)), (m.Leave, ()), (m.Failed, ("no",))):
+        assert d.say(kind, A, *fields, session=1) == []
+    assert d.service.failure is None
+    assert d.service.refused == {"replayed": 4}
+
+
+def test_nobody_speaks_for_another() -> None:
+    d = Dialogue()
+    d.join(A)
+    d.join(B)
+    for identity in (b"0.1", b"0.1.heartbeat", b"0.0.", b"\x00\x01", b""):
+        assert d.hear(identity, m.Leave(A, 7, 50)) == []
+    assert d.service.refused == {"impersonating": 5}
+    assert d.say(m.AskMissing, B) == [(b"0.1", m.Missing(d.number, (A,)))], "who has not left"
+
+
+def test_a_worker_that_does_not_exist_is_refused() -> None:
+    d = Dialogue()
+    ((_, reply),) = d.join(Worker(0, 2))
+    assert isinstance(reply, m.Refused)
+    assert "does not exist" in reply.reason
+    assert d.states() == []
+
+
+def test_a_second_ready_is_refused_while_the_first_waits() -> None:
+    d = Dialogue()
+    d.join(A)
+    d.join(B)
+    d.say(m.Ready, A, 0)
+    ((_, reply),) = d.say(m.Ready, A, 1)
+    assert reply == m.Refused(d.number, "iteration 0 waits for an answer")
+
+
+def test_a_restarted_worker_takes_the_place_of_the_old_one() -> None:
+    d = Dialogue()
+    d.join(A)
+    d.join(B)
+    d.say(m.Ready, A, 0)
+    assert d.join(A, session=8) == d.acknowledged(A)
+    assert d.say(m.Ready, B, 0) == []
+    assert len(d.say(m.Ready, A, 0, session=8)) == 2
+
+
+def test_a_scheduler_that_is_cut_off_from_all_calls_nobody_lost() -> None:
+    d = Dialogue()
+    for worker in (A, B):
+        d.join(worker)
+        d.say(m.Heartbeat, worker, True)
+    d.say(m.Heartbeat, A, True, now=4.0)
+    for now in (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0):
+        assert d.tick(now) == []
+    d.say(m.Heartbeat, A, True, now=15.0)
+    assert d.tick(16.0) == []
+    d.say(m.Heartbeat, B, True, now=17.0)
+    for now in (18.0, 20.0, 22.0):
+        assert d.tick(now) == []
+
+
+def test_a_silent_worker_is_lost_and_may_come_back() -> None:
+    d = Dialogue()
+    for worker in (A, B):
+        d.join(worker)
+        d.say(m.Heartbeat, worker, True)
+    d.say(m.Ready, A, 0, now=4.0)
+    d.say(m.Heartbeat, A, True, now=7.0)
+    assert d.service.deadline() == 2.0
+    for now in (2.0, 4.0, 6.0, 7.5):
+        assert d.tick(now) == []
+    d.say(m.Heartbeat, A, True, now=8.5)
+    assert d.tick(9.0) == [
+        (b"0.0", m.Lost(B, 9.0)),
+        (b"0.0", m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,))),
+    ]
+    assert d.states() == ["computing", "lost"]
+    ((_, reply),) = d.say(m.Heartbeat, B, True, now=10.0)
+    assert reply == m.Unknown(d.number)
+    assert d.join(B, resumed=True, now=10.0) == d.acknowledged(B)
+    assert d.states() == ["computing", "computing"]
+
+
+def test_a_worker_without_heartbeats_is_never_missed() -> None:
+    d = Dialogue()
+    d.join(A)
+    for now in range(100):
+        assert d.tick(float(now)) == []
+
+
+def test_a_scheduler_that_was_held_up_blames_nobody() -> None:
+    d = Dialogue()
+    d.join(A)
+    d.say(m.Heartbeat, A, True)
+    assert d.tick(100.0) == []
+    d.say(m.Heartbeat, A, True, now=100.1)  # it lay unread
+    assert d.tick(102.0) == []
+    assert d.states() == ["computing"]
+
+
+def test_a_late_rejoin_does_not_undo_a_leave() -> None:
+    """The heartbeats' socket may be slower than the training's."""
+    d = Dialogue()
+    d.join(A)
+    d.say(m.Heartbeat, A, True)
+    late = m.Join(A, 7, 10, None, True)
+    d.number = 10
+    d.say(m.Leave, A)
+    assert d.hear(b"0.0.heartbeat", late) == []
+    assert d.states() == ["away"]
+
+
+def test_the_first_failure_reaches_all_and_stays_the_first() -> None:
+    d = Dialogue()
+    d.join(A)
+    d.join(B)
+    abort = m.Abort(m.Failure(B, "out of memory"))
+    assert d.say(m.Failed, B, "out of memory") == [(b"0.0", abort), (b"0.1", abort)]
+    assert d.say(m.Failed, A, "lost its neighbour") == [(b"0.0", abort), (b"0.1", abort)]
+    assert d.say(m.Ready, A, 0) == [(b"0.0", abort)]
+    assert d.say(m.Heartbeat, A, True) == [(b"0.0.heartbeat", m.Pulse(abort.failure))]
+    assert d.say(m.AskFailure, Worker(0, 1)) == [(b"0.1", m.FirstFailure(d.number, abort.failure))]
+    ((_, reply),) = d.say(m.Hello, A, None, session=8)
+    assert isinstance(reply, m.Refused)
+    assert "failed first: out of memory; start it again for the next run" in reply.reason
+
+
+class TestRestart:
+    """A scheduler that died comes back knowing nothing; the workers know."""
+
+    def restarted(self) -> Dialogue:
+        """The old one answered A and B with group 41 and died before B heard of it."""
+        d = Dialogue()
+        assert d.say(m.Ready, A, 6) == [(b"0.0", m.Unknown(1))]
+        assert d.join(A, m.Answer(group(A, B, sequence=41), (5, 5)), resumed=True) == d.acknowledged(A)
+        assert d.say(m.Ready, A, 6) == []
+        return d
+
+    def test_an_answer_that_some_heard_is_given_to_the_others(self) -> None:
+        d = self.restarted()
+        d.join(B, m.Answer(group(A, B, sequence=40), (4, 4)), resumed=True)
+        assert d.say(m.Ready, B, 5) == []
+        assert d.service.deadline() < 0.0, "it is due at once"
+        same = m.Answer(group(A, B, sequence=41), (5, 5))
+        assert d.tick(0.0) == [(b"0.1", same)]
+        new = m.Answer(group(A, B, sequence=42), (6, 6))
+        assert d.say(m.Ready, B, 6) == [(b"0.0", new), (b"0.1", new)]
+
+    def test_who_does_not_come_back_is_waited_for_no_longer_than_the_grace(self) -> None:
+        d = self.restarted()
+        assert d.tick(9.9) == []
+        ((identity, answer),) = d.tick(10.0)
+        assert identity == b"0.0"
+        assert answer == m.Answer(group(A, sequence=42), (6,))
+
+    def test_it_waits_for_nobody_else_once_all_are_back(self) -> None:
+        d = Dialogue(NoSync())
+        d.join(A, resumed=True)
+        d.say(m.Ready, A, 0)
+        d.join(B, resumed=True)
+        ((identity, _),) = d.tick(0.0)
+        assert identity == b"0.0"
+
+    def test_a_new_client_is_not_given_what_another_one_had_missed(self) -> None:
+        d = self.restarted()
+        assert d.tick(10.0) != []
+        assert d.join(B, now=11.0, session=9) == d.acknowledged(B)
+        assert d.say(m.Ready, A, 7, now=11.0) == []
+        answers = d.say(m.Ready, B, 5, now=11.0, session=9)
+        assert {reply.group.sequence for _, reply in answers} == {43}, "5 is another ready than that of group 41"
+
+    def test_who_comes_back_after_the_grace_is_still_given_what_it_had_missed(self) -> None:
+        d = self.restarted()
+        assert d.tick(10.0) != []
+        d.join(B, resumed=True, now=11.0)
+        assert d.say(m.Ready, B, 5, now=11.0) == [(b"0.1", m.Answer(group(A, B, sequence=41), (5, 5)))]
+
+    def test_who_left_while_it_was_held_is_not_answered(self) -> None:
+        d = self.restarted()
+        d.say(m.Leave, A)
+        assert d.tick(100.0) == []
+
+
+def test_status_counts_what_passed_by() -> None:
+    d = Dialogue(NoSync())
+    d.join(A)
+    d.join(B)
+    for k in range(3):
+        d.say(m.Ready, A, k, now=float(k))
+    d.say(m.Ready, B, 0, now=3.0)
+    d.service.ignore("malformed", b"x", "no message")
+    status = d.service.status(4.0)
+    assert (status.signals, status.groups_by_size, status.refused) == (4, {1: 4}, {"malformed": 1})
+    assert status.signals_per_second == pytest.approx(1.0)
+    assert [(w.iteration, w.staleness) for w in status.workers()] == [(2, 0), (0, 2)]
+    assert status.workers()[1].last_group == 3
+
+
+class Unruly(PolicyConfig, frozen=True):
+    """Does wrong at the first ready."""
+
+    mistake: str
+
+    def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
+        return UnrulyPolicy(self.mistake, num_stages, num_pipelines)
+
+
+class UnrulyPolicy(GroupPolicy):
+    def __init__(self, mistake: str, *mesh: int) -> None:
+        super().__init__(*mesh)
+        self.mistake: str | None = mistake
+        self.due: float | None = None
+
+    def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
+        match self.mistake:
+            case "raises":
+                raise KeyError("who")
+            case "weights":
+                return [Group((worker,), (0.5,), 0, "mine")]
+            case "not waiting":
+                return [Group((A, B), (0.5, 0.5), 0, "mine")]
+            case "never joined":
+                return [Group((Worker(0, 0), Worker(0, 2)), (0.5, 0.5), 0, "mine")]
+            case "nothing":
+                return None  # type: ignore[return-value]
+        self.due = now + 1.0
+        return []
+
+    def sync_graph(self, stage: int) -> None:
+        raise IndexError(stage)
+
+    def time_passed(self, now: float) -> list[Decision]:
+        if self.due is not None and self.due <= now:
+            raise ZeroDivisionError("division by zero")
+        return []
+
+    def deadline(self) -> float | None:
+        return self.due
+
+
+class TestAPolicyThatFails:
+    """The run ends, for everybody and with its name; nobody waits for ever."""
+
+    @pytest.mark.parametrize(
+        ("mistake", "message"),
+        [
+            ("raises", "Ready.*KeyError: 'who'"),
+            ("weights", "BrokenRule.*weights"),
+            ("not waiting", r"cannot go out: worker \(stage 0, pipeline 1\) gets a group while it is computing"),
+            ("never joined", "cannot go out.*pipeline=2"),
+            ("nothing", "TypeError"),
+        ],
+    )
+    def test_when_it_decides(self, mistake: str, message: str) -> None:
+        d = Dialogue(Unruly(mistake), workers=3)
+        d.join(A)
+        d.join(B)
+        replies = d.say(m.Ready, A, 0)
+        assert [(peer, type(reply)) for peer, reply in replies] == [(b"0.0", m.Abort), (b"0.1", m.Abort)]
+        failure = d.service.failure
+        assert failure is not None
+        assert re.search(f"the scheduler failed first: its policy tests.*Unruly failed on.*{message}", str(failure))
+        assert d.say(m.Ready, B, 0) == [(b"0.1", m.Abort(failure))]
+        assert d.say(m.Leave, A) == d.acknowledged(A)
+        assert d.say(m.Heartbeat, B, True) == [(b"0.1.heartbeat", m.Pulse(failure))]
+
+    def test_when_time_passes(self) -> None:
+        d = Dialogue(Unruly("time"))
+        d.join(A)
+        assert d.say(m.Ready, A, 0, now=1.0) == []
+        assert d.service.deadline() == 2.0
+        assert [stage.groups[0].pipelines for stage in d.service.status(1.0).stages] == [[0]], "from the log"
+        ((peer, reply),) = d.tick(2.0)
+        assert peer == b"0.0"
+        assert isinstance(reply, m.Abort)
+        assert "failed on Tick(): ZeroDivisionError: division by zero" in reply.failure.reason
+        assert d.service.deadline() == 4.0, "it is not due again and again"
+        assert d.tick(3.0) == []
+
+
+def test_the_status_of_thousands_of_workers_is_a_fraction_of_the_largest_reply() -> None:
+    for config in (AllReduceModels(), SemiDecentralized(window=0.0, connectivity=None), SemiDecentralized()):
+        stages, pipelines = 8, 256
+        service = SchedulerService(config, stages, pipelines)
+        workers = [Worker(j, i) for j in range(stages) for i in range(pipelines)]
+        for worker in workers:
+            service.handle(m.routing_id(worker), m.Join(worker, 1, 1, None), 0.0)
+        for k in range(4):
+            for worker in workers:
+                service.handle(m.routing_id(worker), m.Ready(worker, 1, 2 + k, k), k + 0.5)
+        for worker in workers:
+            beat = m.Heartbeat(worker, 1, 9, True, m.Steps(3, 4, 0.123456, 0.0123))
+            service.handle(m.heartbeat_id(worker), beat, 5.0)
+        frame = m.encode(m.StatusReply(service.status(6.0)))
+        assert len(frame) < m.MAX_REPLY_BYTES / 8
+        reply = m.decode_reply(frame)
+        assert isinstance(reply, m.StatusReply)
+        rows = reply.status.workers()
+        assert [row.worker for row in rows] == workers
+        assert {(row.iteration, row.seconds) for row in rows} == {(3, 0.123456)}
+
+
+def test_a_policy_without_a_graph_of_its_own_has_one_made_from_the_log() -> None:
+    d = Dialogue(LocalSGD(every=2), workers=3)
+    for worker in (A, B, Worker(0, 2)):
+        d.join(worker)
+    for k in range(3):
+        for worker in (A, B):
+            d.say(m.Ready, worker, k)
+        if k == 0:
+            d.say(m.Leave, Worker(0, 2))
+    (stage,) = d.service.status(0.0).stages
+    assert [row.pipelines for row in stage.groups] == [[0, 1, 2], [0, 1], [0], [1], [0, 1]]
+    assert stage.components() == [{0, 1}]
+    assert stage.rounds_since_met() == {(0, 1): 1}
+
+
+def test_another_mesh_is_refused_by_name() -> None:
+    d = Dialogue()
+    for kind in (m.Hello, m.Join):
+        ((_, reply),) = d.say(kind, A, (4, 2))
+        assert isinstance(reply, m.Refused)
+        assert (
+            "a run of 1 stages × 2 pipelines, and worker (stage 0, pipeline 0) belongs to one of 4 × 2" in reply.reason
+        )
+        assert "--num-stages 4 --num-pipelines 2" in reply.reason
+    ((_, reply),) = d.say(m.Hello, A, (1, 2))
+    assert isinstance(reply, m.Welcome)
+    assert registry.from_json(reply.policy) == AllReduceModels()
+
+
+def test_who_was_lost_after_it_was_answered_gets_the_same_answer() -> None:
+    d = Dialogue()
+    for worker in (A, B):
+        d.join(worker)
+        d.say(m.Heartbeat, worker, True)
+    d.say(m.Ready, A, 0)
+    answers = d.say(m.Ready, B, 0)
+    for now in (2.0, 4.0, 6.0, 8.0):
+        d.say(m.Heartbeat, A, True, now=now)
+        d.tick(now)
+    assert d.states() == ["computing", "lost"]
+    d.join(B, resumed=True, now=9.0)
+    assert d.say(m.Ready, B, 0, now=9.0) == answers[1:], "A may be waiting for its part in that group"
