@@ -21,7 +21,7 @@ gc.disable()  # until all is imported: what imports make, stays
 
 # What takes longest, first: else one process of xdist would end with it alone. They wait for other processes mostly.
 LONG = [
-    "test_accelerators.py",
+    "strategy/test_accelerators.py",
     *(
         "worker/launching/test_launching.py",
         "test_sweep.py",
@@ -29,7 +29,7 @@ LONG = [
         "worker/test_failures.py",
         "placement/test_measure.py",
     ),
-    *("features/test_5_checkpoints.py", "test_wheel.py", "test_strategy.py", "pipeline/test_models.py"),
+    *("features/test_5_checkpoints.py", "test_wheel.py", "strategy/test_strategy.py", "pipeline/test_models.py"),
     *("recipes/test_throughput_suite.py", "scheduler/test_bench_suite.py", "placement/test_in_trainer.py"),
     *("sync/test_every_exchange.py", "exchange/test_encoded_mean.py", "recipes/test_conf.py", "test_configuration.py"),
     *("recipes/test_partial_reduce_suite.py", "recipes/test_phd_suite.py", "recipes/test_placement_suite.py"),

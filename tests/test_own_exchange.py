@@ -17,7 +17,7 @@ from lightning_sdpipe import SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
-from tests.test_strategy import fit
+from tests.strategy.test_strategy import fit
 from tests.workers import run_workers
 
 DOCS = Path(__file__).parents[1] / "docs" / "exchange.md"

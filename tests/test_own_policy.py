@@ -26,7 +26,7 @@ from lightning_sdpipe.simulate import simulate
 from tests.policies.scripted import straggling
 from tests.recipes.test_conf import composed
 from tests.scheduler.live_scheduler import clients, serving
-from tests.test_strategy import fit
+from tests.strategy.test_strategy import fit
 
 DOCS = Path(__file__).parents[1] / "docs" / "policies.md"
 NAME = "my_package.policies:RoundRobin"

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_sdpipe import ADPSGD, AllReduce, HetPipe, SDPipeStrategy, SemiDecentralized
 from tests.features.table import refused, supported
-from tests.test_strategy import Regression, data
+from tests.strategy.test_strategy import Regression, data
 
 PIPELINES = 2
 X, Y = data(64).tensors

@@ -15,9 +15,9 @@ from lightning.pytorch import Trainer
 from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
-from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.sync.methods import on_hosts
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer

@@ -15,7 +15,7 @@ from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.partition.materialise import Initialisation, materialise
 from lightning_sdpipe.partition.ownership import assign_owners, keep_only
 from lightning_sdpipe.partition.same_memory import held_together, same_memory
-from tests.test_strategy import Regression, fit
+from tests.strategy.test_strategy import Regression, fit
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from lightning_sdpipe import AllReduce, SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.data import stand_in
 from lightning_sdpipe.pipeline.digest import LENGTH, LIMIT, BatchDigest
-from tests.test_strategy import Regression, data, fit
+from tests.strategy.test_strategy import Regression, data, fit
 
 
 def batch() -> dict[str, Any]:

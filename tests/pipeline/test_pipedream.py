@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
-from tests.test_strategy import Regression, data, fit
+from tests.strategy.test_strategy import Regression, data, fit
 
 LEARNING_RATE = 0.1
 

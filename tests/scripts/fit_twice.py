@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import SDPipeStrategy
-from tests.test_strategy import Regression, data
+from tests.strategy.test_strategy import Regression, data
 
 
 def main(directory: str) -> None:

@@ -9,7 +9,7 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import SDPipeStrategy
-from tests.test_strategy import Regression, data
+from tests.strategy.test_strategy import Regression, data
 
 
 def main(nodes: int, devices: int) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from lightning_sdpipe.optim import FrozenVariance
 from lightning_sdpipe.topology.hosts import HOST_VARIABLE
 from lightning_sdpipe.trainer.optimizers import refuse_unfit_momentum
 from lightning_sdpipe.worker.elastic.refusals import check_options
+from tests.strategy.test_strategy import Regression, data, fit
 from tests.sync.test_methods import EqualReplicas, Gentle, Uneven, train
-from tests.test_strategy import Regression, data, fit
 
 
 def loss(model: nn.Module) -> float:

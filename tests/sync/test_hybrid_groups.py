@@ -29,9 +29,9 @@ from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.elastic.refusals import check_options
+from tests.strategy.test_strategy import Regression, fit
 from tests.sync.hybrid_emulation import Emulation, Job
 from tests.sync.test_methods import EqualReplicas
-from tests.test_strategy import Regression, fit
 from tests.workers import run_workers
 
 LR, MOMENTUM = 0.05, 0.9

@@ -22,7 +22,7 @@ from lightning_sdpipe.sync.methods import deals, method_of, refuse_without_flush
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
-from tests.test_strategy import Regression, data, fit
+from tests.strategy.test_strategy import Regression, data, fit
 from tests.workers import run_workers
 
 ROWS = ((5, 3), (2, 4))  # mini-batches of the two pipelines in each epoch, where they differ

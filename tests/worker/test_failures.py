@@ -22,7 +22,7 @@ from tests.features.running import as_torchrun
 from tests.features.table import refused, supported
 from tests.own_session import Script, script
 from tests.scripts import endings, run_case
-from tests.test_strategy import Regression, fit
+from tests.strategy.test_strategy import Regression, fit
 from tests.workers import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.strategy.options import SDPipeOptions
 
 
 def fingerprint(trainer: Trainer, options: SDPipeOptions, ownership: Ownership) -> dict[str, str]:

@@ -6,10 +6,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.options import SDPipeOptions
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
+from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.sync.methods import ByPolicy
 from lightning_sdpipe.trainer import loop
 

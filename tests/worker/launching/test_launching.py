@@ -21,7 +21,7 @@ from tests.features.table import supported
 from tests.namespaces import Machine, machines
 from tests.own_session import script
 from tests.scripts import launched
-from tests.test_strategy import Regression, fit
+from tests.strategy.test_strategy import Regression, fit
 from tests.workers import free_port, run_workers
 
 

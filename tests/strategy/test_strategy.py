@@ -154,7 +154,7 @@ def test_after_fit_the_users_process_has_the_whole_module(tmp_path: Path, distri
 def test_a_script_fits_validates_and_fits_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.scripts.fit_twice", str(tmp_path)]
     finished = subprocess.run(
-        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=90, check=False
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=90, check=False
     )
     assert finished.returncode == 0, finished.stderr
     outcome = json.loads(finished.stdout.splitlines()[-1])

@@ -15,12 +15,12 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_sdpipe import option_checks
 from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.strategy import option_checks
 from lightning_sdpipe.sync import SemiDecentralized
 from lightning_sdpipe.sync.measured_groups import with_measured_groups
 from lightning_sdpipe.sync.methods import (

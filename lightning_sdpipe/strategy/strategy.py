@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdpipe.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, tie_again, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.data.loader import PipelineLoader
@@ -24,6 +23,7 @@ from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.pipeline.data import shared_seed
+from lightning_sdpipe.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.sync.methods import deals
 from lightning_sdpipe.topology.groups import backends, prepare_world
 from lightning_sdpipe.topology.mesh import Mesh
@@ -64,7 +64,7 @@ class SDPipeStrategy(CheckpointHooks):
 
     ``devices × num_nodes`` workers form N pipelines of ``num_stages`` stages. Each stage runs its part of the user's
     own steps; the replicas of a stage keep together as ``sync`` says, by default by averaging parameters in groups.
-    The arguments are those of :class:`~lightning_sdpipe.options.SDPipeOptions`.
+    The arguments are those of :class:`~lightning_sdpipe.strategy.options.SDPipeOptions`.
     """
 
     _plan: tuple[nn.Module, plan.Plan] | None = None
