@@ -18,13 +18,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torchmetrics import Metric
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.loop.whereabouts import Whereabouts
 from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.tcp_store import open_store
-from lightning_sdpipe.trainer.whereabouts import Whereabouts
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic.run import ElasticRun
 from lightning_sdpipe.worker.launching.environment import keep_gloo_on_loopback

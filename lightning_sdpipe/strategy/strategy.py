@@ -19,6 +19,32 @@ from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, tie_
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.data.loader import PipelineLoader
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
+from lightning_sdpipe.loop import loop
+from lightning_sdpipe.loop.adaptation import adapt
+from lightning_sdpipe.loop.clock import ClockChecks
+from lightning_sdpipe.loop.dealt_turns import Dealing, DealtTurns
+from lightning_sdpipe.loop.draws import Draws
+from lightning_sdpipe.loop.epoch_callback import EpochCallback
+from lightning_sdpipe.loop.joint_turns import JointTurns
+from lightning_sdpipe.loop.loss_scale import current_scale
+from lightning_sdpipe.loop.nonfinite import Watch
+from lightning_sdpipe.loop.optimizers import (
+    OptimizerProgress,
+    corrected,
+    follow,
+    refuse_unfit,
+    refuse_unfit_momentum,
+)
+from lightning_sdpipe.loop.planning import Planning, plan_on_rank_zero
+from lightning_sdpipe.loop.plateau import refuse_own_values
+from lightning_sdpipe.loop.predictions import collect, deal_batches
+from lightning_sdpipe.loop.python_state import PythonState
+from lightning_sdpipe.loop.refusals import (
+    refuse_new_parameters,
+    refuse_several_optimizers,
+    refuse_unsupported,
+)
+from lightning_sdpipe.loop.split import Split, split_of
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.same_memory import same_memory
@@ -27,32 +53,6 @@ from lightning_sdpipe.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_sdpipe.sync.methods import deals
 from lightning_sdpipe.topology.groups import backends, prepare_world
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.trainer import loop
-from lightning_sdpipe.trainer.adaptation import adapt
-from lightning_sdpipe.trainer.clock import ClockChecks
-from lightning_sdpipe.trainer.dealt_turns import Dealing, DealtTurns
-from lightning_sdpipe.trainer.draws import Draws
-from lightning_sdpipe.trainer.epoch_callback import EpochCallback
-from lightning_sdpipe.trainer.joint_turns import JointTurns
-from lightning_sdpipe.trainer.loss_scale import current_scale
-from lightning_sdpipe.trainer.nonfinite import Watch
-from lightning_sdpipe.trainer.optimizers import (
-    OptimizerProgress,
-    corrected,
-    follow,
-    refuse_unfit,
-    refuse_unfit_momentum,
-)
-from lightning_sdpipe.trainer.planning import Planning, plan_on_rank_zero
-from lightning_sdpipe.trainer.plateau import refuse_own_values
-from lightning_sdpipe.trainer.predictions import collect, deal_batches
-from lightning_sdpipe.trainer.python_state import PythonState
-from lightning_sdpipe.trainer.refusals import (
-    refuse_new_parameters,
-    refuse_several_optimizers,
-    refuse_unsupported,
-)
-from lightning_sdpipe.trainer.split import Split, split_of
 from lightning_sdpipe.worker.assembly import Assembled, assemble
 from lightning_sdpipe.worker.launching.environment import naming_the_port
 from lightning_sdpipe.worker.launching.launcher import end_after_failure, launcher_for

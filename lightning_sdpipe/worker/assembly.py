@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
+from lightning_sdpipe.loop.freezing import Freezing
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation, materialise
 from lightning_sdpipe.partition.ownership import Ownership, assign_owners, keep_only, move_the_rest
@@ -27,7 +28,6 @@ from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import StageRunner
 from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.trainer.freezing import Freezing
 
 
 @dataclass(frozen=True)

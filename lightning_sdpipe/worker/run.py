@@ -15,6 +15,8 @@ from lightning.pytorch import Trainer
 from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
+from lightning_sdpipe.loop.clock import ClockChecks
+from lightning_sdpipe.loop.dealt_turns import Dealing, DealtTurns
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.strategy.options import SDPipeOptions
@@ -25,8 +27,6 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.hosts import roll_call
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import check_shape, mesh_of
-from lightning_sdpipe.trainer.clock import ClockChecks
-from lightning_sdpipe.trainer.dealt_turns import Dealing, DealtTurns
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.launching.environment import where_to_listen
 from lightning_sdpipe.worker.scheduler_connection import Member, Membership

@@ -23,9 +23,9 @@ from lightning_sdpipe import (
     SDPipeStrategy,
     SemiDecentralized,
 )
+from lightning_sdpipe.loop.optimizers import refuse_unfit_momentum
 from lightning_sdpipe.optim import FrozenVariance
 from lightning_sdpipe.topology.hosts import HOST_VARIABLE
-from lightning_sdpipe.trainer.optimizers import refuse_unfit_momentum
 from lightning_sdpipe.worker.elastic.refusals import check_options
 from tests.strategy.test_strategy import Regression, data, fit
 from tests.sync.test_methods import EqualReplicas, Gentle, Uneven, train

@@ -6,12 +6,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.loop import loop
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.sync.methods import ByPolicy
-from lightning_sdpipe.trainer import loop
 
 _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
 

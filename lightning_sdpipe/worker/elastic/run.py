@@ -26,6 +26,9 @@ from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
+from lightning_sdpipe.loop import loop
+from lightning_sdpipe.loop.clock import ClockChecks
+from lightning_sdpipe.loop.dealt_turns import Dealing
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies.events import Worker
@@ -39,9 +42,6 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.hosts import roll_call
 from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
-from lightning_sdpipe.trainer import loop
-from lightning_sdpipe.trainer.clock import ClockChecks
-from lightning_sdpipe.trainer.dealt_turns import Dealing
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import beginning, leading, refusals, transfer
 from lightning_sdpipe.worker.elastic.epochs import EpochGroups

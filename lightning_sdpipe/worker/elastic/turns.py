@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_sdpipe.dealing.leases import Segment
-from lightning_sdpipe.trainer.dealt_turns import DealtTurns
+from lightning_sdpipe.loop.dealt_turns import DealtTurns
 from lightning_sdpipe.worker.elastic.words import Kind, Word, Words
 
 _GLANCE = 0.02  # seconds between two looks whether there are enough pipelines
 
 
 class ElasticTurns(DealtTurns):
-    """This worker's. See :class:`~lightning_sdpipe.trainer.dealt_turns.DealtTurns` for what is not said here."""
+    """This worker's. See :class:`~lightning_sdpipe.loop.dealt_turns.DealtTurns` for what is not said here."""
 
     words: Words
     asked: Callable[[], Word | None]

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.exchange.payloads import Payload
+from lightning_sdpipe.loop.closures import refuse_repeated_evaluation
+from lightning_sdpipe.loop.loss_scale import refuse_own_unscaling
 from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection, is_adam_family
-from lightning_sdpipe.trainer.closures import refuse_repeated_evaluation
-from lightning_sdpipe.trainer.loss_scale import refuse_own_unscaling
 
 
 def refuse_unfit(optimizer: Optimizer, precision: Precision, num_stages: int) -> None:

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, SchedulerError, WorkerFailedError
-from lightning_sdpipe.trainer.epoch_callback import EpochCallback
+from lightning_sdpipe.loop.epoch_callback import EpochCallback
 
 # These work on what the evaluation steps returned or collected. The end of a *training* epoch is also where modules
 # change their own parameters, so that hook runs on every stage.

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_sdpipe.trainer.clock import ClockChecks
+from lightning_sdpipe.loop.clock import ClockChecks
 
 
 def next_pause(trainer: Trainer, checks: ClockChecks) -> int:

@@ -11,10 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sdpipe.checkpoints import random_states
+from lightning_sdpipe.loop import loop
+from lightning_sdpipe.loop.clock import ClockChecks
+from lightning_sdpipe.loop.draws import Draws, Point
 from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.trainer import loop
-from lightning_sdpipe.trainer.clock import ClockChecks
-from lightning_sdpipe.trainer.draws import Draws, Point
 
 
 class EpochCallback(Callback):

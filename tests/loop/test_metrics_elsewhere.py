@@ -9,8 +9,8 @@ import lightning as L
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.loop.metrics_elsewhere import refuse_metrics_elsewhere
 from lightning_sdpipe.partition.touches import METRICS
-from lightning_sdpipe.trainer.metrics_elsewhere import refuse_metrics_elsewhere
 
 
 class Looking(L.LightningModule):

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.loop.whereabouts import Whereabouts
 from lightning_sdpipe.partition import apart, cache, plan, rehearsal
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.ownership import move
@@ -31,7 +32,6 @@ from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsed import Rehearsed
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.pipeline.micro_batches import split
-from lightning_sdpipe.trainer.whereabouts import Whereabouts
 
 
 @dataclass(frozen=True)

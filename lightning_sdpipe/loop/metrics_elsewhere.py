@@ -14,8 +14,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.loop.whole_groups import around_hooks
 from lightning_sdpipe.partition.touches import METRIC, METRICS
-from lightning_sdpipe.trainer.whole_groups import around_hooks
 
 _HOOKS = (
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),

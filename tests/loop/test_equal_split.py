@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.loops.progress import _BatchProgress, _OptimizationProgress
 
-from lightning_sdpipe.trainer.equal_split import EqualSplit
+from lightning_sdpipe.loop.equal_split import EqualSplit
 
 
 class Loop:

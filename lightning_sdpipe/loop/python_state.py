@@ -21,10 +21,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_sdpipe import p2p
+from lightning_sdpipe.loop.last_stage import NoResultError
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.python_values import NotPackedError, is_of_the_user, pack, unpack
 from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.trainer.last_stage import NoResultError
 
 _TAG = 2**31 - 8  # that no link uses
 _OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
