@@ -27,7 +27,7 @@ def measure(name: str, parameters: Mapping[str, Any], seed: int, command: str) -
     """Runs a suite.
 
     Args:
-        name: of a module in ``recipes.suites``.
+        name: of a folder in ``recipes/suites``.
         parameters: of its ``run``.
         seed: of everything random.
         command: what was asked for, for the record.
@@ -36,7 +36,7 @@ def measure(name: str, parameters: Mapping[str, Any], seed: int, command: str) -
         What goes into the file, and which families of ratios (what is before the slash in their keys) are met from
         below.
     """
-    suite = importlib.import_module(f"recipes.suites.{name}")
+    suite = importlib.import_module(f"recipes.suites.{name}.suite")
     load_before = os.getloadavg()[0]
     rows, ratios = suite.run(**parameters, seed=seed)
     report = {

@@ -30,9 +30,9 @@ LONG = [
         "placement/test_measure.py",
     ),
     *("features/test_5_checkpoints.py", "test_wheel.py", "strategy/test_strategy.py", "pipeline/test_models.py"),
-    *("recipes/test_throughput_suite.py", "scheduler/test_bench_suite.py", "placement/test_in_trainer.py"),
+    *("recipes/suites/test_throughput.py", "recipes/suites/test_scheduler.py", "placement/test_in_trainer.py"),
     *("sync/test_every_exchange.py", "exchange/test_encoded_mean.py", "recipes/test_conf.py", "test_configuration.py"),
-    *("recipes/test_partial_reduce_suite.py", "recipes/test_phd_suite.py", "recipes/test_placement_suite.py"),
+    *("recipes/suites/test_partial_reduce.py", "recipes/suites/test_phd.py", "recipes/suites/test_placement.py"),
 ]
 
 

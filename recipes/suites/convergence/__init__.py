@@ -1,0 +1,1 @@
+"""The suite ``convergence`` (``conf/suite/convergence.yaml``)."""

@@ -1,0 +1,329 @@
+"""Elastic runs of forked pipelines on this machine, for the suites that kill them.
+
+Every process says when it has made an update, in lines of JSON that are in the file before it goes on: what a process
+did is known however it ended. Times are of the system's monotonic clock, which is one for all processes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
+from lightning_sdpipe.scheduler.log.status import Status
+from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
+from recipes.suites import namespaces
+from recipes.suites.emulated import EmulatedChain
+from recipes.suites.faults.diary import Diary, Fault
+from recipes.suites.faults.injected_faults import inject
+from recipes.suites.trainings import BACKWARD_SHARE, quiet, random_features
+
+GLANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every pipeline trains.
+
+    Args:
+        num_stages: M.
+        num_pipelines: N, by which epochs are counted.
+        sync: a method.
+        batch_seconds: of a mini-batch, emulated.
+        num_parameters: of a stage.
+        batches: of an epoch and pipeline.
+        epochs: of the run.
+        validation_batches: after each epoch.
+        checkpoint_every: so many updates; 0 for never.
+    """
+
+    num_stages: int
+    num_pipelines: int
+    sync: Any
+    batch_seconds: float = 0.06
+    num_parameters: int = 65536
+    batches: int = 2000
+    epochs: int = 1
+    validation_batches: int = 0
+    checkpoint_every: int = 0
+    seed: int = 1
+
+
+@dataclass
+class Record:
+    """What one process said: what happened, when, and at which update."""
+
+    pipeline: int
+    rank: int
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def times(self, what: str) -> list[float]:
+        """When that happened."""
+        return [line["at"] for line in self.lines if line["what"] == what]
+
+
+class Validated(EmulatedChain):
+    """An emulated chain that validates, too."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_output", self.blocks(batch).mean())
+
+
+class World:
+    """A scheduler and the pipelines' processes; ``close`` ends them all.
+
+    Args:
+        directory: for all files.
+        work: of every pipeline.
+        scheduler_options: of ``sdpipe scheduler``.
+        target: what every process runs, as :func:`train`.
+        hosts: namespaces of the network, one of each pipeline, and at the end that of the scheduler, in which the
+            calling thread is; none if all are on this machine.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        work: Any,
+        scheduler_options: Sequence[str] = (),
+        target: Callable[..., None] | None = None,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        self.directory, self.work, self._target, self._hosts = directory, work, target or train, hosts
+        self.logs = directory / "logs"
+        self.logs.mkdir(exist_ok=True)
+        key_file, self._key_file = write_keys(directory / "keys")
+        options = ["--num-stages", str(work.num_stages), "--num-pipelines", str(work.num_pipelines)]
+        options += ["--start-pipelines", str(work.num_pipelines), "--journal", str(self.logs / "journal")]
+        self.scheduler = StandingScheduler(
+            [*options, "--key-file", str(key_file), *scheduler_options],
+            f"tcp://{namespaces.address(len(hosts) - 1) if hosts else '127.0.0.1'}:*",
+            dict(os.environ),
+            self.logs / "scheduler.log",
+            self.logs / "policy.json",
+        )
+        self.killed_at: dict[int, float] = {}
+        self._processes: dict[int, list[BaseProcess]] = {}
+        self._ports: dict[int, socket.socket] = {}
+        self._launches = 0
+        self._newest: dict[int, int] = {}
+
+    def launch(self, pipeline: int, fault: Fault | None = None, rank: int = 0) -> None:
+        """Start its processes; ``fault`` is for the one of ``rank``."""
+        self.end(pipeline)
+        port = self._ports[pipeline] = reserve_port()
+        environment = {
+            "WORLD_SIZE": str(self.work.num_stages),
+            "LOCAL_WORLD_SIZE": str(self.work.num_stages),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port.getsockname()[1]),
+            "SDPIPE_PIPELINE": str(pipeline),
+            "SDPIPE_SCHEDULER": self.scheduler.address,
+            "SDPIPE_KEY_FILE": str(self._key_file),
+            "SDPIPE_POLICY_FILE": str(self.logs / "policy.json"),
+        }
+        if self._hosts:
+            environment["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
+        context = multiprocessing.get_context("fork")
+        self._processes[pipeline] = []
+        self._launches += 1
+        self._newest[pipeline] = self._launches
+        for each in range(self.work.num_stages):
+            own = environment | {"RANK": str(each), "LOCAL_RANK": str(each)}
+            name = f"{self._launches:04d}-{pipeline}-{each}"
+            arguments = (self.work, self.directory, name, own, fault if each == rank else None)
+            process = context.Process(target=self._run_worker, args=(pipeline, *arguments), daemon=True)
+            process.start()
+            self._processes[pipeline].append(process)
+
+    def _run_worker(self, pipeline: int, *arguments: Any) -> None:
+        if self._hosts:
+            namespaces.enter(self._hosts[pipeline])
+        self._target(*arguments)
+
+    def serve(self) -> None:
+        """Start the scheduler, as soon as a worker has said what by."""
+        self.wait(lambda: self.scheduler.can_start, "a worker to say what the scheduler decides by")
+        self.scheduler.start()
+
+    def restart_scheduler(self) -> float:
+        """Kill it, and start it again at once; the seconds without one."""
+        assert self.scheduler.child is not None
+        began = time.monotonic()
+        self.scheduler.child.signal(signal.SIGKILL)
+        self.scheduler.child.bury()
+        self.scheduler.start()
+        return time.monotonic() - began
+
+    def kill(self, pipeline: int, rank: int = 0, number: int = signal.SIGKILL) -> None:
+        """A signal to one process, from outside."""
+        process = self._processes[pipeline][rank]
+        assert process.pid is not None
+        self.killed_at[pipeline] = time.monotonic()
+        os.kill(process.pid, number)
+
+    def lives(self, pipeline: int) -> bool:
+        """Do all of its processes?"""
+        return all(process.is_alive() for process in self._processes[pipeline])
+
+    def exit_codes(self, pipeline: int) -> list[int | None]:
+        """Of its processes; None of those that live."""
+        return [process.exitcode for process in self._processes.get(pipeline, [])]
+
+    def end(self, pipeline: int) -> None:
+        """Kill its processes."""
+        for process in self._processes.pop(pipeline, []):
+            process.kill()
+            process.join()
+        if pipeline in self._ports:
+            self._ports.pop(pipeline).close()
+
+    def records(self) -> list[Record]:
+        """What all processes have said so far, in the order of their starts."""
+        return read_records(self.directory)
+
+    def start_of(self, pipeline: int) -> int:
+        """The number of its newest start."""
+        return self._newest[pipeline]
+
+    def updates(self, pipeline: int) -> int:
+        """How far its newest start is."""
+        path = self.directory / f"{self._newest[pipeline]:04d}-{pipeline}-0.diary"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        made = [line["update"] for line in map(json.loads, lines) if line["what"] == "update"]
+        return made[-1] if made else 0
+
+    def status(self) -> Status:
+        """What the scheduler says of the run."""
+        return ask_status(self.scheduler.address, credentials=read_worker_keys(self._key_file), timeout=20)
+
+    def members(self) -> list[int]:
+        """Pipelines in the run."""
+        members = self.status().members
+        return [] if members is None else sorted(members.lives)
+
+    def failure(self) -> str | None:
+        """Why the scheduler says that the run has failed, if it does."""
+        status = self.status()
+        return status.failure or (None if status.members is None else status.members.over)
+
+    def gone_at(self, pipeline: int, since: float) -> float | None:
+        """When the scheduler said, from the monotonic time ``since`` on, that a pipeline is gone."""
+        for line in (self.logs / "scheduler.log").read_text().split("\n"):
+            when, _, rest = line.partition(f"WARNING pipeline {pipeline} is gone")
+            if rest:
+                clock = time.mktime(time.strptime(when[:19], "%Y-%m-%d %H:%M:%S")) + int(when[20:23]) / 1e3
+                at = clock - time.time() + time.monotonic()
+                if at >= since - 0.002:  # its log has milliseconds
+                    return max(at, since)
+        return None
+
+    def wait(self, until: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+        """What ``until`` returns when that is true.
+
+        Raises:
+            TimeoutError: it was not, with what the processes have printed last.
+        """
+        end = time.monotonic() + seconds
+        while not (found := until()):
+            if time.monotonic() > end:
+                raise TimeoutError(f"waited {seconds:g} s for {what}; {self.said()}")
+            time.sleep(GLANCE)
+        return found
+
+    def said(self) -> str:
+        """The ends of what everybody has printed."""
+        ends = [f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(self.directory.rglob("*.log"))]
+        return "\n".join(end for end in ends if not end.endswith(": "))
+
+    def close(self) -> None:
+        for pipeline in list(self._processes):
+            self.end(pipeline)
+        if self.scheduler.child is not None:
+            self.scheduler.child.signal(signal.SIGKILL)
+            self.scheduler.child.bury()
+        self.scheduler.close()
+
+
+def read_records(directory: Path) -> list[Record]:
+    """What the processes of :func:`train` have said there; a line that is not whole is left out."""
+    found = []
+    for path in sorted(directory.glob("*.diary")):
+        _, pipeline, rank = path.stem.split("-")
+        lines = path.read_text().split("\n")[:-1]
+        found.append(Record(int(pipeline), int(rank), [json.loads(line) for line in lines]))
+    return found
+
+
+@contextmanager
+def world(directory: Path, work: Work, *scheduler_options: str) -> Iterator[World]:
+    """All pipelines of ``work`` started; they are not waited for."""
+    made = World(directory, work, scheduler_options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def train(work: Work, directory: Path, name: str, environment: Mapping[str, str], fault: Fault | None = None) -> None:
+    """One worker, in a process of its own; ``environment`` says which, and whether the run is elastic."""
+
+    log = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {**environment, "OMP_NUM_THREADS": "1"}  # else Lightning gives each job all processors
+    torch.set_num_threads(1)
+    quiet()
+    logging.getLogger("lightning_sdpipe").setLevel(logging.INFO)
+    compute = work.batch_seconds / work.num_stages
+    torch.manual_seed(work.seed)
+    module = Validated(work.num_stages, (1 - BACKWARD_SHARE) * compute, BACKWARD_SHARE * compute, work.num_parameters)
+    elastic = "SDPIPE_PIPELINE" in environment
+    strategy = SDPipeStrategy(
+        1 if elastic else work.num_stages,
+        sync=work.sync,
+        num_micro_batches=1,
+        data="dealt",
+        timeout=timedelta(seconds=60),
+    )
+    diary = Diary(directory / f"{name}.diary")
+    callbacks: list[L.Callback] = [diary]
+    if work.checkpoint_every:
+        callbacks.append(ModelCheckpoint(directory / "checkpoints", every_n_train_steps=work.checkpoint_every))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1 if elastic else work.num_stages * work.num_pipelines,
+        strategy=strategy,
+        callbacks=callbacks,
+        max_epochs=work.epochs,
+        limit_val_batches=work.validation_batches,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=bool(work.checkpoint_every),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = random_features(work.batches * work.num_pipelines, 1)
+    validation = random_features(work.validation_batches, 1) if work.validation_batches else None
+    if fault is not None:
+        inject(fault, trainer, module, diary)
+    trainer.fit(module, loader, validation)

@@ -1,0 +1,189 @@
+"""torchft beside this package: replicas that do the same emulated work and average gradients, one of them killed.
+
+torchft is no dependency of this project. Where it is not installed, the part says how to install it, and is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+from lightning_sdpipe.supervision.standing import reserve_port
+from recipes.suites.emulated import FEATURES
+from recipes.suites.faults.diary import Fault
+from recipes.suites.faults.elastic_world import Record, Work, world
+from recipes.suites.ratios import Ratios, Row, ratio, rotated
+from recipes.suites.trainings import BACKWARD_SHARE
+
+VICTIM = 2
+INSTALL = "pip install torchft==0.2.0"
+
+
+def measure(
+    *,
+    num_pipelines: int,
+    batch_seconds: float,
+    num_parameters: int,
+    after: int,
+    seconds: float,
+    repeats: int,
+    method: Any,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """The survivors' longest step and a median one, of both, in the same run.
+
+    Args:
+        after: updates until the victim is killed.
+        seconds: after that which are looked at.
+        repeats: of each.
+    """
+    if importlib.util.find_spec("torchft") is None:
+        print(f"torchft is not installed, and the comparison with it is left out; for it: {INSTALL}", flush=True)
+        return [], {}
+    rows: list[Row] = []
+    longest, steady = [], []
+    work = Work(
+        1, num_pipelines, hydra.utils.instantiate(method), batch_seconds, num_parameters, batches=5000, seed=seed
+    )
+    for repeat in range(repeats):
+        figures = {}
+        for who in rotated(["torchft", "sdpipe"], repeat):
+            records, killed = _torchft(work, after, seconds) if who == "torchft" else _ours(work, after, seconds)
+            figures[who] = _figures([record for record in records if record.pipeline != VICTIM], killed)
+            print(f"{who}: {figures[who]}", flush=True)
+            rows.append({"who": who, "repeat": repeat} | figures[who])
+        longest.append(figures["sdpipe"]["longest_s"] / figures["torchft"]["longest_s"])
+        steady.append(figures["sdpipe"]["median_s"] / figures["torchft"]["median_s"])
+    return rows, {
+        "torchft/longest_step": ratio(longest, 0.5, "survivors' longest step after a kill, ours over torchft's"),
+        "torchft/steady": ratio(steady, 1.0, "a median step without faults, ours over torchft's"),
+    }
+
+
+def _figures(survivors: Sequence[Record], killed: float) -> dict[str, float]:
+    steps = [step for record in survivors for step in pairwise(record.times("update"))]
+    return {
+        "median_s": statistics.median(end - begin for begin, end in steps if end <= killed),
+        "longest_s": max(end - begin for begin, end in steps if end > killed),
+    }
+
+
+def _ours(work: Work, after: int, seconds: float) -> tuple[list[Record], float]:
+    with tempfile.TemporaryDirectory() as directory, world(Path(directory), work) as it:
+        for pipeline in range(work.num_pipelines):
+            it.launch(pipeline, Fault("forward", after) if pipeline == VICTIM else None)
+        it.serve()
+        it.wait(lambda: not it.lives(VICTIM), "the death of one")
+        time.sleep(seconds)
+        records = it.records()
+    (victim,) = [record for record in records if record.pipeline == VICTIM]
+    return records, victim.times("strikes")[0]
+
+
+def _torchft(work: Work, after: int, seconds: float) -> tuple[list[Record], float]:
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as directory, reserve_port() as port:
+        address = f"127.0.0.1:{port.getsockname()[1]}"
+        port.close()  # the lighthouse does not share it
+        options = ["--min_replicas", "1", "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "2000"]
+        program = Path(directory, "lighthouse.py")  # the package's own script may lie anywhere
+        program.write_text("from torchft._torchft import lighthouse_main\nlighthouse_main()\n")
+        with open(Path(directory, "lighthouse.log"), "wb") as log:
+            server = subprocess.Popen(
+                [sys.executable, str(program), *options, "--bind", address], stdout=log, stderr=log
+            )
+        processes = [
+            context.Process(target=_replica, args=(work, Path(directory), number, f"http://{address}", after))
+            for number in range(work.num_pipelines)
+        ]
+        try:
+            time.sleep(1.0)  # it says nowhere that it listens
+            for process in processes:
+                process.start()
+            processes[VICTIM].join(120)
+            if processes[VICTIM].exitcode != -signal.SIGKILL:
+                said = "\n".join(path.read_text()[-1500:] for path in Path(directory).glob("*.log"))
+                raise RuntimeError(f"torchft's victim ended with {processes[VICTIM].exitcode}: {said}")
+            time.sleep(seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            server.kill()
+            server.wait()
+        records = [_read(Path(directory), number) for number in range(work.num_pipelines)]
+    return records, records[VICTIM].times("strikes")[0]
+
+
+def _read(directory: Path, number: int) -> Record:
+    lines = (directory / f"{number}.diary").read_text().split("\n")[:-1]
+    return Record(number, 0, [json.loads(line) for line in lines])
+
+
+def _replica(work: Work, directory: Path, number: int, lighthouse: str, after: int) -> None:
+    """One replica group of one process, in that process."""
+    log = os.open(directory / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    diary = os.open(directory / f"{number}.diary", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def say(what: str) -> None:
+        os.write(diary, (json.dumps({"what": what, "at": time.monotonic()}) + "\n").encode())
+
+    torch.set_num_threads(1)
+    port = reserve_port()
+    os.environ |= {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(number), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    import torchft  # type: ignore[import-not-found, unused-ignore]
+
+    store = TCPStore("127.0.0.1", port.getsockname()[1], is_master=True, wait_for_workers=False)
+    torch.manual_seed(work.seed)
+    compute = work.batch_seconds
+    model = EmulatedBlock((1 - BACKWARD_SHARE) * compute, BACKWARD_SHARE * compute, num_parameters=work.num_parameters)
+    inner = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        min_replica_size=1,
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        replica_id=f"replica{number}_",
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=10),
+    )
+    wrapped, optimizer = torchft.DistributedDataParallel(manager, model), torchft.Optimizer(manager, inner)
+    batch = torch.rand(1, FEATURES)
+    for update in range(100_000):
+        if number == VICTIM and update >= after:
+            say("strikes")
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        wrapped(batch).mean().backward()
+        optimizer.step()
+        say("update")

@@ -1,0 +1,1 @@
+"""The suite ``partial_reduce`` (``conf/suite/partial_reduce.yaml``)."""

@@ -1,0 +1,1 @@
+"""The suite ``pipeline`` (``conf/suite/pipeline.yaml``)."""

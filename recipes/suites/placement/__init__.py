@@ -1,0 +1,1 @@
+"""The suite ``placement`` (``conf/suite/placement.yaml``)."""

@@ -1,0 +1,1 @@
+"""The suite ``soak`` (``conf/suite/soak.yaml``)."""

@@ -1,0 +1,292 @@
+"""What happens to a run of the soak at drawn times, and how it comes back from that."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from recipes.suites import namespaces
+from recipes.suites.faults import small_disks
+from recipes.suites.faults.diary import Fault
+from recipes.suites.faults.elastic_world import World
+
+SILENCE = 2.0
+"""The run's limit of silence."""
+STILL = 90.0  # seconds without an update of any pipeline, after which a run hangs
+INSIDE = (
+    *("forward", "backward", "optimizer", "waiting", "exchange", "half_sent", "step_end"),
+    *("checkpoint", "newcomer", "donor"),
+)
+CUTS, FULL = ("cut", "scheduler_cut"), ("full_checkpoints", "full_logs")
+WEIGHTS = {
+    "kill": 24,
+    "term": 6,
+    "silent": 6,
+    "stop": 12,
+    "cut": 12,
+    "scheduler": 6,
+    "scheduler_cut": 8,
+    "two": 8,
+    "leader_and_scheduler": 6,
+    "full_checkpoints": 6,
+    "full_logs": 8,
+    "all": 3,
+}
+VICTIMS = {"kill": 1, "term": 1, "silent": 1, "stop": 1, "cut": 1, "leader_and_scheduler": 1, "two": 2}
+
+
+class Events:
+    """Kills, stops, cuts and fills disks at drawn times while the run goes on, and undoes it after a while.
+
+    But for the event ``all``, one member is always left alone: without it, nothing would have the model.
+
+    Args:
+        world: not started yet.
+        draws: of kinds, times and victims.
+        count: of events, at most.
+        calm: mean seconds between two.
+        left_out: kinds that cannot be made here.
+        disks: those that may be full, by the kind of event.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        draws: random.Random,
+        count: int,
+        calm: float,
+        left_out: frozenset[str],
+        disks: Mapping[str, Path],
+    ) -> None:
+        self.count = 0
+        self.what: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
+        self.bystanders = 0
+        """Starts of pipelines that failed though nothing had happened to them."""
+        self.told: list[str] = []
+        """Lines with times, which say why a run failed."""
+        self.finished: set[int] = set()
+        self.ended = ""
+        """Why the run has ended early, if that was to be."""
+        self._world, self._draws, self._most, self._calm = world, draws, count, calm
+        self._left_out, self._disks = left_out, disks
+        self._everybody = range(world.work.num_pipelines)
+        self._due: dict[int, float] = {}
+        """When a dead pipeline is started again."""
+        self._impaired: Counter[str] = Counter()
+        """What is stopped, cut off or full at the moment."""
+        self._doomed: set[int] = set()
+        """Pipelines whose newest start was killed, or told to end, and may not have ended yet."""
+        self._hit: set[int] = set()
+        """Pipelines to whose newest start something has happened."""
+        self._undone: list[tuple[float, Callable[[], None]]] = []
+        self._made, self._made_at, self._asks_at = -1, time.monotonic(), 0.0
+
+    def until_the_end(self) -> Events:
+        """Returns when all that live have finished, or the run has ended since all were lost.
+
+        Raises:
+            TimeoutError: it makes no progress, or has ended for another reason.
+        """
+        world = self._world
+        for pipeline in self._everybody:
+            world.launch(pipeline)
+        world.serve()
+        everybody = self._everybody
+        world.wait(lambda: len(world.members()) == len(everybody), "all to come")
+        next_event = time.monotonic() + self._draws.expovariate(1 / self._calm)
+        try:
+            while not (self._is_over() or self.ended):
+                time.sleep(0.02)
+                self._look_for_a_hang()
+                self._bury_and_start()
+                self._undo(time.monotonic())
+                if time.monotonic() >= next_event and self.count < self._most:
+                    next_event = time.monotonic() + self._draws.expovariate(1 / self._calm)
+                    self._strike()
+        finally:
+            self._undo(float("inf"))
+        return self
+
+    # ------------------------------------------------------- what has happened
+
+    def _is_over(self) -> bool:
+        """Has any pipeline finished, and all others that live?"""
+        ended = {i for i in self._everybody if i not in self._due and not self._any_lives(i)}
+        self.finished = {i for i in ended if not any(self._world.exit_codes(i))}
+        return bool(self.finished) and all(i in ended or i in self._due for i in self._everybody)
+
+    def _any_lives(self, pipeline: int) -> bool:
+        return any(code is None for code in self._world.exit_codes(pipeline))
+
+    def _lives(self, pipeline: int, rank: int) -> bool:
+        return self._world.exit_codes(pipeline)[rank:][:1] == [None]
+
+    def _look_for_a_hang(self) -> None:
+        now, made = time.monotonic(), sum(path.stat().st_size for path in self._world.directory.glob("*.diary"))
+        if made != self._made:
+            self._made, self._made_at = made, now
+        if now >= self._asks_at:
+            self._asks_at = now + 5.0
+            if (over := self._world.failure()) is not None:
+                own_hand = [i for i in self._everybody if self._fell(i)]
+                innocent = [i for i in self._everybody if i not in {*self._hit, *own_hand} and self._trains(i)]
+                if "all pipelines are lost" not in over or innocent or not (self.what["all"] or own_hand):
+                    raise TimeoutError(f"the run was ended; pipelines {innocent} were not even hit: {over}")
+                self.ended = over
+                self._tell(f"the run has ended: {over}")
+        if now - self._made_at > STILL:
+            raise TimeoutError(f"there was no update for {STILL:g} s; {self._world.said()}")
+
+    def _trains(self, pipeline: int) -> bool:
+        """Has its newest start made an update?"""
+        return self._world.updates(pipeline) > 0
+
+    def _fell(self, pipeline: int) -> bool:
+        """Was its newest start ended by its own hand?"""
+        start = self._world.start_of(pipeline)
+        diaries = self._world.directory.glob(f"{start:04d}-{pipeline}-*.diary")
+        return any('"what": "strikes"' in diary.read_text() for diary in diaries)
+
+    def _bury_and_start(self) -> None:
+        now, world = time.monotonic(), self._world
+        for pipeline in self._everybody:
+            if pipeline in self._due:
+                if now >= self._due[pipeline] and not self.finished:
+                    del self._due[pipeline]
+                    self._hit.discard(pipeline)
+                    self._doomed.discard(pipeline)
+                    if self._impaired[f"cable {pipeline}"]:
+                        self._hit.add(pipeline)
+                    self._tell(f"starts pipeline {pipeline}")
+                    world.launch(pipeline, self._perhaps_a_fault())
+            elif any(world.exit_codes(pipeline)):  # one of it has failed or was killed; the rest follows
+                if pipeline not in self._hit and self._trains(pipeline) and not self._fell(pipeline):
+                    self.bystanders += 1
+                    self._tell(f"pipeline {pipeline} failed, and was not hit")
+                world.end(pipeline)
+                self._due[pipeline] = now + self._draws.uniform(0.0, 1.0)
+
+    def _undo(self, now: float) -> None:
+        for each in [each for each in self._undone if each[0] <= now]:
+            self._undone.remove(each)
+            each[1]()
+
+    # ------------------------------------------------------------ what happens
+
+    def _perhaps_a_fault(self) -> Fault | None:
+        if self.count >= self._most or self._draws.random() > 0.25:
+            return None
+        phase = self._draws.choice(INSIDE)
+        fault = Fault(phase, self._draws.randrange(2 * self._world.work.batches))
+        self._count(phase, f"to come: {fault}")
+        return fault
+
+    def _strike(self) -> None:
+        world, draws = self._world, self._draws
+        kind = draws.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        seconds, rank = draws.uniform(0.2, 3 * SILENCE), draws.randrange(world.work.num_stages)
+        if kind in self._left_out:
+            self.left_out[kind] += 1
+            return
+        members = world.status().members
+        whole = [i for i in (members.lives if members else {}) if self._is_whole(i)]
+        if kind == "leader_and_scheduler" and members is not None and members.leader in whole:
+            victims = [members.leader]
+        else:
+            victims = draws.sample(sorted(whole), min(VICTIMS.get(kind, 0), len(whole)))
+        if kind in VICTIMS and len(whole) <= VICTIMS[kind]:
+            return
+        if kind == "all":
+            victims = [i for i in self._everybody if i not in self._due]
+        self._hit.update(victims)
+        if kind not in ("stop", "cut"):
+            self._doomed.update(victims)
+        match kind:
+            case "kill" | "two" | "term":
+                for victim in victims:
+                    world.kill(victim, rank, signal.SIGTERM if kind == "term" else signal.SIGKILL)
+            case "all":
+                for victim in victims:
+                    if self._lives(victim, 0):
+                        world.kill(victim)
+            case "stop" | "silent":
+                self._stop(victims[0], rank, seconds, wakes=kind == "stop")
+            case "scheduler":
+                world.restart_scheduler()
+            case "leader_and_scheduler":
+                world.kill(victims[0], rank)
+                world.restart_scheduler()
+            case "cut":
+                self._cut(victims[0], seconds)
+            case "scheduler_cut":
+                self._cut(len(self._everybody), seconds)
+            case _:
+                self._fill(self._disks[kind], seconds)
+                if kind == "full_logs" and seconds > SILENCE:
+                    world.restart_scheduler()
+        self._count(kind, f"pipelines {victims}, rank {rank}, {seconds:.1f} s")
+
+    def _is_whole(self, pipeline: int) -> bool:
+        """Does it train, and nothing is wrong with it at the moment? A scheduler that is cut off would not know."""
+        impaired = self._impaired[f"cable {pipeline}"] or self._impaired[f"process {pipeline}"]
+        if impaired or pipeline in self._doomed or pipeline in self._due:
+            return False
+        return self._world.lives(pipeline) and self._trains(pipeline)
+
+    def _stop(self, pipeline: int, rank: int, seconds: float, wakes: bool) -> None:
+        world, start = self._world, self._world.start_of(pipeline)
+        world.kill(pipeline, rank, signal.SIGSTOP)
+
+        def goes_on() -> None:
+            if world.start_of(pipeline) == start and self._lives(pipeline, rank):
+                world.kill(pipeline, rank, signal.SIGCONT if wakes else signal.SIGKILL)
+                if wakes and seconds < SILENCE / 2:
+                    self._hit.discard(pipeline)  # that must be forgiven
+
+        self._for(seconds, f"process {pipeline}", goes_on)
+
+    def _cut(self, number: int, seconds: float) -> None:
+        namespaces.plug(number, False)
+        cable = f"cable {number}"
+
+        def heals() -> None:
+            if self._impaired[cable] == 1:  # of several that overlap, the last one
+                namespaces.plug(number, True)
+                if seconds < SILENCE / 2:
+                    self._hit.discard(number)
+
+        self._for(seconds, cable, heals)
+
+    def _fill(self, place: Path, seconds: float) -> None:
+        small_disks.fill(place)
+        name = str(place)
+
+        def has_space() -> None:
+            if self._impaired[name] == 1:
+                small_disks.empty(place)
+
+        self._for(seconds, name, has_space)
+
+    def _for(self, seconds: float, what: str, undo: Callable[[], None]) -> None:
+        """``what`` is impaired until ``undo`` is called."""
+        self._impaired[what] += 1
+
+        def undone() -> None:
+            self._tell(f"{what} is as before")
+            undo()
+            self._impaired[what] -= 1
+
+        self._undone.append((time.monotonic() + seconds, undone))
+
+    def _count(self, kind: str, more: str = "") -> None:
+        self.count += 1
+        self.what[kind] += 1
+        self._tell(f"{kind} {more}")
+
+    def _tell(self, what: str) -> None:
+        self.told.append(f"{time.strftime('%H:%M:%S')} {time.monotonic():.3f} {what}")

@@ -1,0 +1,1 @@
+"""The suite ``throughput`` (``conf/suite/throughput.yaml``)."""

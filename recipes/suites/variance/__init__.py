@@ -1,0 +1,1 @@
+"""The suite ``variance`` (``conf/suite/variance.yaml``)."""
