@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import lightning_sdpipe.policies
+import lightning_sdpipe
 
-FILES = sorted(Path(lightning_sdpipe.policies.__file__).parent.glob("*.py"))
+PURE = ("policies", "dealing", "membership")
+FILES = sorted(path for room in PURE for path in (Path(lightning_sdpipe.__file__).parent / room).glob("*.py"))
 IMPURE = {"time", "datetime", "random", "secrets", "uuid", "os", "socket", "select", "threading", "asyncio"}
 HEAVY = {"torch", "lightning", "zmq", "numpy", "networkx"}
 
@@ -30,4 +31,6 @@ def test_a_policy_imports_no_clock_socket_thread_or_random_source(path: Path) ->
             assert root not in IMPURE, name
             assert root not in HEAVY or node not in at_the_top, f"{name} is imported before anybody needs it"
             if root == "lightning_sdpipe":
-                assert name.startswith(("lightning_sdpipe.policies", "lightning_sdpipe.errors")), name
+                assert name.startswith((*(f"lightning_sdpipe.{room}" for room in PURE), "lightning_sdpipe.errors")), (
+                    name
+                )

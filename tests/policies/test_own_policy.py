@@ -28,7 +28,7 @@ from tests.recipes.test_conf import composed
 from tests.scheduler.live_scheduler import clients, serving
 from tests.strategy.test_strategy import fit
 
-DOCS = Path(__file__).parents[1] / "docs" / "policies.md"
+DOCS = Path(__file__).parents[2] / "docs" / "policies.md"
 NAME = "my_package.policies:RoundRobin"
 
 

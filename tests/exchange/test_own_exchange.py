@@ -20,7 +20,7 @@ from tests.exchange.test_group_mean import group, values
 from tests.strategy.test_strategy import fit
 from tests.workers import run_workers
 
-DOCS = Path(__file__).parents[1] / "docs" / "exchange.md"
+DOCS = Path(__file__).parents[2] / "docs" / "exchange.md"
 WEIGHTS = (0.2, 0.5, 0.3)
 
 
