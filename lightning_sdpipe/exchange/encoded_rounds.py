@@ -1,5 +1,21 @@
 """Rounds of averaging gradients by encoded messages: buckets are encoded, and travel, in a thread of their own while
-the backward goes on. Everything else is as in full precision."""
+the backward goes on. Everything else is as in full precision.
+
+Sending the momentum instead of the gradient (1-bit Adam, Tang et al. 2021).
+
+Momentum changes slowly, so signs with error feedback follow it far better than they follow gradients. All workers hold
+the same m̄. Each sends m = β m̄ + (1 − β) g; of their mean m̄' they make the gradient
+
+    ĝ = (m̄' − β m̄) / (1 − β)
+
+for an Adam with that β₁, whose ``exp_avg`` then becomes m̄' by itself. In full precision, ĝ is the mean gradient. Adam's
+second moment would be one of ĝ, errors of compression included, so it must not change any more
+(:class:`~lightning_sdpipe.optim.FrozenVariance`). Weight decay inside of gradients is Adam's own affair: it enters
+``exp_avg`` after this.
+
+m̄ takes as much memory as the gradients. It is in terms of gradients as they are sent: multiply it when a loss scale
+changes, and keep the old one if m̄' is not finite.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import NonFiniteError
-from lightning_sdpipe.exchange.algorithms.momentum import gradient_to_apply, momentum_to_send
 from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
@@ -20,6 +35,17 @@ from lightning_sdpipe.exchange.parts import Team
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.topology.groups import Replicas
+
+
+def momentum_to_send(momentum: Tensor, gradient: Tensor, beta: float) -> Tensor:
+    """β m̄ + (1 − β) g, in a new tensor. Before compression begins, this with the mean gradient is the next m̄."""
+    return torch.lerp(momentum, gradient.to(momentum.dtype), 1 - beta)
+
+
+def gradient_to_apply(before: Tensor, after: Tensor, beta: float) -> Tensor:
+    """ĝ of m̄ before and after this step, in a new tensor."""
+    return (after - before).mul_(1 / (1 - beta)).add_(before)
+
 
 TAG = 2**31 - 3
 

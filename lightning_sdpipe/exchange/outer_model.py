@@ -1,16 +1,124 @@
-"""What all workers of DiLoCo know: the common base, and the momentum of its outer optimizer."""
+"""What all workers of DiLoCo know: the common base, and the momentum of its outer optimizer.
+
+LocalSGD with an optimizer of its own for the rounds: DiLoCo (Douillard et al. 2023), and its fragments
+(Streaming DiLoCo, Douillard et al. 2025).
+
+Workers train alone for ``every`` updates from a common base. What their mean has moved by is the negative of an *outer
+gradient* Δ, to which Nesterov's momentum is applied:
+
+    m ← μ m + Δ,  base ← base − lr (Δ + μ m)
+
+With lr = 1 and μ = 0 the base becomes the mean: LocalSGD. The base and m are the same on all workers and belong into
+checkpoints. A pause is an early round.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.algorithms.outer import Nesterov, OuterOptimizer
 from lightning_sdpipe.exchange.common_reference import BROKEN_OFF, CommonReference
 from lightning_sdpipe.exchange.moving import pieces_of
 from lightning_sdpipe.exchange.payloads import Payload
+from lightning_sdpipe.exchange.payloads.payload import refusal
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """The outer optimizer's values: torch's SGD with ``nesterov=True``."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < float("inf"):
+            raise refusal("lr", self.lr, "a finite number above 0; 1 with momentum=0 is plain averaging")
+        if not 0 <= self.momentum < 1:
+            raise refusal("momentum", self.momentum, "a number from 0 and below 1")
+
+
+class OuterOptimizer:
+    """The base of one flat buffer, and its momentum: twice the buffer's memory, once without momentum.
+
+    Args:
+        nesterov: its values.
+        buffer: the model that all workers start from.
+    """
+
+    def __init__(self, nesterov: Nesterov, buffer: Tensor) -> None:
+        self._nesterov = nesterov
+        self.base = buffer.clone()
+        self._momentum = torch.zeros_like(buffer) if nesterov.momentum else None
+
+    @torch.no_grad()
+    def step(self, moved: Tensor) -> None:
+        """One round.
+
+        Args:
+            moved: −Δ, the mean of what workers have moved by since the base.
+        """
+        self.base.add_(moved, alpha=self._nesterov.lr)
+        if self._momentum is not None:
+            self._momentum.mul_(self._nesterov.momentum).add_(moved)
+            self.base.add_(self._momentum, alpha=self._nesterov.lr * self._nesterov.momentum)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The base and −m, by reference; the latter only with momentum."""
+        return {"base": self.base} | ({"momentum": self._momentum} if self._momentum is not None else {})
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copies what :meth:`state_dict` gave. A momentum that it lacks starts from zero."""
+        self.base.copy_(state["base"])
+        if self._momentum is not None:
+            self._momentum.zero_()
+            if "momentum" in state:
+                self._momentum.copy_(state["momentum"])
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """Which part of a model takes part in a round when, so that traffic is spread over time.
+
+    Args:
+        every: updates between two rounds of the same fragment.
+        fragments: parts, whose rounds begin at even distances; 1 is DiLoCo.
+        delay: updates during which the mean may travel while workers train on.
+        mix: the share that a worker keeps of its own fragment when the base arrives; 0 takes over the base, and loses
+            what ``delay`` updates have done to it.
+    """
+
+    every: int
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise refusal("every", self.every, "updates from 1")
+        if not 1 <= self.fragments <= self.every:
+            raise refusal("fragments", self.fragments, f"from 1 to every={self.every}")
+        if not 0 <= self.delay < self.every:
+            raise refusal("delay", self.delay, f"updates from 0, below every={self.every}")
+        if not 0 <= self.mix < 1:
+            raise refusal("mix", self.mix, "a share from 0 and below 1, such as 0.5")
+
+    def begin(self, updates: int) -> list[int]:
+        """The fragments whose rounds begin after so many updates, which count from 1."""
+        due = [self.every * (fragment + 1) // self.fragments for fragment in range(self.fragments)]
+        return [k for k, first in enumerate(due) if updates >= first and (updates - first) % self.every == 0]
+
+    def end(self, updates: int) -> list[int]:
+        """The fragments whose bases are taken over after so many updates."""
+        return self.begin(updates - self.delay)
+
+    def take_over(self, x: Tensor, base: Tensor) -> None:
+        """x ← mix · x + (1 − mix) · base, for a fragment whose round ends."""
+        x.lerp_(base, 1 - self.mix)
 
 
 class OuterModel(CommonReference):

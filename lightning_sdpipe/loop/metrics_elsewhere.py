@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.whole_groups import around_hooks
+from lightning_sdpipe.loop.adaptation import around_hooks
 from lightning_sdpipe.partition.touches import METRIC, METRICS
 
 _HOOKS = (

@@ -45,8 +45,8 @@ from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.donations import Donations
 from lightning_sdpipe.membership.meetings import Meetings
 from lightning_sdpipe.membership.members import Epoch, Member, MemberDecision, MemberEvent
-from lightning_sdpipe.membership.reach import Reach
 from lightning_sdpipe.membership.returning import Returning
+from lightning_sdpipe.membership.silence import Reach
 from lightning_sdpipe.membership.terms import Terms, differences
 from lightning_sdpipe.policies.events import Worker
 

@@ -1,4 +1,7 @@
-"""``python -m lightning_sdpipe.partition IMPORT.PATH:factory``: the chain of a model and where it would be cut."""
+"""``python -m lightning_sdpipe.partition IMPORT.PATH:factory``: the chain of a model and where it would be cut.
+
+A plan as a table for people.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,57 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import factory
-from lightning_sdpipe.partition.plan import Profile, plan, with_crossing
+from lightning_sdpipe.partition.chain import Block
+from lightning_sdpipe.partition.plan import Plan, Profile, num_parameters, plan, with_crossing
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsed import Rehearsed
-from lightning_sdpipe.partition.report import table
+
+_HEADINGS = ("stage", "blocks", "parameters", "forward ms", "backward ms", "KiB over the cut")
+
+
+def table(module: nn.Module, plan: Plan, profile: Profile | None = None, each_block: bool = False) -> str:
+    """The stages of ``plan``: blocks, parameters (tied ones count in every block that has them), and with a
+    ``profile`` the measured times of one micro-batch in milliseconds and the activations that cross the cut
+    after the stage in KiB (as much again comes back as gradients). ``each_block`` gives every block a row of
+    its own."""
+    parts = [
+        (stage, part)
+        for stage, span in enumerate(plan.spans)
+        for part in ([range(b, b + 1) for b in span] if each_block else [span])
+    ]
+    rows = [_HEADINGS, *(_row(module, plan, stage, part, profile) for stage, part in parts)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines = [_line(row, widths) for row in rows]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def _row(module: nn.Module, plan: Plan, stage: int, span: range, profile: Profile | None) -> Sequence[str]:
+    blocks = plan.blocks[span.start : span.stop]
+    together: Block = tuple(path for block in blocks for path in block)
+    cells = [str(stage), _names(blocks), f"{num_parameters(module, together):,}"]
+    if profile is None:
+        return [*cells, "–", "–", "–"]
+    measured = profile[span.start : span.stop]
+    cells.append(f"{1e3 * sum(block.forward_seconds for block in measured):.2f}")
+    cells.append(f"{1e3 * sum(block.backward_seconds for block in measured):.2f}")
+    last = measured[-1].activation_bytes
+    if span.stop == len(plan.blocks):
+        return [*cells, "–"]
+    return [*cells, "cannot travel" if last is None else f"{last / 1024:,.1f}"]
+
+
+def _names(blocks: Sequence[Block]) -> str:
+    first, last = " + ".join(blocks[0]), " + ".join(blocks[-1])
+    return first if len(blocks) == 1 else f"{first} … {last} ({len(blocks)})"
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = zip(row, widths, strict=True)
+    return "  ".join(cell.ljust(w) if i == 1 else cell.rjust(w) for i, (cell, w) in enumerate(cells)).rstrip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -40,7 +40,7 @@ from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
-from lightning_sdpipe.policies.meeting_graph import draw, similarities
+from lightning_sdpipe.policies.mixing import draw, similarities
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, checked_groups, refusal
 from lightning_sdpipe.policies.replay import Part, Planned, Replay, mean_of_groups
 from lightning_sdpipe.policies.versions import Versions

@@ -1,18 +1,23 @@
-"""Lightning's hooks for checkpoints: what is in them, and who writes and reads it."""
+"""Lightning's hooks for checkpoints: what is in them, and who writes and reads it.
+
+States of parameters that are not the optimizer's, as entries of its own: so they are gathered, cut and loaded as its
+own are, on any number of stages.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdpipe.checkpoints import beside_optimizer
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
@@ -21,6 +26,37 @@ from lightning_sdpipe.loop import finetuning
 from lightning_sdpipe.loop.split import Split
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.strategy.collectives import Collectives
+
+PREFIX = "sdpipe_"
+
+
+@contextmanager
+def added_to(optimizer: Optimizer, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[None]:
+    """While a checkpoint is made: an optimizer may take a state that is not empty for one that it has begun."""
+    known = {parameter for parameter in states if parameter in optimizer.state}
+    for parameter, state in states.items():
+        optimizer.state[parameter].update({PREFIX + name: value for name, value in state.items()})
+    try:
+        yield
+    finally:
+        for parameter, state in states.items():
+            for name in state:
+                del optimizer.state[parameter][PREFIX + name]
+            if parameter not in known:
+                del optimizer.state[parameter]
+
+
+def taken_from(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """What was added, out of the states that were loaded."""
+    found: dict[nn.Parameter, dict[str, Tensor]] = {}
+    for parameter in [parameter for parameter in optimizer.state if isinstance(parameter, nn.Parameter)]:
+        state = optimizer.state[parameter]
+        for name in [name for name in state if isinstance(name, str) and name.startswith(PREFIX)]:
+            found.setdefault(parameter, {})[name.removeprefix(PREFIX)] = state.pop(name)
+        if not state:
+            del optimizer.state[parameter]
+    return found
+
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +105,7 @@ class CheckpointHooks(Collectives):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         own = getattr(optimizer, "_optimizer", optimizer)
         states = {} if self._training is None else self._training.sync.parameter_states()
-        with beside_optimizer.added_to(own, states):
+        with added_to(own, states):
             gathered = self._checkpoints.optimizer_state(own)
             if "state" in gathered:  # of its own: what is added goes again
                 gathered["state"] = {place: dict(state) for place, state in gathered["state"].items()}
@@ -78,7 +114,7 @@ class CheckpointHooks(Collectives):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         finetuning.restore_groups(self._trainer, self.optimizers[0])
         self._checkpoints.load_optimizer(self.optimizers[0], checkpoint["optimizer_states"][0])
-        self.training.sync.load_parameter_states(beside_optimizer.taken_from(self.optimizers[0]))
+        self.training.sync.load_parameter_states(taken_from(self.optimizers[0]))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if (files := whole_files(self.checkpoint_io)) is not None:

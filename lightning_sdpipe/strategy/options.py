@@ -34,7 +34,7 @@ from lightning_sdpipe.sync.synchronizer import SyncMethod
 from lightning_sdpipe.topology.placement_file import placed_blocks, read_placement
 from lightning_sdpipe.worker.assembly import Options
 from lightning_sdpipe.worker.launching import elastic_job
-from lightning_sdpipe.worker.launching.elastic_environment import ElasticEnvironment
+from lightning_sdpipe.worker.launching.elastic_job import ElasticEnvironment
 from lightning_sdpipe.worker.scheduler_connection import scheduler_log, standing_scheduler
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]

@@ -24,8 +24,8 @@ import math
 import signal
 from collections.abc import Mapping
 
-from lightning_sdpipe.supervision.ends import INTERRUPTED, how, signal_name
 from lightning_sdpipe.supervision.events import (
+    INTERRUPTED,
     Begin,
     Decision,
     Ended,
@@ -41,6 +41,8 @@ from lightning_sdpipe.supervision.events import (
     Stop,
     Tick,
     Told,
+    how,
+    signal_name,
 )
 from lightning_sdpipe.supervision.raised import Raised
 from lightning_sdpipe.supervision.state import GONE, Phase, PipelineState, Settings

@@ -51,8 +51,7 @@ from lightning_sdpipe.sync.exchanges import (
 from lightning_sdpipe.sync.free_averaging import FreeAveraging
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
-from lightning_sdpipe.sync.late_averaging import LateAveraging
-from lightning_sdpipe.sync.model_averaging import ModelAveraging
+from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
 from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 from lightning_sdpipe.topology.group_generator import hosts_as_groups

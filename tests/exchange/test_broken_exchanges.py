@@ -11,12 +11,11 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import moving, transfers
-from lightning_sdpipe.exchange.algorithms.outer import Nesterov
 from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import Mover, finish
-from lightning_sdpipe.exchange.outer_model import OuterModel
+from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.exchange.ring_mean import RingMean

@@ -7,7 +7,15 @@ import math
 
 import pytest
 
-from lightning_sdpipe.membership.reach import EPOCHS, IN_A_ROW, LONGEST_PAUSE, TRANSFERS, TRIED_FOR, UNEXPLAINED, Reach
+from lightning_sdpipe.membership.silence import (
+    EPOCHS,
+    IN_A_ROW,
+    LONGEST_PAUSE,
+    TRANSFERS,
+    TRIED_FOR,
+    UNEXPLAINED,
+    Reach,
+)
 
 EVERY = 5.0
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_sdpipe.partition.cut_step import Made
 from lightning_sdpipe.partition.effects import Effect
-from lightning_sdpipe.partition.escapes import Made
 
 BANK: list[Tensor] = []
 

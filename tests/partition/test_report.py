@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.partition.__main__ import main
+from lightning_sdpipe.partition.__main__ import main, table
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.profile import BlockProfile
-from lightning_sdpipe.partition.report import table
 
 
 class Model(nn.Module):

@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 from lightning_sdpipe.placement import probe
-from lightning_sdpipe.placement.abilities import Abilities, relative
 from lightning_sdpipe.placement.links import Link, combine, summary
+from lightning_sdpipe.placement.measure import Abilities, relative
 from lightning_sdpipe.placement.model import Block
 from lightning_sdpipe.placement.network import Device
 

@@ -10,10 +10,10 @@ import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement import cases
+from lightning_sdpipe.placement.arrange import ending_with, free_hosts
 from lightning_sdpipe.placement.cost import default_order, evaluate, weights
 from lightning_sdpipe.placement.model import Traffic
 from lightning_sdpipe.placement.network import network_of_sites
-from lightning_sdpipe.placement.rank_zero import ending_with, free_hosts
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import (
     Order,

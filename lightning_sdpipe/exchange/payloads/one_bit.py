@@ -31,7 +31,7 @@ class OneBit(Payload):
         feedback: what was left out is added to what is sent next, without which signs of gradients need not converge.
             It takes a residual as large as the tensor in float32.
         momentum: β₁ of 1-bit Adam: the momentum is sent instead of the gradient
-            (:mod:`~lightning_sdpipe.exchange.algorithms.momentum`). It wants
+            (:mod:`~lightning_sdpipe.exchange.encoded_rounds`). It wants
             :class:`~lightning_sdpipe.optim.FrozenVariance` with the same ``after``.
         after: the first so many updates are in full precision.
     """

@@ -22,8 +22,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import elastic_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import GLANCE, Connection
-from lightning_sdpipe.scheduler.client.heard_answers import HeardAnswers
-from lightning_sdpipe.scheduler.client.heard_leases import HeardLeases
+from lightning_sdpipe.scheduler.client.heard_leases import HeardAnswers, HeardLeases
 from lightning_sdpipe.scheduler.client.heartbeat import HeartbeatThread
 from lightning_sdpipe.scheduler.client.step_timer import StepTimer
 from lightning_sdpipe.scheduler.credentials import WorkerKeys

@@ -1,12 +1,21 @@
-"""The thread of an elastic worker's client: its socket, heartbeats, the repetition of requests, and its lifeline."""
+"""The thread of an elastic worker's client: its socket, heartbeats, the repetition of requests, and its lifeline.
+
+A process's end of its lifeline: a connection that does nothing but close when the process ends.
+
+A process that is forked would keep it open: data loaders fork, and outlive a parent that is killed. So children close
+their copy first of all.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import socket as sockets
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -16,7 +25,53 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.scheduler import elastic_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import Connection
-from lightning_sdpipe.scheduler.client.lifeline import Lifeline
+
+CONNECT_WITHIN = 1.0
+
+_open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+
+
+class Lifeline:
+    """Connects to ``port`` of the machine that the scheduler's ``address`` names, and says ``nonce``.
+
+    Raises:
+        OSError: it cannot be reached there.
+    """
+
+    def __init__(self, address: str, port: int, nonce: bytes) -> None:
+        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        self.socket = sockets.create_connection((host, port), timeout=CONNECT_WITHIN)
+        try:
+            self.socket.sendall(nonce)
+            self.socket.setblocking(False)
+        except OSError:
+            self.socket.close()
+            raise
+        _open.add(self)
+
+    def ended(self) -> bool:
+        """It is readable: has the scheduler closed it?"""
+        try:
+            return not self.socket.recv(64)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Which says that the process has ended; safe to call twice."""
+        _open.discard(self)
+        self.socket.close()
+
+
+def _close_in_child() -> None:
+    for line in list(_open):
+        with contextlib.suppress(OSError):
+            line.socket.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
 
 log = logging.getLogger(__name__)
 

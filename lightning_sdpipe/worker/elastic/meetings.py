@@ -4,23 +4,31 @@ A meeting takes the place of a collective: whoever dies is not waited for, and e
 who has come and what each said. The meetings of a stage are numbered between two segments of training, in which all do
 the same things in the same order. Before its first segment a worker is alone: the first pipelines have begun together,
 and a newcomer has not come to where the others are.
+
+Where a worker of an elastic job is beside the replicas of its stage; as
+:class:`~lightning_sdpipe.sync.rendezvous.Rendezvous`, by meetings instead of collectives.
+
+A worker of an elastic job as one of the replicas of its stage, whose number changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.membership.stuck import MEETINGS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.sync.rendezvous import Meeting, Rendezvous
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.worker.elastic.epochs import EpochGroups
 
 MOST_BYTES = 1 << 15
@@ -172,3 +180,51 @@ def take_over(integers: Sequence[Tensor], each: Sequence[bytes]) -> None:
         parts = torch.split_with_sizes(values, [tensor.numel() for tensor in integers])
         for tensor, part in zip(integers, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+
+class ElasticRendezvous(Rendezvous):
+    """One worker's. Nobody is waited for when it sets out: who comes later finds its groups then."""
+
+    def __init__(self, sync: Synchronizer, meetings: Meetings) -> None:
+        super().__init__(sync)
+        self._meetings = meetings
+
+    def wait_for_others(self, position: int) -> Meeting:
+        """Never happens: data are dealt."""
+        raise ConfigurationError("In an elastic job data are dealt, so no pipeline runs out of its own.")
+
+    def _meet_others(self, position: int) -> None:
+        self._meetings.meet()
+
+    def _leave(self) -> None:
+        self._sync.arrive()  # first: who has left cannot try again what breaks
+        super()._leave()
+
+    def _set_out(self) -> None:
+        self._meetings.set_out()
+        self.rejoin()
+
+
+@dataclass(frozen=True)
+class ElasticReplica(Replica):
+    """See :class:`~lightning_sdpipe.sync.synchronizer.Replica`."""
+
+    meetings: Meetings = field(kw_only=True)
+    means: Mover = field(kw_only=True)  # among the members of a group, some of whom may be lost
+    present: Callable[[], int] = field(kw_only=True)  # pipelines
+
+    @property
+    def count(self) -> int:
+        return self.present()
+
+    def mover(self) -> Mover:
+        return self.means
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        self.meetings.average(tensors)
+
+    def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
+        raise ConfigurationError(
+            "This method of synchronisation asks for all replicas of a stage at once, and in an elastic job they come "
+            "and go. Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD() or NoSync()."
+        )

@@ -44,14 +44,11 @@ from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import beginning, leading, refusals, transfer
-from lightning_sdpipe.worker.elastic.epochs import EpochGroups
-from lightning_sdpipe.worker.elastic.fingerprint import fingerprint
-from lightning_sdpipe.worker.elastic.meetings import Meetings
+from lightning_sdpipe.worker.elastic.beginning import fingerprint
+from lightning_sdpipe.worker.elastic.epochs import EpochGroups, SchedulerStore
+from lightning_sdpipe.worker.elastic.meetings import ElasticRendezvous, ElasticReplica, Meetings
 from lightning_sdpipe.worker.elastic.membership import ElasticMembership
 from lightning_sdpipe.worker.elastic.mover import SurvivingMean
-from lightning_sdpipe.worker.elastic.rendezvous import ElasticRendezvous
-from lightning_sdpipe.worker.elastic.replica import ElasticReplica
-from lightning_sdpipe.worker.elastic.store import SchedulerStore
 from lightning_sdpipe.worker.elastic.turns import ElasticTurns
 from lightning_sdpipe.worker.elastic.words import Kind, Word, Words
 from lightning_sdpipe.worker.launching.elastic_job import ElasticJob

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import Adam
 
-from lightning_sdpipe.exchange.algorithms.momentum import gradient_to_apply, momentum_to_send
+from lightning_sdpipe.exchange.encoded_rounds import gradient_to_apply, momentum_to_send
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, OneBit
 from lightning_sdpipe.optim import FrozenVariance
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.algorithms.outer import Fragments, Nesterov, OuterOptimizer
+from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterOptimizer
 
 
 def test_three_rounds_of_one() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sdpipe.exchange.payloads import EightBit
-from lightning_sdpipe.exchange.payloads.dither import TABLE, Dither, table
+from lightning_sdpipe.exchange.payloads.eight_bit import TABLE, Dither, table
 
 BLOCK = 16
 NEAREST, STOCHASTIC = EightBit(BLOCK), EightBit(BLOCK, rounding="stochastic")

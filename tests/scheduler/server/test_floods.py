@@ -23,9 +23,9 @@ from lightning_sdpipe.scheduler import elastic_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status import BROKEN_REMEMBERED, Overview
 from lightning_sdpipe.scheduler.server import server
+from lightning_sdpipe.scheduler.server.answers import MOST_OPEN
 from lightning_sdpipe.scheduler.server.lifelines import MAX_SILENT, NONCE_BYTES, Lifelines
 from lightning_sdpipe.scheduler.server.recovery import Recovery
-from lightning_sdpipe.scheduler.server.regrouping import MOST_OPEN
 from lightning_sdpipe.scheduler.server.rendezvous import MAX_KEY_CHARACTERS, Full, Rendezvous
 from lightning_sdpipe.scheduler.server.server import Server
 from lightning_sdpipe.scheduler.server.service import SchedulerService
