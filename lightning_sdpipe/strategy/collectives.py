@@ -27,9 +27,9 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.tcp_store import open_store
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic.run import ElasticRun
+from lightning_sdpipe.worker.fixed_run import Run
 from lightning_sdpipe.worker.launching.environment import keep_gloo_on_loopback
 from lightning_sdpipe.worker.launching.launcher import give_up
-from lightning_sdpipe.worker.run import Run
 from lightning_sdpipe.worker.scheduler_connection import Member
 from lightning_sdpipe.worker.training import Training
 

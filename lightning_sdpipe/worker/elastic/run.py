@@ -1,5 +1,5 @@
 """A run whose pipelines come and go, as one worker of one of them sees it: what takes the place of
-:class:`~lightning_sdpipe.worker.run.Run` in an elastic job."""
+:class:`~lightning_sdpipe.worker.fixed_run.Run` in an elastic job."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from lightning_sdpipe.topology.hosts import roll_call
 from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
-from lightning_sdpipe.worker.elastic import beginning, leading, refusals, transfer
-from lightning_sdpipe.worker.elastic.beginning import fingerprint
-from lightning_sdpipe.worker.elastic.epochs import EpochGroups, SchedulerStore
-from lightning_sdpipe.worker.elastic.meetings import ElasticRendezvous, ElasticReplica, Meetings
-from lightning_sdpipe.worker.elastic.membership import ElasticMembership
-from lightning_sdpipe.worker.elastic.mover import SurvivingMean
-from lightning_sdpipe.worker.elastic.turns import ElasticTurns
-from lightning_sdpipe.worker.elastic.words import Kind, Word, Words
+from lightning_sdpipe.worker.elastic import joining, leader, refusals, state_transfer
+from lightning_sdpipe.worker.elastic.barriers import ElasticRendezvous, ElasticReplica, Meetings
+from lightning_sdpipe.worker.elastic.elastic_batches import ElasticTurns
+from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, SchedulerStore
+from lightning_sdpipe.worker.elastic.fault_tolerant_mean import SurvivingMean
+from lightning_sdpipe.worker.elastic.joining import fingerprint
+from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticMembership
+from lightning_sdpipe.worker.elastic.stage_commands import Kind, Word, Words
+from lightning_sdpipe.worker.fixed_run import Run
 from lightning_sdpipe.worker.launching.elastic_job import ElasticJob
-from lightning_sdpipe.worker.run import Run
 from lightning_sdpipe.worker.training import Training
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class ElasticRun(Run):
         self._closed = False
         self._here: Callable[[Collection[int]], Collection[int]] = lambda members: members
         self._others_led = False
-        leading.take_place(job.rank, False)
+        leader.take_place(job.rank, False)
 
     # ------------------------------------------------------------------ places
 
@@ -98,7 +98,7 @@ class ElasticRun(Run):
     def open(self) -> None:
         options, job = self._options, self._job
         assert options._standing_scheduler is not None
-        leading.take_place(job.rank, self._leads)  # the process group was opened since, which says otherwise
+        leader.take_place(job.rank, self._leads)  # the process group was opened since, which says otherwise
         if self._groups is None and options.placement is not None:
             self._mesh = replace(self._mesh, ranks=(self._placed_row(options.placement),))
         self._worker = Worker(*self._mesh.locate(dist.get_rank()))
@@ -149,10 +149,10 @@ class ElasticRun(Run):
             leads = [i for i in members if i in self._here(members)][:1] == [self._job.pipeline]
             if members and leads != self._leads:
                 self._leads = leads
-                leading.take_place(self._job.rank, leads)
+                leader.take_place(self._job.rank, leads)
                 if leads and self._others_led:
-                    leading.go_on(self._trainer)
-                    leading.show_progress(self._trainer, underway=True)
+                    leader.go_on(self._trainer)
+                    leader.show_progress(self._trainer, underway=True)
         return self._leads
 
     @property
@@ -240,7 +240,7 @@ class ElasticRun(Run):
         strategy: Any = trainer.strategy
         ownership: Ownership = strategy._assembled.ownership
         self._checkpoints: Checkpoints = strategy._checkpoints
-        answer, state = beginning.join(self._line.line, fingerprint(trainer, self._options, ownership), self._receive)
+        answer, state = joining.join(self._line.line, fingerprint(trainer, self._options, ownership), self._receive)
         self._epochs.enter(answer.epoch)
         if state is not None:
             self._go_on_from(state, trainer)
@@ -249,7 +249,7 @@ class ElasticRun(Run):
         if state is None and len(answer.epoch.members) > 1:
             self._begin_together(answer, trainer)
         if self.leads:
-            leading.show_progress(trainer, underway=False)
+            leader.show_progress(trainer, underway=False)
         self._others_led = not self._leads
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[method-assign]
         if self._mesh.num_stages > 1 and self._words.speaks:
@@ -257,7 +257,7 @@ class ElasticRun(Run):
 
     def _receive(self, what: Receive) -> dict[str, Any]:
         store = self._transfer_store(what.transfer)
-        return transfer.take(store, self._transfers_last, f"pipeline {what.donor}")
+        return state_transfer.take(store, self._transfers_last, f"pipeline {what.donor}")
 
     @property
     def _transfers_last(self) -> timedelta:
@@ -269,7 +269,7 @@ class ElasticRun(Run):
         own = state.pop("elastic")
         self._turns.load(own["turns"])
         self._training.first_update = own["updates"]
-        leading.adopt(trainer, own["names"])
+        leader.adopt(trainer, own["names"])
         connector: Any = trainer._checkpoint_connector
 
         def resume_start(*_: Any, **__: Any) -> None:
@@ -299,12 +299,12 @@ class ElasticRun(Run):
         strategy: Any = trainer.strategy
         buckets, buffers = self._tensors
         with self._meetings.at(f"beginning/{answer.epoch.number}"):
-            mine = {"turns": self._turns.state, "seed": strategy._data_seed, "names": leading.names(trainer)}
+            mine = {"turns": self._turns.state, "seed": strategy._data_seed, "names": leader.names(trainer)}
             tensors, says = [*tensors_of(buckets), *buffers], json.dumps(mine).encode()
-            first = json.loads(beginning.begin_together(self._meetings, tensors, says, self._of_all_stages))
+            first = json.loads(joining.begin_together(self._meetings, tensors, says, self._of_all_stages))
         self._turns.load(first["turns"])
         strategy._data_seed = first["seed"]
-        leading.adopt(trainer, first["names"])
+        leader.adopt(trainer, first["names"])
 
     def _of_all_stages(self, mine: Any) -> list[Any]:
         said, everybody = json.dumps(mine).encode(), self.groups.everybody
@@ -322,14 +322,14 @@ class ElasticRun(Run):
             self._training.sync.arrive()  # others may wait for what is under way
             raise SIGTERMException
         with self._checkpoints.of_this_stage():
-            state = transfer.snapshot(self._trainer)
+            state = state_transfer.snapshot(self._trainer)
         state["elastic"] = {
             "turns": self._turns.state,
             "updates": self._training.updates,
-            "names": leading.names(self._trainer),
+            "names": leader.names(self._trainer),
         }
         self._line.line.snapshot_taken(word.text, self._training.updates)
-        transfer.give(state, self._transfer_store(word.text), self._transfers_last)
+        state_transfer.give(state, self._transfer_store(word.text), self._transfers_last)
         self._words.done()  # nobody comes to the next meeting before all have said so
 
     def _between(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 
 from lightning_sdpipe.scheduler.client import client
-from lightning_sdpipe.worker.elastic import meetings, mover, transfer
+from lightning_sdpipe.worker.elastic import barriers, fault_tolerant_mean, state_transfer
 from recipes.suites.faults.diary import Diary, Fault
 
 PHASES = (
@@ -61,15 +61,15 @@ def inject(fault: Fault, trainer: L.Trainer, module: L.LightningModule, diary: D
         case "waiting":
             _before(client.SchedulerClient, "group", strike)
         case "exchange":
-            _before(mover._Surviving, "wait", strike)
+            _before(fault_tolerant_mean._Surviving, "wait", strike)
         case "half_sent":
-            _after(mover._Surviving, "commit", strike)
+            _after(fault_tolerant_mean._Surviving, "commit", strike)
         case "pause":
-            _before(meetings.Meetings, "meet", strike)
+            _before(barriers.Meetings, "meet", strike)
         case "donor":
-            _before(transfer, "give", strike)
+            _before(state_transfer, "give", strike)
         case "newcomer":
-            _after(transfer, "take", strike)
+            _after(state_transfer, "take", strike)
 
 
 def _before(owner: Any, name: str, strike: Callable[[], None]) -> None:

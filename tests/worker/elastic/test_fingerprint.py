@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import EightBit, Exchange, SDPipeStrategy
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.worker.elastic.beginning import fingerprint
+from lightning_sdpipe.worker.elastic.joining import fingerprint
 
 
 class Model(L.LightningModule):

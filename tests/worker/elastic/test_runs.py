@@ -21,7 +21,7 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.sync import PHDPSGD, LocalSGD, SemiDecentralized
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from lightning_sdpipe.worker.elastic import run as elastic_worker
-from lightning_sdpipe.worker.elastic.meetings import Meetings
+from lightning_sdpipe.worker.elastic.barriers import Meetings
 from tests.namespaces import machines, switched
 from tests.namespaces import run as ip
 from tests.worker.elastic import jobs

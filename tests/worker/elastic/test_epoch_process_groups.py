@@ -20,8 +20,8 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.worker.elastic import epochs
-from lightning_sdpipe.worker.elastic.epochs import EpochGroups
+from lightning_sdpipe.worker.elastic import epoch_process_groups
+from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 from tests.exchange.threads import together
 
 
@@ -133,7 +133,7 @@ def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up() -> None:
 
 
 def test_who_cannot_be_reached_is_told_in_an_epoch_that_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epochs, "_TRYING", 1.0)
+    monkeypatch.setattr(epoch_process_groups, "_TRYING", 1.0)
     stores: defaultdict[str, Store] = defaultdict(dist.HashStore)
     first = threading.Lock()
 
@@ -168,7 +168,7 @@ ENDS = """
 import sys, time
 from datetime import timedelta
 from torch._C._distributed_c10d import Store
-from lightning_sdpipe.worker.elastic.epochs import EpochGroups
+from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.membership.members import Epoch, Member
 

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_sdpipe.worker.elastic import leading
+from lightning_sdpipe.worker.elastic import leader as leading
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler.client.elastic_client import Skip
-from lightning_sdpipe.worker.elastic.epochs import EpochGroups
+from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 
 class Regrouping(Protocol):

@@ -21,7 +21,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.scheduler.client.elastic_client import Receive, Start
 from lightning_sdpipe.strategy.options import SDPipeOptions
-from lightning_sdpipe.worker.elastic.meetings import Meetings, apart, take_over, told
+from lightning_sdpipe.worker.elastic.barriers import Meetings, apart, take_over, told
 
 
 def fingerprint(trainer: Trainer, options: SDPipeOptions, ownership: Ownership) -> dict[str, str]:

@@ -29,7 +29,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.rendezvous import Meeting, Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
-from lightning_sdpipe.worker.elastic.epochs import EpochGroups
+from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 MOST_BYTES = 1 << 15
 """Of what a worker says at a meeting."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.worker.elastic import transfer
+from lightning_sdpipe.worker.elastic import state_transfer
 
 SOON = timedelta(seconds=20)
 
@@ -26,12 +26,12 @@ class Broken:
 
 def given(state: dict[str, Any]) -> dict[str, Any]:
     store = dist.HashStore()
-    transfer.give(state, store, SOON)
-    return transfer.take(store, SOON, "pipeline 3")
+    state_transfer.give(state, store, SOON)
+    return state_transfer.take(store, SOON, "pipeline 3")
 
 
 def test_a_newcomer_gets_what_the_donor_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_CHUNK", 100)
+    monkeypatch.setattr(state_transfer, "_CHUNK", 100)
     state = given({"weights": torch.arange(50.0), "epoch": 4, "names": ["a"]})
     assert torch.equal(state.pop("weights"), torch.arange(50.0))
     assert state == {"epoch": 4, "names": ["a"]}

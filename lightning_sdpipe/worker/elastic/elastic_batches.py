@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.loop.dealt_turns import DealtTurns
-from lightning_sdpipe.worker.elastic.words import Kind, Word, Words
+from lightning_sdpipe.worker.elastic.stage_commands import Kind, Word, Words
 
 _GLANCE = 0.02  # seconds between two looks whether there are enough pipelines
 

@@ -13,7 +13,7 @@ from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.elastic_client import Skip
-from lightning_sdpipe.worker.elastic.mover import SurvivingMean
+from lightning_sdpipe.worker.elastic.fault_tolerant_mean import SurvivingMean
 
 
 def group(sequence: int, *pipelines: int) -> Group:

@@ -17,9 +17,9 @@ from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.membership.members import Epoch, Member, Met
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.elastic_client import Receive, Start
-from lightning_sdpipe.worker.elastic.beginning import begin_together, join
-from lightning_sdpipe.worker.elastic.meetings import Meetings
-from tests.worker.elastic.test_meetings import Place
+from lightning_sdpipe.worker.elastic.barriers import Meetings
+from lightning_sdpipe.worker.elastic.joining import begin_together, join
+from tests.worker.elastic.test_barriers import Place
 
 EPOCH = Epoch(3, (Member(1, 7),), "tested")
 
