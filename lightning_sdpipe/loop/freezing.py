@@ -62,7 +62,7 @@ class Freezing:
         self._agree()
 
     def changed(self) -> bool:
-        """Has the user frozen or unfrozen anything since :meth:`take_over`?"""
+        """Has the user frozen or unfrozen anything since :meth:`unpack_max`?"""
         return self._flags() != self._agreed
 
     def name_of(self, parameter: nn.Parameter) -> str:

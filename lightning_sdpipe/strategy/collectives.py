@@ -27,10 +27,10 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.tcp_store import open_store
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic.run import ElasticRun
-from lightning_sdpipe.worker.fixed_run import Run
+from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.launching.environment import keep_gloo_on_loopback
 from lightning_sdpipe.worker.launching.launcher import give_up
-from lightning_sdpipe.worker.scheduler_connection import Member
+from lightning_sdpipe.worker.scheduler_connection import RunConnection
 from lightning_sdpipe.worker.training import Training
 
 _T = TypeVar("_T")
@@ -70,9 +70,9 @@ class Collectives(SDPipeOptions):
     # ------------------------------------------------ what this worker has of a run
 
     @cached_property
-    def _run(self) -> Run:
+    def _run(self) -> FixedRun:
         end = self._give_up
-        return Run(self, end) if self._job is None else ElasticRun(self, self._job, end)
+        return FixedRun(self, end) if self._job is None else ElasticRun(self, self._job, end)
 
     def _give_up(self) -> None:  # a method, since a lambda cannot be pickled for "spawn" and "forkserver"
         told_to_end = self.lightning_module is not None and self._trainer.received_sigterm
@@ -92,7 +92,7 @@ class Collectives(SDPipeOptions):
         return self._run.groups
 
     @property
-    def membership(self) -> Member:
+    def membership(self) -> RunConnection:
         assert self._run.membership is not None, "setup_environment connects to the scheduler"
         return self._run.membership
 

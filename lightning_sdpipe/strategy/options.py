@@ -32,7 +32,7 @@ from lightning_sdpipe.sync.methods import (
 )
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 from lightning_sdpipe.topology.placement_file import placed_blocks, read_placement
-from lightning_sdpipe.worker.assembly import Options
+from lightning_sdpipe.worker.assembly import AssemblyOptions
 from lightning_sdpipe.worker.launching import elastic_job
 from lightning_sdpipe.worker.launching.elastic_job import ElasticEnvironment
 from lightning_sdpipe.worker.scheduler_connection import scheduler_log, standing_scheduler
@@ -211,9 +211,9 @@ class SDPipeOptions(DDPStrategy):
         return self.num_micro_batches, self.num_stages if self.schedule in option_checks.LOOPED else 1
 
     @property
-    def pipeline_options(self) -> Options:
+    def pipeline_options(self) -> AssemblyOptions:
         """Those that say how pipelines run."""
-        return Options(
+        return AssemblyOptions(
             self.num_stages,
             self.schedule,
             self.stages_per_worker,

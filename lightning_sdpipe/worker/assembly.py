@@ -31,7 +31,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 @dataclass(frozen=True)
-class Options:
+class AssemblyOptions:
     """How the pipelines run; see :class:`~lightning_sdpipe.strategy.SDPipeStrategy` for each."""
 
     num_stages: int
@@ -73,7 +73,7 @@ def assemble(
     module: LightningModule,
     plan: Plan,
     groups: ProcessGroups,
-    options: Options,
+    options: AssemblyOptions,
     initialisation: Initialisation,
     device: torch.device,
     memory: SameMemory | None = None,

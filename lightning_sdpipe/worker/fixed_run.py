@@ -29,11 +29,11 @@ from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import check_shape, mesh_of
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.launching.environment import where_to_listen
-from lightning_sdpipe.worker.scheduler_connection import Member, Membership
+from lightning_sdpipe.worker.scheduler_connection import RunConnection, SchedulerConnection
 from lightning_sdpipe.worker.training import Training
 
 
-class Run:
+class FixedRun:
     """One worker's, through all of its Trainer's runs on the same processes.
 
     Args:
@@ -46,7 +46,7 @@ class Run:
         self._give_up = give_up
         self._placed: Mesh | None = None
         self._groups: ProcessGroups | None = None
-        self._membership: Member | None = None
+        self._membership: RunConnection | None = None
 
     # ------------------------------------------------------------------ places
 
@@ -91,7 +91,7 @@ class Run:
             self._groups = ProcessGroups.open(self.mesh, options._run_timeout)
         environment = options.cluster_environment
         assert environment is not None
-        self._membership = Membership(
+        self._membership = SchedulerConnection(
             self.mesh,
             options._method.policy,
             options._standing_scheduler,
@@ -112,7 +112,7 @@ class Run:
         return self._groups is not None
 
     @property
-    def membership(self) -> Member | None:
+    def membership(self) -> RunConnection | None:
         """This worker's line to the scheduler; None if no run is under way."""
         return self._membership
 

@@ -116,7 +116,7 @@ def connect(
     return client
 
 
-class Member(Protocol):
+class RunConnection(Protocol):
     """One worker's place in a run, of any kind."""
 
     client: SchedulerClient
@@ -131,7 +131,7 @@ class Member(Protocol):
         """The run is over."""
 
 
-class Membership:
+class SchedulerConnection:
     """Connects this rank to the scheduler, which rank 0 starts if no standing one is given; every rank must do so.
 
     Args:

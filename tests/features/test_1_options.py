@@ -145,14 +145,22 @@ def _all(directory: Path) -> dict[str, Outcome]:
     return {name: run(directory / name) for name, run in RUNS.items()}
 
 
-@supported("Trainer", "`check_val_every_n_epoch=None`, `detect_anomaly`, `deterministic`, `inference_mode=False`, "
-           "`barebones`, `reload_dataloaders_every_n_epochs`")  # fmt: skip
-@supported("Trainer", "several loaders for training (`CombinedLoader`) and for validation",
-           "`split_batch` is needed where their batch sizes differ")  # fmt: skip
+@supported(
+    "Trainer",
+    "`check_val_every_n_epoch=None`, `detect_anomaly`, `deterministic`, `inference_mode=False`, "
+    "`barebones`, `reload_dataloaders_every_n_epochs`",
+)
+@supported(
+    "Trainer",
+    "several loaders for training (`CombinedLoader`) and for validation",
+    "`split_batch` is needed where their batch sizes differ",
+)
 @supported("Trainer", '`fit` again, and `test(ckpt_path="best")` after it')
-@supported("Trainer", "the loss in `on_before_backward` and `on_train_batch_end`",
-           "of the rank's own pipeline, on all its stages; with `schedule=\"pipedream\"` on the last one, and `nan` on "
-           "others")  # fmt: skip
+@supported(
+    "Trainer",
+    "the loss in `on_before_backward` and `on_train_batch_end`",
+    'of the rank\'s own pipeline, on all its stages; with `schedule="pipedream"` on the last one, and `nan` on others',
+)
 @supported("Trainer", "`self.optimizers()`, `self.lr_schedulers()` in steps", "to look at")
 @supported("Trainer", "`example_input_array`", "left out with a warning: no sizes in the summary, no graph in loggers")
 def test_options(tmp_path: Path) -> None:

@@ -98,8 +98,11 @@ def test_learning_rate_monitor(tmp_path: Path) -> None:
     assert "lr-SGD" in on_four_ranks(_logged, tmp_path, [LearningRateMonitor("step")])[0]
 
 
-@supported("Callbacks", "`ThroughputMonitor`", "takes every worker for a replica: divide what it gives for all devices "
-           "by `num_stages`")  # fmt: skip
+@supported(
+    "Callbacks",
+    "`ThroughputMonitor`",
+    "takes every worker for a replica: divide what it gives for all devices by `num_stages`",
+)
 def test_throughput_monitor(tmp_path: Path) -> None:
     monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=3)
     assert "train/device/samples_per_sec" in on_four_ranks(_logged, tmp_path, [monitor])[0]

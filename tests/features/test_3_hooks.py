@@ -76,8 +76,11 @@ def _collect(directory: Path) -> tuple[list[int], float | None, float | None]:
     return collecting.begun, collecting.mean, stacking.mean
 
 
-@supported("Callbacks", "hooks that use what steps return: `on_validation_batch_end`, `on_test_batch_end`, …",
-           "on other stages, where there are no results, they end at their first use")  # fmt: skip
+@supported(
+    "Callbacks",
+    "hooks that use what steps return: `on_validation_batch_end`, `on_test_batch_end`, …",
+    "on other stages, where there are no results, they end at their first use",
+)
 def test_callbacks_use_outputs(tmp_path: Path) -> None:
     ranks = on_four_ranks(_collect, tmp_path)
     begun, *means = _collect(tmp_path)
@@ -144,8 +147,12 @@ def _refuse(directory: Path, module: L.LightningModule, callbacks: list[L.Callba
 _IN_VAIN = "so other ranks would be waited for in vain"
 
 
-@refused("Data", "`barrier`, `broadcast`, `trainer.save_checkpoint` in a step or a hook that runs on last stages only",
-         _IN_VAIN, "names the hook, and the one to use instead")  # fmt: skip
+@refused(
+    "Data",
+    "`barrier`, `broadcast`, `trainer.save_checkpoint` in a step or a hook that runs on last stages only",
+    _IN_VAIN,
+    "names the hook, and the one to use instead",
+)
 @pytest.mark.parametrize(
     ("hook", "call", "error"),
     [
@@ -162,8 +169,12 @@ def test_waiting_in_vain(tmp_path: Path, hook: str, call: str, error: str) -> No
 _NO_RESULTS = "failed on a stage where the results of steps do not exist"
 
 
-@refused("Data", "hooks that need what the steps of the module have collected, on stages where it is not", _NO_RESULTS,
-         "`on_train_epoch_end`, and callbacks: return at once unless `trainer.strategy.has_results`")  # fmt: skip
+@refused(
+    "Data",
+    "hooks that need what the steps of the module have collected, on stages where it is not",
+    _NO_RESULTS,
+    "`on_train_epoch_end`, and callbacks: return at once unless `trainer.strategy.has_results`",
+)
 @pytest.mark.parametrize(
     ("module", "callbacks", "error"),
     [

@@ -21,7 +21,7 @@ from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.assembly import Options, assemble
+from lightning_sdpipe.worker.assembly import AssemblyOptions, assemble
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=20)
@@ -84,7 +84,9 @@ def pipeline(
     groups = ProcessGroups.open(Mesh.build(num_stages, num_stages), TIMEOUT)
     model = make()
     stages = planned(model, num_stages * stages_per_worker, batches[0], num_micro_batches, blocks)
-    options = Options(num_stages, schedule, stages_per_worker, num_micro_batches, dynamic_shapes, timeout=TIMEOUT)
+    options = AssemblyOptions(
+        num_stages, schedule, stages_per_worker, num_micro_batches, dynamic_shapes, timeout=TIMEOUT
+    )
     parts = assemble(model, stages, groups, options, Initialisation(), CPU)
     runtime, runners = parts.pipeline, parts.runners
     outcomes = []

@@ -16,7 +16,7 @@ from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.assembly import Options, assemble
+from lightning_sdpipe.worker.assembly import AssemblyOptions, assemble
 from tests.pipeline.harness import CPU, TRAIN
 from tests.workers import run_workers
 
@@ -41,7 +41,7 @@ def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float,
     groups = ProcessGroups.open(Mesh.build(2, 2), TIMEOUT)
     stage, _ = groups.mesh.locate(rank)
     module = Model(tied)
-    options = Options(2, schedule, num_micro_batches=4, timeout=TIMEOUT)
+    options = AssemblyOptions(2, schedule, num_micro_batches=4, timeout=TIMEOUT)
     parts = assemble(module, plan.plan(module, 2), groups, options, Initialisation(), CPU)
     gradients: list[float] = []
     ready: list[float] = []

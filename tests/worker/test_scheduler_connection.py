@@ -10,35 +10,37 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.scheduler_connection import Membership, SchedulerAddress
+from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress, SchedulerConnection
 from tests.scheduler.live_scheduler import clients, serving
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Membership, SchedulerClient]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SchedulerConnection, SchedulerClient]]:
     """A run of two pipelines of one stage: this process's worker is the first, a mere client the other."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     spec = AllReduceModels()
     with serving(spec, 1, 2) as server, clients(server.address, Worker(0, 1)) as (other,):
         where = SchedulerAddress(server.address, None)
-        with closing(Membership(Mesh.build(2, 1), spec, where, str, 5.0, lambda: None)) as membership:
+        with closing(SchedulerConnection(Mesh.build(2, 1), spec, where, str, 5.0, lambda: None)) as membership:
             yield membership, other
 
 
-def hear(membership: Membership, told_to_end: bool) -> None:
+def hear(membership: SchedulerConnection, told_to_end: bool) -> None:
     with membership.first_failure(lambda: told_to_end):
         raise WorkerFailedError("connection closed by peer")
 
 
 @pytest.mark.parametrize("told_to_end", [False, True])
-def test_who_failed_first_is_named_with_the_reason(pair: tuple[Membership, SchedulerClient], told_to_end: bool) -> None:
+def test_who_failed_first_is_named_with_the_reason(
+    pair: tuple[SchedulerConnection, SchedulerClient], told_to_end: bool
+) -> None:
     membership, other = pair
     other.failed("out of memory")
     with pytest.raises(WorkerFailedError, match=r"Stage 0 of pipeline 1 \(rank 1\) failed first .* out of memory"):
         hear(membership, told_to_end)
 
 
-def test_told_to_end_like_another_that_was_faster(pair: tuple[Membership, SchedulerClient]) -> None:
+def test_told_to_end_like_another_that_was_faster(pair: tuple[SchedulerConnection, SchedulerClient]) -> None:
     membership, other = pair
     other.failed("ended by SIGTERM")
     with pytest.raises(SIGTERMException):
@@ -48,7 +50,7 @@ def test_told_to_end_like_another_that_was_faster(pair: tuple[Membership, Schedu
 
 
 def test_ones_own_failure_stays_what_it_was(
-    pair: tuple[Membership, SchedulerClient], capsys: pytest.CaptureFixture[str]
+    pair: tuple[SchedulerConnection, SchedulerClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
     membership, other = pair
     membership.fail(SIGTERMException())
@@ -58,7 +60,7 @@ def test_ones_own_failure_stays_what_it_was(
     assert other.first_failure(5.0) is not None
 
 
-def test_what_came_from_another_is_not_told_again(pair: tuple[Membership, SchedulerClient]) -> None:
+def test_what_came_from_another_is_not_told_again(pair: tuple[SchedulerConnection, SchedulerClient]) -> None:
     membership, other = pair
     membership.fail(WorkerFailedError("Stage 0 of pipeline 1 failed first"))
     assert other.first_failure(5.0) is None

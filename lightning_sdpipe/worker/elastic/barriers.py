@@ -36,14 +36,14 @@ MOST_BYTES = 1 << 15
 _AVERAGED, _NOT = b"\x01", b"\x00"
 
 
-class MeetingPlace(Protocol):
+class BarrierService(Protocol):
     """The scheduler."""
 
     def meet(self, key: str, value: bytes = b"") -> Met:
         """Waits until all replicas of this worker's stage have come to ``key``."""
 
 
-class Meetings:
+class Barriers:
     """One worker's.
 
     Args:
@@ -53,7 +53,7 @@ class Meetings:
         point: of training, where all meet next: equal on all of them.
     """
 
-    def __init__(self, worker: Worker, line: MeetingPlace, epochs: EpochGroups, point: Callable[[], str]) -> None:
+    def __init__(self, worker: Worker, line: BarrierService, epochs: EpochGroups, point: Callable[[], str]) -> None:
         self._worker = worker
         self._line = line
         self._epochs = epochs
@@ -111,15 +111,15 @@ class Meetings:
         Raises:
             ConfigurationError: integers are too many to be told.
         """
-        floating, integers = apart(tensors)
-        met = self.meet(_NOT + told(integers))
+        floating, integers = split(tensors)
+        met = self.meet(_NOT + pack(integers))
         while True:
             averaged = self.weigh(floating, met, dict.fromkeys(met.pipelines, 1 / len(met.pipelines)))
-            done = self.meet((_AVERAGED if averaged else _NOT) + told(integers))
+            done = self.meet((_AVERAGED if averaged else _NOT) + pack(integers))
             if done.pipelines == met.pipelines and all(said.startswith(_AVERAGED) for said in done.values):
                 break
             met = done
-        take_over(integers, [said[1:] for said in met.values])
+        unpack_max(integers, [said[1:] for said in met.values])
         return met
 
     def weigh(self, tensors: Sequence[Tensor], met: Met, weights: Mapping[int, float]) -> bool:
@@ -148,14 +148,14 @@ class Meetings:
         return True
 
 
-def apart(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Those in floating point, and the integers; what is empty is left out."""
     some = [tensor for tensor in tensors if tensor.numel()]
     floating = [tensor for tensor in some if tensor.is_floating_point()]
     return floating, [tensor for tensor in some if not tensor.is_floating_point()]
 
 
-def told(integers: Sequence[Tensor]) -> bytes:
+def pack(integers: Sequence[Tensor]) -> bytes:
     """Their values, for the others at a meeting.
 
     Raises:
@@ -173,8 +173,8 @@ def told(integers: Sequence[Tensor]) -> bytes:
     return flat.numpy().tobytes()
 
 
-def take_over(integers: Sequence[Tensor], each: Sequence[bytes]) -> None:
-    """Sets ``integers`` to the largest of what was :func:`told` by ``each``."""
+def unpack_max(integers: Sequence[Tensor], each: Sequence[bytes]) -> None:
+    """Sets ``integers`` to the largest of what was :func:`pack` by ``each``."""
     if integers:
         values = torch.stack([torch.frombuffer(bytearray(said), dtype=torch.int64) for said in each]).amax(0)
         parts = torch.split_with_sizes(values, [tensor.numel() for tensor in integers])
@@ -185,7 +185,7 @@ def take_over(integers: Sequence[Tensor], each: Sequence[bytes]) -> None:
 class ElasticRendezvous(Rendezvous):
     """One worker's. Nobody is waited for when it sets out: who comes later finds its groups then."""
 
-    def __init__(self, sync: Synchronizer, meetings: Meetings) -> None:
+    def __init__(self, sync: Synchronizer, meetings: Barriers) -> None:
         super().__init__(sync)
         self._meetings = meetings
 
@@ -209,7 +209,7 @@ class ElasticRendezvous(Rendezvous):
 class ElasticReplica(Replica):
     """See :class:`~lightning_sdpipe.sync.synchronizer.Replica`."""
 
-    meetings: Meetings = field(kw_only=True)
+    meetings: Barriers = field(kw_only=True)
     means: Mover = field(kw_only=True)  # among the members of a group, some of whom may be lost
     present: Callable[[], int] = field(kw_only=True)  # pipelines
 

@@ -14,18 +14,18 @@ from typing import Any
 
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.loop.dealt_turns import DealtTurns
-from lightning_sdpipe.worker.elastic.stage_commands import Kind, Word, Words
+from lightning_sdpipe.worker.elastic.stage_commands import Command, CommandChannel, CommandKind
 
 _GLANCE = 0.02  # seconds between two looks whether there are enough pipelines
 
 
-class ElasticTurns(DealtTurns):
+class ElasticBatchSource(DealtTurns):
     """This worker's. See :class:`~lightning_sdpipe.loop.dealt_turns.DealtTurns` for what is not said here."""
 
-    words: Words
-    asked: Callable[[], Word | None]
+    words: CommandChannel
+    asked: Callable[[], Command | None]
     """On stage 0: what the pipeline is to do besides training, if anything."""
-    act: Callable[[Word], None]
+    act: Callable[[Command], None]
     """Does it."""
     held_up: Callable[[], str]
     """On stage 0: why no turn may begin now, if there is a reason."""
@@ -76,9 +76,9 @@ class ElasticTurns(DealtTurns):
             if waits:
                 self._wait()
             self._waits_between_turns = False
-            self.words.say(Word(Kind.GO))
+            self.words.say(Command(CommandKind.GO))
         else:
-            while (word := self.words.hear()).kind is not Kind.GO:
+            while (word := self.words.hear()).kind is not CommandKind.GO:
                 self.act(word)
             if waits:
                 self._wait()

@@ -14,7 +14,7 @@ from lightning_sdpipe.scheduler.client.elastic_client import Skip
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 
-class Regrouping(Protocol):
+class RegroupService(Protocol):
     """What the scheduler is told of an exchange."""
 
     def completed(self, sequence: int) -> None:
@@ -24,24 +24,24 @@ class Regrouping(Protocol):
         """This worker has not. Those of its members that have not either, and are there."""
 
 
-class SurvivingMean:
+class FaultTolerantMean:
     """The weighted mean over a group, as the mover of its epoch gives it.
 
     After a failure it begins again, with the model as it is by then: pieces that were taken over are means of models
     that existed, and so is a mean of them.
     """
 
-    def __init__(self, epochs: EpochGroups, line: Regrouping) -> None:
+    def __init__(self, epochs: EpochGroups, line: RegroupService) -> None:
         self._epochs = epochs
         self._line = line
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
         """See :class:`~lightning_sdpipe.exchange.moving.Mover`."""
-        return _Surviving(tensors, group, self._epochs, self._line)
+        return _FaultTolerantPending(tensors, group, self._epochs, self._line)
 
 
-class _Surviving:
-    def __init__(self, tensors: Sequence[Tensor], group: Group, epochs: EpochGroups, line: Regrouping) -> None:
+class _FaultTolerantPending:
+    def __init__(self, tensors: Sequence[Tensor], group: Group, epochs: EpochGroups, line: RegroupService) -> None:
         self.seconds_waiting = 0.0
         self._tensors, self._epochs, self._line = tensors, epochs, line
         self._waited = 0.0

@@ -21,7 +21,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.scheduler.client.elastic_client import Receive, Start
 from lightning_sdpipe.strategy.options import SDPipeOptions
-from lightning_sdpipe.worker.elastic.barriers import Meetings, apart, take_over, told
+from lightning_sdpipe.worker.elastic.barriers import Barriers, pack, split, unpack_max
 
 
 def fingerprint(trainer: Trainer, options: SDPipeOptions, ownership: Ownership) -> dict[str, str]:
@@ -69,7 +69,7 @@ _END = b"\0"  # of what a worker says at the meeting; its integers follow
 _DONE, _NOT = b"\x01", b"\x00"
 
 
-class Door(Protocol):
+class Enrolment(Protocol):
     """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.elastic_client.ElasticClient`."""
 
     def enrol(self, fingerprint: Mapping[str, str]) -> Start | Receive:
@@ -82,7 +82,7 @@ class Door(Protocol):
         """It did not come."""
 
 
-def join(door: Door, mine: Mapping[str, str], take: Callable[[Receive], State]) -> tuple[Start, State | None]:
+def join(door: Enrolment, mine: Mapping[str, str], take: Callable[[Receive], State]) -> tuple[Start, State | None]:
     """Waits until training begins, and takes the state that it begins with.
 
     Returns:
@@ -101,7 +101,7 @@ def join(door: Door, mine: Mapping[str, str], take: Callable[[Receive], State]) 
     return answer, None if answer.fresh else state
 
 
-def begin_together(meetings: Meetings, tensors: Sequence[Tensor], says: bytes, gather: Gather) -> bytes:
+def begin_together(meetings: Barriers, tensors: Sequence[Tensor], says: bytes, gather: Gather) -> bytes:
     """Makes ``tensors`` on all of the first pipelines those of one of them, the same one in every stage.
 
     Each stage meets by itself. When a pipeline is lost meanwhile one stage may have met with it and another without, or
@@ -122,9 +122,9 @@ def begin_together(meetings: Meetings, tensors: Sequence[Tensor], says: bytes, g
         ConfigurationError: integers are too many to be told.
         WorkerFailedError: another stage of this worker's pipeline is lost.
     """
-    floating, integers = apart(tensors)
+    floating, integers = split(tensors)
     while True:
-        met = meetings.meet(says + _END + told(integers))
+        met = meetings.meet(says + _END + pack(integers))
         members = sorted(set.intersection(*map(set, gather(met.pipelines))))
         source = members[0]
         copies = [tensor.detach().clone() for tensor in floating]
@@ -135,5 +135,5 @@ def begin_together(meetings: Meetings, tensors: Sequence[Tensor], says: bytes, g
     said, _, of_source = met.values[met.pipelines.index(source)].partition(_END)
     for tensor, copy in zip(floating, copies, strict=True):
         tensor.copy_(copy)
-    take_over(integers, [of_source])
+    unpack_max(integers, [of_source])
     return said

@@ -1,5 +1,5 @@
 """A run whose pipelines come and go, as one worker of one of them sees it: what takes the place of
-:class:`~lightning_sdpipe.worker.fixed_run.Run` in an elastic job."""
+:class:`~lightning_sdpipe.worker.fixed_run.FixedRun` in an elastic job."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic import joining, leader, refusals, state_transfer
-from lightning_sdpipe.worker.elastic.barriers import ElasticRendezvous, ElasticReplica, Meetings
-from lightning_sdpipe.worker.elastic.elastic_batches import ElasticTurns
+from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous, ElasticReplica
+from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, SchedulerStore
-from lightning_sdpipe.worker.elastic.fault_tolerant_mean import SurvivingMean
+from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
 from lightning_sdpipe.worker.elastic.joining import fingerprint
-from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticMembership
-from lightning_sdpipe.worker.elastic.stage_commands import Kind, Word, Words
-from lightning_sdpipe.worker.fixed_run import Run
+from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
+from lightning_sdpipe.worker.elastic.stage_commands import Command, CommandChannel, CommandKind
+from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.launching.elastic_job import ElasticJob
 from lightning_sdpipe.worker.training import Training
 
@@ -61,7 +61,7 @@ _CONNECTING = 20.0  # seconds
 _WHOLE_RUN = 1e9  # seconds
 
 
-class ElasticRun(Run):
+class ElasticRun(FixedRun):
     """One worker's.
 
     Args:
@@ -104,7 +104,7 @@ class ElasticRun(Run):
         self._worker = Worker(*self._mesh.locate(dist.get_rank()))
         if job.policy_file is not None:
             policy_file.offer(job.policy_file, options._method.policy)
-        self._membership = self._line = ElasticMembership(
+        self._membership = self._line = ElasticConnection(
             options._standing_scheduler,
             self._worker,
             shared(1 + secrets.randbits(61)),
@@ -126,7 +126,7 @@ class ElasticRun(Run):
         self._epochs = EpochGroups(
             self._worker, self._make_store, options._run_timeout, self._line.line, among_groups(options.exchange)
         )
-        self._words = Words(self._groups)
+        self._words = CommandChannel(self._groups)
 
     def _placed_row(self, placement: Placement) -> tuple[int, ...]:
         device = self._options.root_device
@@ -186,7 +186,7 @@ class ElasticRun(Run):
 
     def replica(self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: Progress) -> Replica:
         line = self._line.line
-        self._meetings = Meetings(self._worker, line, self._epochs, self._point)
+        self._meetings = Barriers(self._worker, line, self._epochs, self._point)
         self._here = self._meetings.present
         self._tensors = parts.freezing.buckets, parts.buffers
         return ElasticReplica(
@@ -201,16 +201,18 @@ class ElasticRun(Run):
             loss_scale,
             progress,
             meetings=self._meetings,
-            means=SurvivingMean(self._epochs, line),
+            means=FaultTolerantMean(self._epochs, line),
             present=lambda: max(1, len(line.epoch.members)),
         )
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
         return ElasticRendezvous(sync, self._meetings)
 
-    def dealt_turns(self, trainer: Trainer, training: Training, checks: ClockChecks, dealing: Dealing) -> ElasticTurns:
+    def dealt_turns(
+        self, trainer: Trainer, training: Training, checks: ClockChecks, dealing: Dealing
+    ) -> ElasticBatchSource:
         run, client = shared(secrets.randbits(62)), self._line.client
-        turns = ElasticTurns(trainer, training, client, self.groups, checks, run, dealing)
+        turns = ElasticBatchSource(trainer, training, client, self.groups, checks, run, dealing)
         turns.words, turns.asked, turns.act, turns.between = self._words, self._asked, self._act, self._between
         turns.held_up = lambda: self._line.line.held_up
         self._line.client.meanwhile = turns.serve
@@ -257,7 +259,7 @@ class ElasticRun(Run):
 
     def _receive(self, what: Receive) -> dict[str, Any]:
         store = self._transfer_store(what.transfer)
-        return state_transfer.take(store, self._transfers_last, f"pipeline {what.donor}")
+        return state_transfer.receive_state(store, self._transfers_last, f"pipeline {what.donor}")
 
     @property
     def _transfers_last(self) -> timedelta:
@@ -311,14 +313,14 @@ class ElasticRun(Run):
         ranks = [self._mesh.rank(stage, self._job.pipeline) for stage in range(self._mesh.num_stages)]
         return [json.loads(p2p.broadcast_bytes(said, rank, everybody)) for rank in ranks]
 
-    def _asked(self) -> Word | None:
+    def _asked(self) -> Command | None:
         if self._leaving:
-            return Word(Kind.LEAVE)
+            return Command(CommandKind.LEAVE)
         donate = self._line.line.donation
-        return None if donate is None else Word(Kind.DONATE, donate.transfer)
+        return None if donate is None else Command(CommandKind.DONATE, donate.transfer)
 
-    def _act(self, word: Word) -> None:
-        if word.kind is Kind.LEAVE:
+    def _act(self, word: Command) -> None:
+        if word.kind is CommandKind.LEAVE:
             self._training.sync.arrive()  # others may wait for what is under way
             raise SIGTERMException
         with self._checkpoints.of_this_stage():
@@ -329,7 +331,7 @@ class ElasticRun(Run):
             "names": leader.names(self._trainer),
         }
         self._line.line.snapshot_taken(word.text, self._training.updates)
-        state_transfer.give(state, self._transfer_store(word.text), self._transfers_last)
+        state_transfer.send_state(state, self._transfer_store(word.text), self._transfers_last)
         self._words.done()  # nobody comes to the next meeting before all have said so
 
     def _between(self) -> None:

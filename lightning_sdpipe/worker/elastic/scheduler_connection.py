@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 _LAST_WORDS = 5.0  # seconds
 
 
-class ElasticMembership:
+class ElasticConnection:
     """Connects a worker to the standing scheduler; as
-    :class:`~lightning_sdpipe.worker.scheduler_connection.Membership`.
+    :class:`~lightning_sdpipe.worker.scheduler_connection.SchedulerConnection`.
 
     Args:
         scheduler: where it is.

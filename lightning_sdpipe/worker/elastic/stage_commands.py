@@ -15,7 +15,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 _BYTES = 128
 
 
-class Kind(IntEnum):
+class CommandKind(IntEnum):
     """What to do."""
 
     GO = 0
@@ -26,14 +26,14 @@ class Kind(IntEnum):
     """End: the pipeline was told to."""
 
 
-class Word(NamedTuple):
+class Command(NamedTuple):
     """One that stage 0 says; ``text`` is ASCII and short."""
 
-    kind: Kind
+    kind: CommandKind
     text: str = ""
 
 
-class Words:
+class CommandChannel:
     """One worker's, said or heard; every stage of the pipeline must call the methods in the same order."""
 
     def __init__(self, groups: ProcessGroups) -> None:
@@ -44,16 +44,16 @@ class Words:
         self._first = mesh.rank(0, pipeline)
         self._group = groups.pipeline
 
-    def say(self, word: Word) -> None:
+    def say(self, word: Command) -> None:
         """Stage 0 tells the others. It does not wait for them to act."""
         if not self._alone:
             text = word.text.encode("ascii")
             self._pass_on(torch.tensor([word.kind, len(text), *text.ljust(_BYTES, b"\0")], dtype=torch.uint8))
 
-    def hear(self) -> Word:
+    def hear(self) -> Command:
         """Waits for what stage 0 says."""
         heard = self._pass_on(torch.empty(_BYTES + 2, dtype=torch.uint8)).tolist()
-        return Word(Kind(heard[0]), bytes(heard[2 : 2 + heard[1]]).decode("ascii"))
+        return Command(CommandKind(heard[0]), bytes(heard[2 : 2 + heard[1]]).decode("ascii"))
 
     def done(self) -> None:
         """Waits until all stages have done what was said."""

@@ -47,7 +47,7 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
     return copied
 
 
-def give(state: Mapping[str, Any], store: Store, timeout: timedelta) -> None:
+def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> None:
     """Sends ``state`` in a thread; a newcomer that goes away meanwhile is nobody's failure. If it cannot be sent, the
     newcomer is told why, and the donor goes on."""
 
@@ -67,8 +67,8 @@ def give(state: Mapping[str, Any], store: Store, timeout: timedelta) -> None:
     threading.Thread(target=send, name="donation", daemon=True).start()
 
 
-def take(store: Store, timeout: timedelta, donor: str) -> dict[str, Any]:
-    """Receives what :func:`give` sends.
+def receive_state(store: Store, timeout: timedelta, donor: str) -> dict[str, Any]:
+    """Receives what :func:`send_state` sends.
 
     Raises:
         WorkerFailedError: the donor is gone, or does not answer.

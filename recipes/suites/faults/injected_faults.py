@@ -61,15 +61,15 @@ def inject(fault: Fault, trainer: L.Trainer, module: L.LightningModule, diary: D
         case "waiting":
             _before(client.SchedulerClient, "group", strike)
         case "exchange":
-            _before(fault_tolerant_mean._Surviving, "wait", strike)
+            _before(fault_tolerant_mean._FaultTolerantPending, "wait", strike)
         case "half_sent":
-            _after(fault_tolerant_mean._Surviving, "commit", strike)
+            _after(fault_tolerant_mean._FaultTolerantPending, "commit", strike)
         case "pause":
-            _before(barriers.Meetings, "meet", strike)
+            _before(barriers.Barriers, "meet", strike)
         case "donor":
-            _before(state_transfer, "give", strike)
+            _before(state_transfer, "send_state", strike)
         case "newcomer":
-            _after(state_transfer, "take", strike)
+            _after(state_transfer, "receive_state", strike)
 
 
 def _before(owner: Any, name: str, strike: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.worker.elastic.barriers import MOST_BYTES, Meetings
+from lightning_sdpipe.worker.elastic.barriers import MOST_BYTES, Barriers
 
 
 class Place:
@@ -115,12 +115,12 @@ class Line:
         return self.place.meet(self.pipeline, key, value)
 
 
-def together(count: int, table: Table, work: Callable[[Meetings, int], Any]) -> list[Any]:
+def together(count: int, table: Table, work: Callable[[Barriers, int], Any]) -> list[Any]:
     """What ``work`` returns for each pipeline; None if it ended the pipeline."""
     place, outcomes = Place(set(range(count))), [None] * count
 
     def run(pipeline: int) -> None:
-        meetings = Meetings(Worker(0, pipeline), Line(pipeline, place), Epochs(pipeline, table), lambda: "here")  # type: ignore[arg-type]
+        meetings = Barriers(Worker(0, pipeline), Line(pipeline, place), Epochs(pipeline, table), lambda: "here")  # type: ignore[arg-type]
         meetings.set_out()
         try:
             outcomes[pipeline] = work(meetings, pipeline)
@@ -144,7 +144,7 @@ def tensors(table: Table, pipeline: int) -> list[Tensor]:
 def test_the_mean_of_what_is_floating_and_the_largest_of_what_counts() -> None:
     table = Table()
 
-    def average(meetings: Meetings, pipeline: int) -> list[list[float]]:
+    def average(meetings: Barriers, pipeline: int) -> list[list[float]]:
         mine = tensors(table, pipeline)
         meetings.meet()  # so that all have laid theirs on the table
         meetings.average(mine)
@@ -159,7 +159,7 @@ def test_if_somebody_is_lost_all_that_are_left_do_it_again() -> None:
     lost: list[int] = []
     table = Table(fails=lambda pipeline: pipeline == 1 and not lost)
 
-    def average(meetings: Meetings, pipeline: int) -> list[float]:
+    def average(meetings: Barriers, pipeline: int) -> list[float]:
         mine = tensors(table, pipeline)
         meetings.meet()
         if pipeline == 2:
@@ -176,7 +176,7 @@ def test_if_somebody_is_lost_all_that_are_left_do_it_again() -> None:
 
 def test_before_its_first_segment_a_worker_is_alone() -> None:
     place = Place({0, 1})
-    meetings = Meetings(Worker(0, 1), Line(1, place), Epochs(1, Table()), lambda: "here")  # type: ignore[arg-type]
+    meetings = Barriers(Worker(0, 1), Line(1, place), Epochs(1, Table()), lambda: "here")  # type: ignore[arg-type]
     mine = torch.ones(2)
     assert meetings.average([mine]).pipelines == (1,)
     assert meetings.meet(b"word").values == (b"word",)
@@ -185,7 +185,7 @@ def test_before_its_first_segment_a_worker_is_alone() -> None:
 
 def test_meetings_are_numbered_from_each_segment_on() -> None:
     place, where = Place({0}), iter(["a", "a", "b"])
-    meetings = Meetings(Worker(0, 0), Line(0, place), Epochs(0, Table()), lambda: next(where))  # type: ignore[arg-type]
+    meetings = Barriers(Worker(0, 0), Line(0, place), Epochs(0, Table()), lambda: next(where))  # type: ignore[arg-type]
     meetings.set_out()
     meetings.meet()
     meetings.meet()
@@ -201,13 +201,13 @@ def test_who_comes_late_is_told_to_join_again() -> None:
         def meet(self, key: str, value: bytes = b"") -> Met:
             return Met(0, key, (0,), (value,), 3, past=True)
 
-    meetings = Meetings(Worker(0, 0), Past(), Epochs(0, Table()), lambda: "here")  # type: ignore[arg-type]
+    meetings = Barriers(Worker(0, 0), Past(), Epochs(0, Table()), lambda: "here")  # type: ignore[arg-type]
     meetings.set_out()
     with pytest.raises(WorkerFailedError, match="join again"):
         meetings.meet()
 
 
 def test_integers_that_are_too_many_are_refused() -> None:
-    meetings = Meetings(Worker(0, 0), Line(0, Place({0})), Epochs(0, Table()), lambda: "here")  # type: ignore[arg-type]
+    meetings = Barriers(Worker(0, 0), Line(0, Place({0})), Epochs(0, Table()), lambda: "here")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="integer buffers"):
         meetings.average([torch.zeros(MOST_BYTES, dtype=torch.int64)])

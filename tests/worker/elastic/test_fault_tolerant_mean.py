@@ -13,7 +13,7 @@ from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.elastic_client import Skip
-from lightning_sdpipe.worker.elastic.fault_tolerant_mean import SurvivingMean
+from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
 
 
 def group(sequence: int, *pipelines: int) -> Group:
@@ -88,7 +88,7 @@ class Line:
 
 def average(epochs: Epochs, line: Line, first: Group) -> list[float]:
     tensor = torch.zeros(3)
-    finish(SurvivingMean(epochs, line).start([tensor], first))  # type: ignore[arg-type]
+    finish(FaultTolerantMean(epochs, line).start([tensor], first))  # type: ignore[arg-type]
     assert epochs.used[-1:] in ([None], [])
     return tensor.tolist()
 
@@ -127,7 +127,7 @@ def test_who_is_left_alone_keeps_what_it_has() -> None:
 
 def test_what_a_mean_changes_is_right_though_pieces_were_taken_over_before_it_broke() -> None:
     model = torch.zeros(3)
-    mover: Any = SurvivingMean(Epochs({4: 1}), Line(group(9, 0, 1)))  # type: ignore[arg-type]
+    mover: Any = FaultTolerantMean(Epochs({4: 1}), Line(group(9, 0, 1)))  # type: ignore[arg-type]
     late = Late(mover, 10.0, begins_again=True)
     late.begin([model], group(4, 0, 1, 2))
     model += 10  # trained meanwhile

@@ -17,7 +17,7 @@ from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.membership.members import Epoch, Member, Met
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.elastic_client import Receive, Start
-from lightning_sdpipe.worker.elastic.barriers import Meetings
+from lightning_sdpipe.worker.elastic.barriers import Barriers
 from lightning_sdpipe.worker.elastic.joining import begin_together, join
 from tests.worker.elastic.test_barriers import Place
 
@@ -135,7 +135,7 @@ class Stages:
     def _work(self, stage: int, pipeline: int) -> None:
         numbers = count()
         worker = OneWorker(self, stage, pipeline)
-        meetings = Meetings(Worker(stage, pipeline), worker, worker, lambda: "unused")  # type: ignore[arg-type]
+        meetings = Barriers(Worker(stage, pipeline), worker, worker, lambda: "unused")  # type: ignore[arg-type]
         weights, steps = torch.full((3,), float(2**pipeline)), torch.tensor([pipeline])
 
         def gather(value: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.sync import PHDPSGD, LocalSGD, SemiDecentralized
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from lightning_sdpipe.worker.elastic import run as elastic_worker
-from lightning_sdpipe.worker.elastic.barriers import Meetings
+from lightning_sdpipe.worker.elastic.barriers import Barriers
 from tests.namespaces import machines, switched
 from tests.namespaces import run as ip
 from tests.worker.elastic import jobs
@@ -143,7 +143,7 @@ def fit_unless_killed_at_the_beginning(directory: Path) -> None:
     """Pipeline 0 is, in stage 1, when its stage 0 has met the others."""
     met = directory / "met"
 
-    class Watched(Meetings):
+    class Watched(Barriers):
         def meet(self, says: bytes = b"") -> Met:
             if self._worker == Worker(1, 0) and self._begun:
                 while not met.exists():
@@ -154,7 +154,7 @@ def fit_unless_killed_at_the_beginning(directory: Path) -> None:
                 met.touch()
             return here
 
-    elastic_worker.Meetings = Watched  # type: ignore[misc]
+    elastic_worker.Barriers = Watched  # type: ignore[misc]
     fit(directory, samples=SAMPLES, options={"num_stages": 2})
 
 

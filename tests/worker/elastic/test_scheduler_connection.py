@@ -15,7 +15,7 @@ from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.elastic_client import ElasticClient, Told
-from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticMembership
+from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
 from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress
 from tests.scheduler.live_scheduler import serving
 
@@ -40,11 +40,11 @@ class Other:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[ElasticMembership, Other]]:
+def pair() -> Iterator[tuple[ElasticConnection, Other]]:
     with serving(NoSync(), 1, 2, elastic=Terms(start_pipelines=2, settle=0.0)) as server:
         where = SchedulerAddress(server.address, None)
         other = Other(server.address)
-        membership = ElasticMembership(where, Worker(0, 0), 100, 10.0, Told(), lambda: None)
+        membership = ElasticConnection(where, Worker(0, 0), 100, 10.0, Told(), lambda: None)
         with closing(other.client):
             enrolling = threading.Thread(target=other.client.enrol, args=[{}])
             enrolling.start()
@@ -62,7 +62,7 @@ def pair() -> Iterator[tuple[ElasticMembership, Other]]:
     ],
     ids=["its own", "of others", "notice"],
 )
-def test_who_failed_is_lost(pair: tuple[ElasticMembership, Other], failure: BaseException, said: str) -> None:
+def test_who_failed_is_lost(pair: tuple[ElasticConnection, Other], failure: BaseException, said: str) -> None:
     membership, other = pair
     membership.fail(failure)
     membership.depart(finished=True)  # as the teardown does
@@ -70,7 +70,7 @@ def test_who_failed_is_lost(pair: tuple[ElasticMembership, Other], failure: Base
     assert said in other.hears(lost=0)
 
 
-def test_who_has_finished_is_not_lost(pair: tuple[ElasticMembership, Other]) -> None:
+def test_who_has_finished_is_not_lost(pair: tuple[ElasticConnection, Other]) -> None:
     membership, other = pair
     membership.depart(finished=True)
     membership.close()

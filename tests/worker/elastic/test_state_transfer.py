@@ -26,8 +26,8 @@ class Broken:
 
 def given(state: dict[str, Any]) -> dict[str, Any]:
     store = dist.HashStore()
-    state_transfer.give(state, store, SOON)
-    return state_transfer.take(store, SOON, "pipeline 3")
+    state_transfer.send_state(state, store, SOON)
+    return state_transfer.receive_state(store, SOON, "pipeline 3")
 
 
 def test_a_newcomer_gets_what_the_donor_gave(monkeypatch: pytest.MonkeyPatch) -> None:
