@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.draws import Draws, Point
+from lightning_sdpipe.loop.stream_switches import Draws, Point
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 

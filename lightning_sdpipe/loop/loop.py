@@ -27,9 +27,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.dealt_turns import DealtFetcher, DealtTurns
-from lightning_sdpipe.loop.joint_turns import JointFetcher, JointTurns
-from lightning_sdpipe.loop.uneven_data import Turns, UnevenFetcher
+from lightning_sdpipe.loop.dealt import DealtFetcher, DealtTurns
+from lightning_sdpipe.loop.joint import JointFetcher, JointTurns
+from lightning_sdpipe.loop.uneven import Turns, UnevenFetcher
 
 
 def change(

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.loop.whereabouts import Whereabouts
+from lightning_sdpipe.loop.collective_guard import Whereabouts
 from lightning_sdpipe.partition import apart, plan, rehearsal
 from lightning_sdpipe.partition import profile as cache
 from lightning_sdpipe.partition.chain import Block

@@ -23,7 +23,7 @@ from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import NotWrittenError
 from lightning_sdpipe.loop import finetuning
-from lightning_sdpipe.loop.split import Split
+from lightning_sdpipe.loop.resume_position import Split
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.strategy.collectives import Collectives
 

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torchmetrics import Metric
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.whereabouts import Whereabouts
+from lightning_sdpipe.loop.collective_guard import Whereabouts
 from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.strategy.options import SDPipeOptions

@@ -22,10 +22,9 @@ from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.adaptation import adapt
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.dealt_turns import Dealing, DealtTurns
-from lightning_sdpipe.loop.draws import Draws
+from lightning_sdpipe.loop.dealt import Dealing, DealtTurns
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
-from lightning_sdpipe.loop.joint_turns import JointTurns
+from lightning_sdpipe.loop.joint import JointTurns
 from lightning_sdpipe.loop.loss_scale import current_scale
 from lightning_sdpipe.loop.nonfinite import Watch
 from lightning_sdpipe.loop.optimizers import (
@@ -44,7 +43,8 @@ from lightning_sdpipe.loop.refusals import (
     refuse_several_optimizers,
     refuse_unsupported,
 )
-from lightning_sdpipe.loop.split import Split, split_of
+from lightning_sdpipe.loop.resume_position import Split, split_of
+from lightning_sdpipe.loop.stream_switches import Draws
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.same_memory import same_memory

@@ -16,7 +16,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.dealt_turns import Dealing, DealtTurns
+from lightning_sdpipe.loop.dealt import Dealing, DealtTurns
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.strategy.options import SDPipeOptions

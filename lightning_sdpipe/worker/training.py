@@ -30,12 +30,12 @@ from torch.optim import Optimizer
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.closures import STEPPED_ALONE, once
-from lightning_sdpipe.loop.draws import Draws, Point
+from lightning_sdpipe.loop.collective_guard import Whereabouts
 from lightning_sdpipe.loop.loss_scale import loss_scale
 from lightning_sdpipe.loop.nonfinite import Watch
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.readiness import Readiness, last_wait
-from lightning_sdpipe.loop.whereabouts import Whereabouts
+from lightning_sdpipe.loop.stream_switches import Draws, Point
 from lightning_sdpipe.pipeline.micro_batches import Portion, refuse_time_first
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
@@ -230,11 +230,11 @@ class Training:
             self.rendezvous.come_together(loop.position(self.trainer))
 
     def begin_uneven(self) -> None:
-        """See :class:`~lightning_sdpipe.loop.uneven_data.Turns`."""
+        """See :class:`~lightning_sdpipe.loop.uneven.Turns`."""
         self._absent, self._meeting = False, None
 
     def without_batch(self) -> bool:
-        """See :class:`~lightning_sdpipe.loop.uneven_data.Turns`."""
+        """See :class:`~lightning_sdpipe.loop.uneven.Turns`."""
         position, meeting = loop.position(self.trainer), self._meeting
         if meeting is None or (position == meeting.position and not meeting.closing):
             self._drain()
@@ -248,7 +248,7 @@ class Training:
     # ---------------------------------------------------------------- dealing
 
     def begin_dealt(self) -> None:
-        """See :class:`~lightning_sdpipe.loop.dealt_turns.DealtTraining`, as for the next five."""
+        """See :class:`~lightning_sdpipe.loop.dealt.DealtTraining`, as for the next five."""
         self._take_over_freezing()
         self._absent, self.underway = False, True
         with self.first_failure():

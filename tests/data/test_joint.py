@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_sdpipe.data.joint import JointBatches, divide
-from lightning_sdpipe.loop.joint_turns import divided
+from lightning_sdpipe.loop.joint import divided
 
 SPEEDS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6)
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import tests.features
 
 Test = TypeVar("Test", bound=Callable[..., None])
-OTHERS = ["tests.loop.test_uneven_data", "tests.worker.launching.test_launching", "tests.worker.test_failures"]
+OTHERS = ["tests.loop.test_uneven", "tests.worker.launching.test_launching", "tests.worker.test_failures"]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 START, END = "<!-- table -->\n", "<!-- end of table -->\n"
 

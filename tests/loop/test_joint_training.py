@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.slowdowns import Static
-from lightning_sdpipe.loop.joint_turns import JointTurns
+from lightning_sdpipe.loop.joint import JointTurns
 
 SECONDS = 0.001
 BATCH = 6

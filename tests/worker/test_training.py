@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.whereabouts import Whereabouts
+from lightning_sdpipe.loop.collective_guard import Whereabouts
 from lightning_sdpipe.sync.rendezvous import Meeting, Place
 from lightning_sdpipe.worker.training import Phase, Training
 

@@ -28,7 +28,7 @@ from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFa
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.dealt_turns import Dealing
+from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies.events import Worker

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_sdpipe.loop.pauses import next_pause
+from lightning_sdpipe.loop.sync_points import next_pause
 
 SMALL = st.integers(1, 9)
 

@@ -24,8 +24,8 @@ from lightning_sdpipe.data.shards import refuse_to_deal, why_sharded
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.equal_split import EqualSplit
-from lightning_sdpipe.loop.pauses import next_pause, save_at_pauses
-from lightning_sdpipe.loop.split import Split, goes_on_in_another, move_place, refuse_other_split
+from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
+from lightning_sdpipe.loop.sync_points import next_pause, save_at_pauses
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.scheduler.client.client import SchedulerClient

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_sdpipe.loop.dealt_turns import announcement, batch_to_show
+from lightning_sdpipe.loop.dealt import announcement, batch_to_show
 
 
 class Module(L.LightningModule):

@@ -22,7 +22,7 @@ from lightning_sdpipe.data.shards import why_sharded
 from lightning_sdpipe.dealing.shares import micro_batches_by_speed
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.loop.split import Split, goes_on_in_another, move_place, refuse_other_split
+from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.micro_batches import Portion
 from lightning_sdpipe.topology.groups import ProcessGroups
