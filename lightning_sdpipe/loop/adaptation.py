@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.loop import finetuning
 from lightning_sdpipe.loop.clipping import clip_over_stages, clip_without_flush
-from lightning_sdpipe.loop.collective_guard import Whereabouts
+from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.loop.last_stage import gather_metrics_over, leave_results_to_the_last_stage
 from lightning_sdpipe.loop.loss_scale import agree_on_overflow, scale_without_flush
 from lightning_sdpipe.loop.metrics_elsewhere import refuse_metrics_elsewhere
@@ -83,7 +83,7 @@ def adapt(
     ownership: Ownership,
     pipeline: Pipeline,
     buckets: Sequence[FlatBucket],
-    whereabouts: Whereabouts,
+    whereabouts: CollectiveGuard,
     readiness: Readiness,
     whole_groups: Callable[[], list[dict[str, Any]]],
     whole_groups_shown: Callable[[], AbstractContextManager[None]],

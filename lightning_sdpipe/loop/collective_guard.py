@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from lightning_sdpipe.errors import ConfigurationError
 
 
-class Whereabouts:
+class CollectiveGuard:
     """Held by the strategy of one worker.
 
     Args:

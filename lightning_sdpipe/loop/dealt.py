@@ -25,7 +25,7 @@ from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.equal_split import EqualSplit
 from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
-from lightning_sdpipe.loop.sync_points import next_pause, save_at_pauses
+from lightning_sdpipe.loop.sync_points import next_sync_point, save_at_sync_points
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
@@ -83,7 +83,7 @@ class Dealing:
     reason: str | None
 
 
-class DealtTurns:
+class DealtBatchSource:
     """This worker's.
 
     Args:
@@ -211,7 +211,7 @@ class DealtTurns:
         loop._should_accumulate = should_accumulate
         loop.update_lr_schedulers = update_lr_schedulers
         loop._should_check_val_fx = lambda fetcher: not underway() and check_validation(fetcher)
-        save_at_pauses(self._trainer, underway)
+        save_at_sync_points(self._trainer, underway)
 
     def close(self) -> None:
         """The fit is over; workers of the loader may end."""
@@ -256,7 +256,7 @@ class DealtTurns:
             self._run_out()
 
     def _segment_from(self, start: int) -> Segment:
-        return Segment(self._run, self._trainer.current_epoch, start, next_pause(self._trainer, self._checks))
+        return Segment(self._run, self._trainer.current_epoch, start, next_sync_point(self._trainer, self._checks))
 
     @property
     def _final(self) -> bool:
@@ -354,7 +354,7 @@ def announcement(required: bool, module: LightningModule, callbacks: Iterable[Ca
 class DealtFetcher(_DataFetcher):
     """Takes over from Lightning's ``fetcher``, which has fetched nothing."""
 
-    def __init__(self, fetcher: _DataFetcher, turns: DealtTurns) -> None:
+    def __init__(self, fetcher: _DataFetcher, turns: DealtBatchSource) -> None:
         self.__dict__.update(fetcher.__dict__)
         self.turns = turns
         self.done = False  # the turns know which is the last

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.stream_switches import Draws, Point
+from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 
@@ -41,7 +41,7 @@ class EpochCallback(Callback):
         checks: ClockChecks,
         first_failure: Callable[[], AbstractContextManager[None]],
         underway: Callable[[], bool],
-        draws: Draws,
+        draws: StreamSwitches,
     ) -> None:
         self._groups = groups
         self._pause = pause

@@ -34,7 +34,7 @@ WORTH = 0.95
 """A division is changed where the slowest pipeline would be done in this part of the time, or less."""
 
 
-class JointTurns:
+class JointBatchSource:
     """This worker's.
 
     Args:
@@ -176,7 +176,7 @@ class JointTurns:
 class JointFetcher(_DataFetcher):
     """Takes over from Lightning's ``fetcher``, which has fetched nothing."""
 
-    def __init__(self, fetcher: _DataFetcher, turns: JointTurns) -> None:
+    def __init__(self, fetcher: _DataFetcher, turns: JointBatchSource) -> None:
         self.__dict__.update(fetcher.__dict__)
         self.turns = turns
 

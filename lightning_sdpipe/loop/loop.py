@@ -27,8 +27,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.dealt import DealtFetcher, DealtTurns
-from lightning_sdpipe.loop.joint import JointFetcher, JointTurns
+from lightning_sdpipe.loop.dealt import DealtBatchSource, DealtFetcher
+from lightning_sdpipe.loop.joint import JointBatchSource, JointFetcher
 from lightning_sdpipe.loop.uneven import Turns, UnevenFetcher
 
 
@@ -37,7 +37,7 @@ def change(
     turns: Turns,
     together: Callable[[], bool],
     checks: ClockChecks,
-    by_speed: DealtTurns | JointTurns | None = None,
+    by_speed: DealtBatchSource | JointBatchSource | None = None,
 ) -> None:
     """Changes ``trainer``'s loop and callbacks so; ``together`` says whether all workers are at this batch, and
     ``by_speed`` takes the turns if pipelines train by their speed.
@@ -109,7 +109,7 @@ def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
     )
 
 
-def _end_together(trainer: Trainer, turns: Turns, by_speed: DealtTurns | JointTurns | None) -> None:
+def _end_together(trainer: Trainer, turns: Turns, by_speed: DealtBatchSource | JointBatchSource | None) -> None:
     loop: Any = trainer.fit_loop
 
     def advance() -> None:
@@ -125,7 +125,7 @@ def _end_together(trainer: Trainer, turns: Turns, by_speed: DealtTurns | JointTu
     loop.advance = advance
 
 
-def _resume_quietly(trainer: Trainer, by_speed: DealtTurns | JointTurns) -> None:
+def _resume_quietly(trainer: Trainer, by_speed: DealtBatchSource | JointBatchSource) -> None:
     """Lightning warns that nobody knows which batches remain of an epoch that it goes on with. ``by_speed`` does."""
     loop: Any = trainer.fit_loop.epoch_loop
 

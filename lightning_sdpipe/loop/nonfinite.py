@@ -18,7 +18,7 @@ from lightning_sdpipe.exchange.buckets import FlatBucket
 _NEVER = 2**62
 
 
-class Watch:
+class NonfiniteWatch:
     """Remembers when a worker's numbers ceased to be finite.
 
     Args:

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.loop.collective_guard import Whereabouts
+from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.partition import apart, plan, rehearsal
 from lightning_sdpipe.partition import profile as cache
 from lightning_sdpipe.partition.chain import Block
@@ -58,7 +58,7 @@ class Planning:
     names: Sequence[str] | None
     num_micro_batches: int
     device: torch.device
-    whereabouts: Whereabouts
+    whereabouts: CollectiveGuard
     timeout: float
     in_flight: plan.InFlight | None = None
     notes: list[str] = field(default_factory=list)

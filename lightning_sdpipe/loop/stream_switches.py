@@ -34,7 +34,7 @@ class Point(IntEnum):
     BATCH_END = 4
 
 
-class Draws:
+class StreamSwitches:
     """Follows the batches of ``trainer``'s loops until :meth:`undo`.
 
     Args:

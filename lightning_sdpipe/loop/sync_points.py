@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_sdpipe.loop.clock import ClockChecks
 
 
-def next_pause(trainer: Trainer, checks: ClockChecks) -> int:
+def next_sync_point(trainer: Trainer, checks: ClockChecks) -> int:
     """After how many batches of this epoch, on each of equal pipelines, training pauses next: for validation, a
     checkpoint, a look at the clock, ``max_steps``, or the end of the epoch."""
     loop: Any = trainer.fit_loop.epoch_loop
@@ -41,7 +41,7 @@ def saving_by_steps(trainer: Any) -> list[ModelCheckpoint]:
     return [callback for callback in found if callback._every_n_train_steps > 0]
 
 
-def save_at_pauses(trainer: Trainer, underway: Callable[[], bool]) -> None:
+def save_at_sync_points(trainer: Trainer, underway: Callable[[], bool]) -> None:
     """Keeps them from saving where a number of steps is seen again, or early, while pipelines are ``underway``."""
 
     def changed(callback: Any) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torchmetrics import Metric
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.collective_guard import Whereabouts
+from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.strategy.options import SDPipeOptions
@@ -138,8 +138,8 @@ class Collectives(SDPipeOptions):
         return Worker(*self.groups.mesh.locate(self.groups.rank))
 
     @cached_property
-    def _whereabouts(self) -> Whereabouts:
-        return Whereabouts(self.num_stages, self._metrics)
+    def _whereabouts(self) -> CollectiveGuard:
+        return CollectiveGuard(self.num_stages, self._metrics)
 
     def _metrics(self) -> list[Metric]:
         return [part for part in self.module.modules() if isinstance(part, Metric)]

@@ -22,11 +22,11 @@ from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.adaptation import adapt
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.dealt import Dealing, DealtTurns
+from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
-from lightning_sdpipe.loop.joint import JointTurns
+from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.loop.loss_scale import current_scale
-from lightning_sdpipe.loop.nonfinite import Watch
+from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
 from lightning_sdpipe.loop.optimizers import (
     OptimizerProgress,
     corrected,
@@ -44,7 +44,7 @@ from lightning_sdpipe.loop.refusals import (
     refuse_unsupported,
 )
 from lightning_sdpipe.loop.resume_position import Split, split_of
-from lightning_sdpipe.loop.stream_switches import Draws
+from lightning_sdpipe.loop.stream_switches import StreamSwitches
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.same_memory import same_memory
@@ -70,7 +70,7 @@ class SDPipeStrategy(CheckpointHooks):
     _plan: tuple[nn.Module, plan.Plan] | None = None
     _undo: Sequence[Callable[[], None]] = ()
     _failed = _gathers = False
-    _turns: DealtTurns | JointTurns | None = None
+    _turns: DealtBatchSource | JointBatchSource | None = None
 
     @cached_property
     def _initialisation(self) -> Initialisation:
@@ -166,7 +166,7 @@ class SDPipeStrategy(CheckpointHooks):
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         watch = self.on_nonfinite == "stop"
         where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
-        draws = Draws(
+        draws = StreamSwitches(
             trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, parts.ownership, self._position
         )
         buckets = parts.freezing.buckets
@@ -182,9 +182,9 @@ class SDPipeStrategy(CheckpointHooks):
             self.groups,
             draws,
             self._whereabouts,
-            Watch(where, buckets, self.root_device, losses=not scaled) if watch else None,
+            NonfiniteWatch(where, buckets, self.root_device, losses=not scaled) if watch else None,
             self._first_failure,
-            lambda: self._turns.portion if isinstance(self._turns, JointTurns) else None,
+            lambda: self._turns.portion if isinstance(self._turns, JointBatchSource) else None,
             self._run.rendezvous,
             self._state,
         )
@@ -226,7 +226,7 @@ class SDPipeStrategy(CheckpointHooks):
         """When they are exchanged: without a flush they are divided by the loss scale before."""
         return current_scale(self.precision_plugin) if self._parts.pipeline.flushes else 1.0
 
-    def _turns_by_speed(self, trainer: Trainer, checks: ClockChecks) -> DealtTurns | JointTurns | None:
+    def _turns_by_speed(self, trainer: Trainer, checks: ClockChecks) -> DealtBatchSource | JointBatchSource | None:
         def seed() -> int:
             return self._data_seed
 
@@ -237,7 +237,7 @@ class SDPipeStrategy(CheckpointHooks):
             return self.reduce_boolean_decision(mine, all=False)
 
         if self.batch_by_speed:
-            return JointTurns(trainer, self.groups, self._parts.delays, *self.division, seed, origin)
+            return JointBatchSource(trainer, self.groups, self._parts.delays, *self.division, seed, origin)
         if not deals(self.data, self._method, self.mesh.num_pipelines, self.membership.client.policy):
             return None
         asked = self.data == "dealt"

@@ -16,7 +16,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.dealt import Dealing, DealtTurns
+from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.strategy.options import SDPipeOptions
@@ -160,11 +160,13 @@ class FixedRun:
         """Where this worker is beside its replicas."""
         return Rendezvous(sync)
 
-    def dealt_turns(self, trainer: Trainer, training: Training, checks: ClockChecks, dealing: Dealing) -> DealtTurns:
+    def dealt_turns(
+        self, trainer: Trainer, training: Training, checks: ClockChecks, dealing: Dealing
+    ) -> DealtBatchSource:
         """Turns over dealt batches; every worker must call it."""
         assert self._membership is not None
         run, client = shared(secrets.randbits(62)), self._membership.client
-        return DealtTurns(trainer, training, client, self.groups, checks, run, dealing)
+        return DealtBatchSource(trainer, training, client, self.groups, checks, run, dealing)
 
     def set_out(self, trainer: Trainer) -> None:
         """All is set up, and nothing restored yet."""

@@ -30,12 +30,12 @@ from torch.optim import Optimizer
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.closures import STEPPED_ALONE, once
-from lightning_sdpipe.loop.collective_guard import Whereabouts
+from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.loop.loss_scale import loss_scale
-from lightning_sdpipe.loop.nonfinite import Watch
+from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.readiness import Readiness, last_wait
-from lightning_sdpipe.loop.stream_switches import Draws, Point
+from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
 from lightning_sdpipe.pipeline.micro_batches import Portion, refuse_time_first
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
@@ -79,9 +79,9 @@ class Training:
     sync: Synchronizer
     client: SchedulerClient
     groups: ProcessGroups
-    draws: Draws
-    whereabouts: Whereabouts
-    watch: Watch | None
+    draws: StreamSwitches
+    whereabouts: CollectiveGuard
+    watch: NonfiniteWatch | None
     first_failure: Callable[[], AbstractContextManager[None]]
     portion: Callable[[], Portion | None] = lambda: None
     make_rendezvous: Callable[[Synchronizer], Rendezvous] = Rendezvous

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.slowdowns import Static
-from lightning_sdpipe.loop.joint import JointTurns
+from lightning_sdpipe.loop.joint import JointBatchSource
 
 SECONDS = 0.001
 BATCH = 6
@@ -149,7 +149,7 @@ def once_each(records: list[dict[str, Any]], epochs: list[int]) -> None:
 def changing_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """First one pipeline is said to be faster, then the other, whatever this machine has to do meanwhile."""
     said = cycle([[9.0, 1.0], [1.0, 3.0], [4.0, 1.0], [1.0, 9.0], [1.0, 1.0]])
-    monkeypatch.setattr(JointTurns, "_measured", lambda _: next(said))
+    monkeypatch.setattr(JointBatchSource, "_measured", lambda _: next(said))
 
 
 @pytest.mark.distributed
@@ -176,9 +176,9 @@ def test_who_trains_a_micro_batch_does_not_change_what_is_drawn(
 ) -> None:
     """And with equal speeds everybody trains its own shard."""
     shards = fit(tmp_path / "shards", (1.0, 1.0), by_speed=False, dropout=0.3)
-    monkeypatch.setattr(JointTurns, "_measured", lambda _: [1.0, 1.02])
+    monkeypatch.setattr(JointBatchSource, "_measured", lambda _: [1.0, 1.02])
     equal = fit(tmp_path / "equal", (1.0, 1.0), dropout=0.3)
-    monkeypatch.setattr(JointTurns, "_measured", lambda _: [1.0, 3.0])
+    monkeypatch.setattr(JointBatchSource, "_measured", lambda _: [1.0, 3.0])
     unequal = fit(tmp_path / "unequal", (1.0, 1.0), dropout=0.3)
     assert_same_weights(equal, shards)
     assert_same_weights(unequal, shards)

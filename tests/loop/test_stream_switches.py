@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.stream_switches import Draws
+from lightning_sdpipe.loop.stream_switches import StreamSwitches
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.random_streams import RandomStreams
 from lightning_sdpipe.topology.mesh import Mesh
@@ -31,7 +31,7 @@ def update(rank: int, draws: bool, trained: bool = True) -> float:
     mesh = Mesh.build(2, 2)
     stages = {"embedding.weight": (0, 1), "embedding.bias": (0,), "head.weight": (0, 1), "head.bias": (1,)}
     groups: Any = SimpleNamespace(mesh=mesh, rank=rank)
-    follower = Draws(trainer, RandomStreams(torch.device("cpu")), lambda: 1, groups, Ownership(stages))
+    follower = StreamSwitches(trainer, RandomStreams(torch.device("cpu")), lambda: 1, groups, Ownership(stages))
     trainer.precision_plugin._after_closure(module, None)
     noise = float(torch.rand(())) if draws else 0.0
     follower.end_update(torch.optim.SGD(module.parameters(), 0.1))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_sdpipe.loop.sync_points import next_pause
+from lightning_sdpipe.loop.sync_points import next_sync_point
 
 SMALL = st.integers(1, 9)
 
@@ -69,4 +69,4 @@ def test_nothing_is_passed_over(
     )
     checks: Any = SimpleNamespace(next=clock)
     expected = next(number for number in range(start + 1, end + 1) if pauses(number))
-    assert next_pause(trainer, checks) == expected
+    assert next_sync_point(trainer, checks) == expected

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.collective_guard import Whereabouts
+from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.sync.rendezvous import Meeting, Place
 from lightning_sdpipe.worker.training import Phase, Training
 
@@ -108,7 +108,7 @@ def training(meetings: list[Meeting] | None = None) -> tuple[Training, list[int]
     client = SimpleNamespace(step_ended=lambda *_: None)
     groups = SimpleNamespace(mesh=SimpleNamespace(num_stages=1))
     draws = SimpleNamespace(stream=(), between_steps=lambda point: None, end_update=lambda optimizer: None)
-    arguments: list[Any] = [trainer, parts, sync, client, groups, draws, Whereabouts(1), None, nullcontext]
+    arguments: list[Any] = [trainer, parts, sync, client, groups, draws, CollectiveGuard(1), None, nullcontext]
     it = Training(*arguments)
     it.rendezvous = Elsewhere(meetings or [])  # type: ignore[assignment]
     return it, announced

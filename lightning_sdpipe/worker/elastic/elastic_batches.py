@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_sdpipe.dealing.leases import Segment
-from lightning_sdpipe.loop.dealt import DealtTurns
+from lightning_sdpipe.loop.dealt import DealtBatchSource
 from lightning_sdpipe.worker.elastic.stage_commands import Command, CommandChannel, CommandKind
 
 _GLANCE = 0.02  # seconds between two looks whether there are enough pipelines
 
 
-class ElasticBatchSource(DealtTurns):
-    """This worker's. See :class:`~lightning_sdpipe.loop.dealt.DealtTurns` for what is not said here."""
+class ElasticBatchSource(DealtBatchSource):
+    """This worker's. See :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource` for what is not said here."""
 
     words: CommandChannel
     asked: Callable[[], Command | None]
