@@ -30,7 +30,7 @@ from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.ownership import move
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal import StepCalls
-from lightning_sdpipe.partition.rehearsed import Rehearsed
+from lightning_sdpipe.partition.rehearsal_result import Rehearsed
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.pipeline.micro_batches import split
 

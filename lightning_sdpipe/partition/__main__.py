@@ -18,7 +18,7 @@ from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.plan import Plan, Profile, num_parameters, plan, with_crossing
 from lightning_sdpipe.partition.profile import profile
-from lightning_sdpipe.partition.rehearsed import Rehearsed
+from lightning_sdpipe.partition.rehearsal_result import Rehearsed
 
 _HEADINGS = ("stage", "blocks", "parameters", "forward ms", "backward ms", "KiB over the cut")
 

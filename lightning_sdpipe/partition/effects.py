@@ -3,7 +3,7 @@
 On the stages after a block's own, a stand-in takes its place. User code may look for more than what the call returned:
 forward hooks on the block's modules record intermediate values (the outputs that Hugging Face's models record), a
 module keeps a value in an attribute, a block appends to a list that it was given. All of these are effects. What a
-block does elsewhere (a global list, an object of the user's own) is none; :mod:`~lightning_sdpipe.partition.labels`
+block does elsewhere (a global list, an object of the user's own) is none; :mod:`~lightning_sdpipe.partition.provenance`
 finds it.
 """
 

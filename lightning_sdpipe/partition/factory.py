@@ -14,7 +14,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import rehearsal
 from lightning_sdpipe.partition.plan import Balanced, Partition
 from lightning_sdpipe.partition.rehearsal import StepCalls
-from lightning_sdpipe.partition.rehearsed import Rehearsed
+from lightning_sdpipe.partition.rehearsal_result import Rehearsed
 
 _CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ from lightning_sdpipe.partition.chain import Block, find_chains, join_ends
 from lightning_sdpipe.partition.cut import cut
 from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.profile import BlockProfile
-from lightning_sdpipe.partition.rehearsed import Rehearsed
+from lightning_sdpipe.partition.rehearsal_result import Rehearsed
 from lightning_sdpipe.partition.same_memory import same_memory
-from lightning_sdpipe.partition.saved import parameter_bytes
+from lightning_sdpipe.partition.saved_bytes import parameter_bytes
 from lightning_sdpipe.partition.sending import Travel
 
 

@@ -13,9 +13,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from lightning_sdpipe.partition.labels import Labels
 from lightning_sdpipe.partition.mementos import Mementos
-from lightning_sdpipe.partition.rehearsed import Rehearsed
+from lightning_sdpipe.partition.provenance import Labels
+from lightning_sdpipe.partition.rehearsal_result import Rehearsed
 from lightning_sdpipe.random_streams import RandomStreams
 
 _AT_MOST = 8  # runs of a step, while blocks are skipped in some of them or in all

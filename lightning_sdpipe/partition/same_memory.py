@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.kept import tensors_in_attributes
+from lightning_sdpipe.partition.module_attributes import tensors_in_attributes
 from lightning_sdpipe.partition.placeholder import Placeholder
 
 _Layout: TypeAlias = tuple[Any, ...]

@@ -2,7 +2,7 @@
 of random numbers, in attributes of modules and of their classes and in global variables; and the metrics that the step
 has logged.
 
-Tensors leave traces in torch (:mod:`~lightning_sdpipe.partition.labels`). Of the rest, an attribute or a global
+Tensors leave traces in torch (:mod:`~lightning_sdpipe.partition.provenance`). Of the rest, an attribute or a global
 variable is seen when it is read or set, and what is changed within an object between two looks at it. An iterator that
 is read is taken from.
 """
@@ -43,7 +43,7 @@ _DEPTH = 4  # of containers and objects in each other
 @dataclass(frozen=True)
 class Touch:
     """A step reads ``what``, or ``writes`` to it, in a block or at a position of the code outside
-    (:class:`~lightning_sdpipe.partition.labels.Write`).
+    (:class:`~lightning_sdpipe.partition.provenance.Write`).
 
     Args:
         anew: sets it, whatever it was.

@@ -14,7 +14,7 @@ from lightning_sdpipe.partition import rehearsal
 from lightning_sdpipe.partition.factory import build
 from lightning_sdpipe.partition.plan import Profile, plan, with_crossing
 from lightning_sdpipe.partition.profile import profile
-from lightning_sdpipe.partition.rehearsed import Rehearsed
+from lightning_sdpipe.partition.rehearsal_result import Rehearsed
 from lightning_sdpipe.placement.model import Block
 
 

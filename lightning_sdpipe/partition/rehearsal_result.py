@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.labels import OUTSIDE, Trace
-from lightning_sdpipe.partition.needs import Leaves, Needs, Refusal, needs
+from lightning_sdpipe.partition.backward_slice import Leaves, Needs, Refusal, needs
+from lightning_sdpipe.partition.provenance import OUTSIDE, Trace
 from lightning_sdpipe.partition.sending import Travel
 from lightning_sdpipe.partition.touches import counted, late, logged_late
 

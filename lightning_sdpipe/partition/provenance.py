@@ -4,7 +4,7 @@ The whole step runs in one process, under a mode that sees each operation of tor
 last changed its storage, by its place in that storage, and by its gradient's identity: storage alone cannot tell a
 Flatten from its input, nor a value from its detached alias. Nothing here keeps a tensor or an autograd graph alive.
 
-:mod:`~lightning_sdpipe.partition.needs` reads what is written down here.
+:mod:`~lightning_sdpipe.partition.backward_slice` reads what is written down here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.partition.effects import Watch
 from lightning_sdpipe.partition.intercept import Original, intercept
-from lightning_sdpipe.partition.kept import kept_over_steps, tensors_in_attributes
 from lightning_sdpipe.partition.message import EffectLayout, LeafKey, leaves_of
+from lightning_sdpipe.partition.module_attributes import kept_over_steps, tensors_in_attributes
 from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS
 from lightning_sdpipe.partition.structure import take_apart
 from lightning_sdpipe.partition.touches import Touch, Touches

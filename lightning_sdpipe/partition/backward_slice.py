@@ -1,5 +1,5 @@
 """Which values have to travel to a stage, and which cannot: reading the traces of
-:class:`~lightning_sdpipe.partition.labels.Labels` backwards.
+:class:`~lightning_sdpipe.partition.provenance.Labels` backwards.
 
 A stage computes its blocks. What these read, what user code between blocks up to the end of the stage turns into
 Python's, and on the last stage what the step returns, logs and keeps, must be there. Every stage runs the user code
@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_sdpipe.partition.labels import OUTSIDE, Gradient, Place, Storage, Trace, Use, Value, Write
 from lightning_sdpipe.partition.message import LeafKey
+from lightning_sdpipe.partition.provenance import OUTSIDE, Gradient, Place, Storage, Trace, Use, Value, Write
 from lightning_sdpipe.partition.touches import Touch, missed
 
 Leaves = tuple[LeafKey, ...]
