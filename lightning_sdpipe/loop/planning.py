@@ -30,7 +30,7 @@ from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.ownership import move
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal import StepCalls
-from lightning_sdpipe.partition.rehearsal_result import Rehearsed
+from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.pipeline.micro_batches import split
 
@@ -154,7 +154,7 @@ def _made(planning: Planning, steps: Sequence[StepCalls]) -> plan.Plan:
         calls = calls or _calls(planning, "training_step", planning.trainer.fit_loop)
         return _measure(planning, blocks, *calls[0])
 
-    def rehearse(chain: Sequence[str]) -> Rehearsed | None:
+    def rehearse(chain: Sequence[str]) -> RehearsalResult | None:
         if not steps:
             return None
         move(module, planning.device)

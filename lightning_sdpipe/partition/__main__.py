@@ -18,7 +18,7 @@ from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.plan import Plan, Profile, num_parameters, plan, with_crossing
 from lightning_sdpipe.partition.profile import profile
-from lightning_sdpipe.partition.rehearsal_result import Rehearsed
+from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 
 _HEADINGS = ("stage", "blocks", "parameters", "forward ms", "backward ms", "KiB over the cut")
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(options: argparse.Namespace) -> str:
     module, batch = factory.build(options.factory)
     measured: list[Profile] = []
-    rehearsals: list[Rehearsed] = []
+    rehearsals: list[RehearsalResult] = []
 
     def measure(blocks: Sequence[tuple[str, ...]]) -> Profile:
         if batch is None:
@@ -94,7 +94,7 @@ def _report(options: argparse.Namespace) -> str:
         measured.append(profile(module, blocks, lambda: step(batch, 0), device))
         return measured[0]
 
-    def rehearse(chain: Sequence[str]) -> Rehearsed | None:
+    def rehearse(chain: Sequence[str]) -> RehearsalResult | None:
         if batch is None:
             return None
         rehearsals.append(factory.rehearse(module, chain, [batch]))

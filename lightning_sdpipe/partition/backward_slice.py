@@ -1,5 +1,5 @@
 """Which values have to travel to a stage, and which cannot: reading the traces of
-:class:`~lightning_sdpipe.partition.provenance.Labels` backwards.
+:class:`~lightning_sdpipe.partition.provenance.ProvenanceTracer` backwards.
 
 A stage computes its blocks. What these read, what user code between blocks up to the end of the stage turns into
 Python's, and on the last stage what the step returns, logs and keeps, must be there. Every stage runs the user code
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_sdpipe.partition.message import LeafKey
-from lightning_sdpipe.partition.provenance import OUTSIDE, Gradient, Place, Storage, Trace, Use, Value, Write
+from lightning_sdpipe.partition.provenance import OUTSIDE, Gradient, Place, StepTrace, Storage, Use, Value, Write
 from lightning_sdpipe.partition.touches import Touch, missed
 
 Leaves = tuple[LeafKey, ...]
@@ -41,13 +41,13 @@ class Needs:
     refusals: list[Refusal] = field(default_factory=list)
 
 
-def needs(traces: Sequence[Trace], span: range, last: bool) -> Needs:
+def backward_slice(traces: Sequence[StepTrace], span: range, last: bool) -> Needs:
     """What the stage of the blocks ``span`` needs in the last of ``traces``, before which the others have run."""
     return _Search(traces, span, last).found
 
 
 class _Search:
-    def __init__(self, traces: Sequence[Trace], span: range, last: bool) -> None:
+    def __init__(self, traces: Sequence[StepTrace], span: range, last: bool) -> None:
         self.found = Needs()
         self._traces = traces
         self._span = span
@@ -200,7 +200,7 @@ class _Search:
         return tuple(sorted(every, key=lambda key: (key.block, repr(key))))
 
 
-def _leaves_by_storage(trace: Trace) -> dict[Storage, list[tuple[LeafKey, Value]]]:
+def _leaves_by_storage(trace: StepTrace) -> dict[Storage, list[tuple[LeafKey, Value]]]:
     found: dict[Storage, list[tuple[LeafKey, Value]]] = {}
     for key, value in trace.leaves.items():
         found.setdefault(value.storage, []).append((key, value))

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.effects import Effect, Watch, hear_assignments, replay
+from lightning_sdpipe.partition.effects import Effect, EffectRecorder, hear_assignments, replay
 from lightning_sdpipe.partition.intercept import Original, intercept
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.placeholder import refuse_placeholders
@@ -138,7 +138,9 @@ class CutModel:
         self._streams_of = [crc32(path.encode()) for path in chain]
         self._run: _Run | None = None
         self._looked: set[int] = set()
-        self._watches = {index: Watch(chain[index], module.get_submodule(chain[index])) for index in self._owned}
+        self._watches = {
+            index: EffectRecorder(chain[index], module.get_submodule(chain[index])) for index in self._owned
+        }
         sends = any(span.stop < len(chain) for span in owned)
         self._restore: list[Callable[[], None]] = [hear_assignments()] if sends else []
         for index, block in enumerate([module.get_submodule(path) for path in chain]):

@@ -52,7 +52,7 @@ _Container: TypeAlias = list[Any] | dict[Any, Any]
 _OF_EVERY_MODULE = {*vars(nn.Module()), INTERCEPTED}
 
 
-class Watch:
+class EffectRecorder:
     """Sees the effects of one block's calls. Attributes are seen while :func:`hear_assignments` holds.
 
     Args:

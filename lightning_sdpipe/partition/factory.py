@@ -14,7 +14,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import rehearsal
 from lightning_sdpipe.partition.plan import Balanced, Partition
 from lightning_sdpipe.partition.rehearsal import StepCalls
-from lightning_sdpipe.partition.rehearsal_result import Rehearsed
+from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 
 _CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def build(path: str) -> tuple[nn.Module, Any]:
     return module, batch
 
 
-def rehearse(module: nn.Module, chain: Sequence[str], batches: Sequence[Any]) -> Rehearsed:
+def rehearse(module: nn.Module, chain: Sequence[str], batches: Sequence[Any]) -> RehearsalResult:
     """A rehearsal of ``training_step`` on two batches, or on one twice.
 
     Raises:

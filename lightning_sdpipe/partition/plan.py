@@ -17,7 +17,7 @@ from lightning_sdpipe.partition.chain import Block, find_chains, join_ends
 from lightning_sdpipe.partition.cut import cut
 from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.profile import BlockProfile
-from lightning_sdpipe.partition.rehearsal_result import Rehearsed
+from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.partition.saved_bytes import parameter_bytes
 from lightning_sdpipe.partition.sending import Travel
@@ -94,7 +94,7 @@ def plan(
     partition: Partition = "uniform",
     names: Sequence[str] | None = None,
     measure: Callable[[Sequence[Block]], Profile] | None = None,
-    rehearse: Callable[[Sequence[str]], Rehearsed | None] = lambda _: None,
+    rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
     in_flight: InFlight | None = None,
 ) -> Plan:
     """Finds the chain of ``module`` and cuts it into ``num_stages`` stages.
@@ -145,8 +145,8 @@ def _blocks(
 
 
 def _rehearsed(
-    chain: Sequence[str], rehearse: Callable[[Sequence[str]], Rehearsed | None], names: Sequence[str] | None
-) -> tuple[Sequence[str], Rehearsed | None]:
+    chain: Sequence[str], rehearse: Callable[[Sequence[str]], RehearsalResult | None], names: Sequence[str] | None
+) -> tuple[Sequence[str], RehearsalResult | None]:
     """The chain in the order in which it runs, without modules that run more than once, and its rehearsal."""
     rehearsed = rehearse(chain)
     if rehearsed is None:
@@ -167,7 +167,7 @@ def _cut(
     num_stages: int,
     partition: Partition,
     measure: Callable[[Sequence[Block]], Profile] | None,
-    rehearsed: Rehearsed | None,
+    rehearsed: RehearsalResult | None,
     in_flight: InFlight | None,
 ) -> Plan:
     cut(len(blocks), num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition)
@@ -193,7 +193,7 @@ def _cut(
     return replace(made, travel=travel, readers=readers)
 
 
-def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: Rehearsed | None) -> Profile:
+def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: RehearsalResult | None) -> Profile:
     """The profile with all bytes that cross a cut after each block in a training step; None where it cannot be cut."""
     if rehearsed is None or "training_step" not in rehearsed.traces:
         return profile

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_sdpipe.partition.effects import Watch
+from lightning_sdpipe.partition.effects import EffectRecorder
 from lightning_sdpipe.partition.intercept import Original, intercept
 from lightning_sdpipe.partition.message import EffectLayout, LeafKey, leaves_of
 from lightning_sdpipe.partition.module_attributes import kept_over_steps, tensors_in_attributes
@@ -85,7 +85,7 @@ class Use:
 
 
 @dataclass
-class Trace:
+class StepTrace:
     """One step: in which order blocks were called; what the operations of each block read, with their names; where user
     code outside of blocks turned values into Python's, or into a shape, and where it wrote them into a tensor (the
     first of the values); what the step returned, logged and kept in buffers; what the blocks handed on, with the bytes
@@ -105,7 +105,7 @@ class Trace:
     touches: list[Touch] = field(default_factory=list)
 
 
-class Labels(TorchDispatchMode):
+class ProvenanceTracer(TorchDispatchMode):
     """Labels the tensors of ``module``'s steps; see the text of this file.
 
     Args:
@@ -115,7 +115,7 @@ class Labels(TorchDispatchMode):
 
     def __init__(self, module: nn.Module, chain: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.traces: list[Trace] = []
+        self.traces: list[StepTrace] = []
         self._module = module
         self._chain = chain
         self._storages: dict[int, Storage] = {}
@@ -124,7 +124,7 @@ class Labels(TorchDispatchMode):
         self._position = 0
         self._paths: list[str] = []
         self._names = {m: name for name, m in module.named_modules()}
-        self._watches = [Watch(path, module.get_submodule(path), self._enter_hooks) for path in chain]
+        self._watches = [EffectRecorder(path, module.get_submodule(path), self._enter_hooks) for path in chain]
         self._touches = Touches(module, chain)
         self.keeps = False  # has a step left tensors of its own in attributes?
         self._before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
@@ -136,7 +136,7 @@ class Labels(TorchDispatchMode):
 
     def run(self, step: Callable[[], Any], batch: Any) -> None:
         """Runs one whole step on ``batch``, and adds its trace."""
-        self.traces.append(Trace())
+        self.traces.append(StepTrace())
         self._position = 0
         for leaf in tree_leaves(batch):
             if isinstance(leaf, Tensor):
@@ -324,7 +324,7 @@ class Labels(TorchDispatchMode):
 class _FunctionsOfPython(TorchFunctionMode):
     """Sees what is no operation: reading values directly, and ``.data``."""
 
-    def __init__(self, labels: Labels) -> None:
+    def __init__(self, labels: ProvenanceTracer) -> None:
         super().__init__()
         self._labels = labels
 

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_sdpipe.partition.mementos import Mementos
-from lightning_sdpipe.partition.provenance import Labels
-from lightning_sdpipe.partition.rehearsal_result import Rehearsed
+from lightning_sdpipe.partition.provenance import ProvenanceTracer
+from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.random_streams import RandomStreams
 
 _AT_MOST = 8  # runs of a step, while blocks are skipped in some of them or in all
@@ -32,7 +32,9 @@ class StepCalls:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def rehearse(module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls], device: torch.device) -> Rehearsed:
+def rehearse(
+    module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls], device: torch.device
+) -> RehearsalResult:
     """Runs the forwards of ``steps`` with labelled tensors. ``module`` is whole, on ``device``, and is left as it was.
 
     Raises:
@@ -45,7 +47,7 @@ def rehearse(module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls]
         with without_a_trace(module), torch.set_grad_enabled(step.trains):
             if not step.trains:
                 module.eval()
-            labels = Labels(module, chain)
+            labels = ProvenanceTracer(module, chain)
             weights = labels.blocks_of_weights()
             try:
                 for run in range(max(_AT_MOST, len(step.calls))):
@@ -61,7 +63,7 @@ def rehearse(module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls]
             finally:
                 labels.restore()
         traces[step.name] = labels.traces
-    return Rehearsed(chain, traces, weights)
+    return RehearsalResult(chain, traces, weights)
 
 
 @contextmanager

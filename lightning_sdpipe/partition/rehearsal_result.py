@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.backward_slice import Leaves, Needs, Refusal, needs
-from lightning_sdpipe.partition.provenance import OUTSIDE, Trace
+from lightning_sdpipe.partition.backward_slice import Leaves, Needs, Refusal, backward_slice
+from lightning_sdpipe.partition.provenance import OUTSIDE, StepTrace
 from lightning_sdpipe.partition.sending import Travel
 from lightning_sdpipe.partition.touches import counted, late, logged_late
 
@@ -26,7 +26,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class RehearsalResult:
     """The traces of each step of a module, by the step's name; two micro-batches each at least.
 
     Args:
@@ -36,7 +36,7 @@ class Rehearsed:
     """
 
     chain: Sequence[str]
-    traces: Mapping[str, Sequence[Trace]]
+    traces: Mapping[str, Sequence[StepTrace]]
     weights: Mapping[str, set[int]]
 
     @cached_property
@@ -132,7 +132,7 @@ class Rehearsed:
         """What the stage needs in any of the steps but the first, before which nothing has been kept."""
         traces, together = self.traces[step], Needs()
         for number in range(1, len(traces)):
-            found = needs(traces[: number + 1], span, span.stop == len(self.chain))
+            found = backward_slice(traces[: number + 1], span, span.stop == len(self.chain))
             together.values.update(found.values)
             together.weights.update(found.weights)
             together.refusals += found.refusals

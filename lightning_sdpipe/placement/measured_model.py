@@ -14,7 +14,7 @@ from lightning_sdpipe.partition import rehearsal
 from lightning_sdpipe.partition.factory import build
 from lightning_sdpipe.partition.plan import Profile, plan, with_crossing
 from lightning_sdpipe.partition.profile import profile
-from lightning_sdpipe.partition.rehearsal_result import Rehearsed
+from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.placement.model import Block
 
 
@@ -38,13 +38,13 @@ def measured_blocks(model: str, names: Sequence[str] | None, device: torch.devic
     module.to(device)
     batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
     profiles: list[Profile] = []
-    rehearsals: list[Rehearsed] = []
+    rehearsals: list[RehearsalResult] = []
 
     def measure(blocks: Sequence[tuple[str, ...]]) -> Profile:
         profiles.append(profile(module, blocks, lambda: step(batch, 0), device))
         return profiles[-1]
 
-    def rehearse(chain: Sequence[str]) -> Rehearsed:
+    def rehearse(chain: Sequence[str]) -> RehearsalResult:
         calls = rehearsal.StepCalls("training_step", [(batch, (0,))] * 2, trains=True)
         rehearsals.append(rehearsal.rehearse(module, chain, [calls], device))
         return rehearsals[-1]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.partition.effects import Effect, Watch, hear_assignments, replay
+from lightning_sdpipe.partition.effects import Effect, EffectRecorder, hear_assignments, replay
 
 
 class Block(nn.Module):
@@ -28,7 +28,7 @@ def effects_of(model: nn.Module, *args: Any, **kwargs: Any) -> list[Effect]:
     stop = hear_assignments()
     try:
         block = model.get_submodule("block")
-        output, effects = Watch("block", block).call(block, args, kwargs)
+        output, effects = EffectRecorder("block", block).call(block, args, kwargs)
     finally:
         stop()
     assert effects[0] == Effect("output", (), output)
