@@ -15,7 +15,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.cost import CostModel
 from lightning_sdpipe.placement.model import Traffic
 from lightning_sdpipe.placement.network import Network, read_network
-from lightning_sdpipe.placement.place import Asked, Placed, place
+from lightning_sdpipe.placement.planner import Asked, Placed, place
 from lightning_sdpipe.placement.report import rate, rates, report
 from lightning_sdpipe.topology.placement_file import write_placement
 

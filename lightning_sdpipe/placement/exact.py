@@ -12,7 +12,7 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from lightning_sdpipe.placement.runs import ClassCosts, Counts, Outline
+from lightning_sdpipe.placement.class_search import ClassCosts, Counts, Outline
 
 MOST_CLASSES = 4
 MOST_GROUPS = 2000

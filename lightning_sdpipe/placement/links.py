@@ -9,10 +9,10 @@ from statistics import median
 import msgspec
 
 from lightning_sdpipe.partition.memory import shown
+from lightning_sdpipe.placement.measurement_schedule import Pair, by_host
 from lightning_sdpipe.placement.model import Model
 from lightning_sdpipe.placement.network import Device, Network, Shared
 from lightning_sdpipe.placement.report import shown_seconds
-from lightning_sdpipe.placement.rounds import Pair, by_host
 
 SHARING = 0.8
 """Links that keep more than this of their bandwidth when all are busy do not share a network card."""

@@ -28,11 +28,11 @@ import torch
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.heterogeneity.record import matrix_product, sample
 from lightning_sdpipe.placement import probe
+from lightning_sdpipe.placement.job_store import Meeting
 from lightning_sdpipe.placement.links import Link, combine, summary
-from lightning_sdpipe.placement.meeting import Meeting
+from lightning_sdpipe.placement.measurement_schedule import Pair, schedule, together
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, write_network
-from lightning_sdpipe.placement.rounds import Pair, schedule, together
 from lightning_sdpipe.topology.hosts import device_name, this_host
 
 SAMPLES, INTERVAL = 5, 0.1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sdpipe.placement.cost import group_cost
-from lightning_sdpipe.placement.place import Placed
+from lightning_sdpipe.placement.planner import Placed
 from lightning_sdpipe.placement.report import shown_seconds, slowest_links
 
 PALETTE = ("#8ecae6", "#ffd166", "#95d5b2", "#f4a6b7", "#cdb4db", "#ffb997", "#a3b1ff", "#d4e09b", "#b8c0c8", "#e6ccb2")

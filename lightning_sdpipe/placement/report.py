@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_sdpipe.placement.cost import Stages, Weights
-from lightning_sdpipe.placement.place import Placed
+from lightning_sdpipe.placement.planner import Placed
 
 
 @dataclass(frozen=True)

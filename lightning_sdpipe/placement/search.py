@@ -5,7 +5,7 @@ it looks at the same placements in the same order, however fast the machine is, 
 finish agree. In turn it tries
 
 1. the default order, pipelines of near devices, and stages of near devices;
-2. placements of classes of like devices as runs of equal groups (``runs.py``), few runs first;
+2. placements of classes of like devices as runs of equal groups (``class_search.py``), few runs first;
 3. a proof (``exact.py``), where there are few enough compositions;
 4. annealing device by device (``anneal.py``), from pipelines of near devices, stages of near devices, random ones and
    the best placement so far, each outcome arranged in the best way (``arrange.py``); and more runs in between.
@@ -23,10 +23,10 @@ from itertools import cycle, islice
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.anneal import anneal, neighbours
 from lightning_sdpipe.placement.arrange import arrange
-from lightning_sdpipe.placement.classes import Classes, alike, identical
+from lightning_sdpipe.placement.class_search import ClassCosts, Outline, anneal_runs, structures
 from lightning_sdpipe.placement.cost import Cost, Stages, Weights, default_order, evaluate, lower_bound
+from lightning_sdpipe.placement.device_classes import Classes, alike, identical
 from lightning_sdpipe.placement.exact import prove
-from lightning_sdpipe.placement.runs import ClassCosts, Outline, anneal_runs, structures
 
 ROUNDS = 24
 MOVES_PER_DEVICE = 700

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from lightning_sdpipe.placement.place import JITTER, draw
+from lightning_sdpipe.placement.planner import JITTER, draw
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized

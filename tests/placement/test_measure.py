@@ -20,8 +20,8 @@ from lightning_sdpipe import cli
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.placement import measure as command
 from lightning_sdpipe.placement import probe
+from lightning_sdpipe.placement.job_store import Meeting
 from lightning_sdpipe.placement.links import Link
-from lightning_sdpipe.placement.meeting import Meeting
 from lightning_sdpipe.placement.network import Network, read_network
 from tests.namespaces import Machine, machines, run
 from tests.own_session import script

@@ -13,12 +13,12 @@ import pytest
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.arrange import arrange
-from lightning_sdpipe.placement.classes import alike, identical
+from lightning_sdpipe.placement.class_search import ClassCosts, anneal_runs, structures
 from lightning_sdpipe.placement.cost import CostModel, Weights, default_order, evaluate, lower_bound, weights
+from lightning_sdpipe.placement.device_classes import alike, identical
 from lightning_sdpipe.placement.exact import prove
 from lightning_sdpipe.placement.model import Traffic
 from lightning_sdpipe.placement.network import Device, Network, network_of_sites
-from lightning_sdpipe.placement.runs import ClassCosts, anneal_runs, structures
 from lightning_sdpipe.placement.search import Found, search
 
 OPTIMA = {1: 3.439799, 2: 31.634160, 3: 16.086840, 4: 34.802041, 5: 49.218380}

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_sdpipe import SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network
-from lightning_sdpipe.placement.place import Asked, Placed, place
+from lightning_sdpipe.placement.planner import Asked, Placed, place
 from lightning_sdpipe.topology.hosts import this_host
 from lightning_sdpipe.topology.placement_file import write_placement
 from recipes.suites.emulated import EmulatedChain

@@ -19,11 +19,11 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
 from lightning_sdpipe.placement.arrange import ending_with, free_hosts
 from lightning_sdpipe.placement.cost import Cost, CostModel, Stages, Weights, default_order, evaluate, weights
+from lightning_sdpipe.placement.heterogeneous import ALTERNATIONS, best_cut, place_unlike
 from lightning_sdpipe.placement.model import Traffic, traffic_of
 from lightning_sdpipe.placement.network import Network
 from lightning_sdpipe.placement.search import Found, search
 from lightning_sdpipe.placement.throughput import CutJob, Job, Spans, Sync
-from lightning_sdpipe.placement.unlike import ALTERNATIONS, best_cut, place_unlike
 from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig

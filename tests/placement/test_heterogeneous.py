@@ -11,10 +11,10 @@ import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.cost import Stages, default_order
+from lightning_sdpipe.placement.heterogeneous import best_cut, place_unlike
 from lightning_sdpipe.placement.model import Block
 from lightning_sdpipe.placement.network import Device, Network
 from lightning_sdpipe.placement.throughput import CutJob, Job, Spans, Sync, combined
-from lightning_sdpipe.placement.unlike import best_cut, place_unlike
 
 
 def a_network(

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_sdpipe.placement.classes import Classes
 from lightning_sdpipe.placement.cost import Weights
+from lightning_sdpipe.placement.device_classes import Classes
 from lightning_sdpipe.placement.matching import bottleneck
 
 Counts = tuple[int, ...]
