@@ -13,9 +13,9 @@ from typing import get_args
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.cost import CostModel
-from lightning_sdpipe.placement.model import Traffic
+from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.placement.network import Network, read_network
-from lightning_sdpipe.placement.planner import Asked, Placed, place
+from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place
 from lightning_sdpipe.placement.report import rate, rates, report
 from lightning_sdpipe.topology.placement_file import write_placement
 
@@ -75,13 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _placed(network: Network, options: argparse.Namespace) -> Placed:
+def _placed(network: Network, options: argparse.Namespace) -> PlacementResult:
     if options.stages is not None:
         return place(network, _asked(network, options, options.stages, options.seconds), _traffic(options))
     if network.model is None or options.stage_bytes is not None:
         raise ConfigurationError("Without a measured model, --stages has to say how many stages there are.")
     numbers = [m for m in range(1, len(network) + 1) if len(network) % m == 0 and m <= len(network.model.chain)]
-    tried: list[Placed] = []
+    tried: list[PlacementResult] = []
     refusals: list[str] = []
     for stages in numbers:
         try:
@@ -94,11 +94,11 @@ def _placed(network: Network, options: argparse.Namespace) -> Placed:
     return max(tried, key=rate)
 
 
-def _asked(network: Network, options: argparse.Namespace, stages: int, seconds: float) -> Asked:
+def _asked(network: Network, options: argparse.Namespace, stages: int, seconds: float) -> PlacementTask:
     names = [str(device) for device in network.devices]
     if options.first is not None and options.first not in names:
         raise ConfigurationError(f"--first {options.first} is none of the devices: {', '.join(names)}.")
-    return Asked(
+    return PlacementTask(
         stages,
         options.cost,
         options.micro_batches,
@@ -110,13 +110,15 @@ def _asked(network: Network, options: argparse.Namespace, stages: int, seconds: 
     )
 
 
-def _traffic(options: argparse.Namespace) -> Traffic | None:
+def _traffic(options: argparse.Namespace) -> StageTraffic | None:
     given = (options.stage_bytes is not None, options.cut_bytes is not None)
     if any(given) and not all(given) and options.stages > 1:
         raise ConfigurationError(
             "--stage-bytes and --cut-bytes go together: what a stage averages, and what a cut carries."
         )
-    return Traffic.even(options.stages, options.stage_bytes or 0.0, options.cut_bytes or 0.0) if any(given) else None
+    return (
+        StageTraffic.even(options.stages, options.stage_bytes or 0.0, options.cut_bytes or 0.0) if any(given) else None
+    )
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement.model import Traffic
+from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.placement.network import Matrix, Network
 
 CostModel = Literal["dtfm", "pipelined", "pipedream"]
@@ -69,7 +69,11 @@ class Cost:
 
 
 def weights(
-    network: Network, num_pipelines: int, traffic: Traffic, model: CostModel = "pipelined", num_micro_batches: int = 1
+    network: Network,
+    num_pipelines: int,
+    traffic: StageTraffic,
+    model: CostModel = "pipelined",
+    num_micro_batches: int = 1,
 ) -> Weights:
     """What each link of ``network`` costs.
 

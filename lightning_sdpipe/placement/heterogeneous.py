@@ -16,7 +16,7 @@ from itertools import islice, pairwise, permutations
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
 from lightning_sdpipe.placement.cost import Stages
-from lightning_sdpipe.placement.throughput import CutJob, Job, Spans, averaging_seconds_per_byte, combined
+from lightning_sdpipe.placement.throughput import CutJob, PlacementJob, Spans, averaging_seconds_per_byte, combined
 
 ROUNDS = 12
 ALTERNATIONS = 5
@@ -51,8 +51,8 @@ ORDERS = 24
 """Of stages, in which they get the largest memories."""
 
 
-def place_unlike(
-    job: Job, starts: Sequence[Stages], rng: random.Random, rounds: int = ROUNDS
+def place_heterogeneous(
+    job: PlacementJob, starts: Sequence[Stages], rng: random.Random, rounds: int = ROUNDS
 ) -> Generator[tuple[Stages, Spans] | None, None, None]:
     """Looks for the placement and the cut that train fastest.
 
@@ -99,7 +99,7 @@ def place_unlike(
                 break
 
 
-def best_cut(job: Job, stages: Stages, known: Spans | None = None) -> Spans:
+def best_cut(job: PlacementJob, stages: Stages, known: Spans | None = None) -> Spans:
     """The cut that trains fastest on these devices, of those that suit the slowest device of each stage, the mean or
     one of the pipelines, with what averaging a block's parameters takes counted as its work or not, and ``known``.
 
@@ -127,14 +127,14 @@ def best_cut(job: Job, stages: Stages, known: Spans | None = None) -> Spans:
     return min(cuts, key=lambda spans: CutJob(job, spans).seconds(stages))
 
 
-def _by_speed(job: Job) -> Iterator[Stages]:
+def _by_speed(job: PlacementJob) -> Iterator[Stages]:
     """Stages of devices of equal speed, and pipelines of such."""
     order = sorted(range(len(job.network)), key=lambda device: -job.speeds[device])
     yield _columns(order, job.num_pipelines)
     yield [list(group) for group in zip(*_columns(order, job.num_stages), strict=True)]
 
 
-def _by_memory(job: Job) -> Iterator[Stages]:
+def _by_memory(job: PlacementJob) -> Iterator[Stages]:
     """Stages of devices of about equal memory, the largest for each stage in turn; the first stage keeps most."""
     order = sorted(range(len(job.network)), key=lambda device: (-job.memories[device], -job.speeds[device]))
     columns = _columns(order, job.num_pipelines)
@@ -146,7 +146,9 @@ def _columns(order: Sequence[int], size: int) -> Stages:
     return [list(order[first : first + size]) for first in range(0, len(order), size)]
 
 
-def _anneal(job: Job, stages: Stages, spans: Spans, rng: random.Random) -> Generator[None, None, tuple[Stages, Spans]]:
+def _anneal(
+    job: PlacementJob, stages: Stages, spans: Spans, rng: random.Random
+) -> Generator[None, None, tuple[Stages, Spans]]:
     """The best placement and cut met on the way."""
     walk = _Walk(job, stages, spans)
     moves = max(MOVES_PER_DEVICE * len(job.network), LEAST_MOVES)
@@ -165,7 +167,7 @@ def _anneal(job: Job, stages: Stages, spans: Spans, rng: random.Random) -> Gener
 class _Walk:
     """A placement and a cut on their way, with what each pipeline and each group's averaging takes."""
 
-    def __init__(self, job: Job, stages: Stages, spans: Spans) -> None:
+    def __init__(self, job: PlacementJob, stages: Stages, spans: Spans) -> None:
         self._cut = CutJob(job, spans)
         self._stages = [list(group) for group in stages]
         self._rows, self._data = self._all()

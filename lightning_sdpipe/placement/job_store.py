@@ -24,7 +24,7 @@ HOW_TO_START = (
 
 
 @dataclass(frozen=True)
-class Meeting:
+class JobStore:
     """This process among the workers of its job, and a store that all of them reach.
 
     Args:
@@ -42,7 +42,7 @@ class Meeting:
     patience: float
 
     @classmethod
-    def join(cls, patience: float) -> Meeting:
+    def join(cls, patience: float) -> JobStore:
         """By what torchrun or SLURM has put into the environment.
 
         Raises:

@@ -28,7 +28,7 @@ import torch
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.heterogeneity.record import matrix_product, sample
 from lightning_sdpipe.placement import probe
-from lightning_sdpipe.placement.job_store import Meeting
+from lightning_sdpipe.placement.job_store import JobStore
 from lightning_sdpipe.placement.links import Link, combine, summary
 from lightning_sdpipe.placement.measurement_schedule import Pair, schedule, together
 from lightning_sdpipe.placement.model import Block, Model
@@ -39,7 +39,7 @@ SAMPLES, INTERVAL = 5, 0.1
 """Of a matrix product, where there is no model to measure with: how many, and seconds for each."""
 
 
-class Abilities(msgspec.Struct, frozen=True):
+class DeviceProfile(msgspec.Struct, frozen=True):
     """What one worker can do: ``seconds`` for the model, or for a floating-point operation; and the model's blocks, as
     measured."""
 
@@ -51,7 +51,7 @@ class Abilities(msgspec.Struct, frozen=True):
     name: str
 
 
-def abilities(host: str, index: int, local_size: int, model: str | None, names: Sequence[str] | None) -> Abilities:
+def abilities(host: str, index: int, local_size: int, model: str | None, names: Sequence[str] | None) -> DeviceProfile:
     """Of this process's device: the GPU of its local rank, or the processor.
 
     Args:
@@ -72,14 +72,14 @@ def abilities(host: str, index: int, local_size: int, model: str | None, names: 
     if model is None:
         kernel, operations = matrix_product(device)
         rate = median(sample(kernel, SAMPLES, INTERVAL, 1.0))
-        return Abilities(host, index, 1.0 / (rate * operations), memory, [], "")
+        return DeviceProfile(host, index, 1.0 / (rate * operations), memory, [], "")
     from lightning_sdpipe.placement.measured_model import measured_blocks  # imports lightning, which takes long
 
     name, blocks = measured_blocks(model, names, device)
-    return Abilities(host, index, sum(block.seconds for block in blocks), memory, blocks, name)
+    return DeviceProfile(host, index, sum(block.seconds for block in blocks), memory, blocks, name)
 
 
-def relative(found: Sequence[Abilities]) -> tuple[list[float], Model | None]:
+def relative(found: Sequence[DeviceProfile]) -> tuple[list[float], Model | None]:
     """The speed of each worker, the fastest being 1, and the model as the fastest measured it."""
     fastest = min(found, key=lambda worker: worker.seconds)
     speeds = [fastest.seconds / worker.seconds for worker in found]
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, and writes the file on rank 0. The exit status is 2 if it could not, and 1 if another worker failed."""
     options = _parser().parse_args(arguments)
     try:
-        meeting = Meeting.join(options.patience)
+        meeting = JobStore.join(options.patience)
         _check_writable(meeting, options.file)
         network, links = measure(meeting, options.model, options.blocks, options.pair_timeout)
         if meeting.rank == 0:
@@ -154,7 +154,7 @@ def _positive(text: str) -> float:
 
 
 def measure(
-    meeting: Meeting, model: str | None, blocks: Sequence[str] | None, pair_timeout: float
+    meeting: JobStore, model: str | None, blocks: Sequence[str] | None, pair_timeout: float
 ) -> tuple[Network, list[Link]]:
     """The network, on every rank, and what was found of every pair.
 
@@ -176,7 +176,7 @@ def measure(
     except Exception as error:
         meeting.give_up("abilities", f"{type(error).__name__}: {error}")
         raise
-    found = meeting.share("abilities", mine, Abilities)
+    found = meeting.share("abilities", mine, DeviceProfile)
     speeds, measured = relative(found)
     devices = tuple(
         Device(worker.host, worker.index, speed, worker.memory_bytes)
@@ -199,7 +199,7 @@ def measure(
     return combine(devices, links, busy, measured), links
 
 
-def _check_writable(meeting: Meeting, file: Path) -> None:
+def _check_writable(meeting: JobStore, file: Path) -> None:
     """Rank 0 says so before anything is measured."""
     if meeting.rank == 0 and not os.access(file.parent, os.W_OK):
         message = f"{file} cannot be written: {file.parent.absolute()} is no directory where this user may write."
@@ -217,7 +217,7 @@ def _refuse_twins(names: Sequence[str]) -> None:
         )
 
 
-def _measured(meeting: Meeting, pair: Pair, timeout: float) -> Link | None:
+def _measured(meeting: JobStore, pair: Pair, timeout: float) -> Link | None:
     """What this rank found, if it leads the pair or could not connect."""
     leads = meeting.rank == pair[0]
     try:
@@ -230,7 +230,7 @@ def _measured(meeting: Meeting, pair: Pair, timeout: float) -> Link | None:
     return found if leads else None
 
 
-def _contended(meeting: Meeting, pair: Pair, timeout: float, links: Sequence[Link]) -> Link | None:
+def _contended(meeting: JobStore, pair: Pair, timeout: float, links: Sequence[Link]) -> Link | None:
     if any(link.ranks == pair and link.error for link in links):
         return None
     leads = meeting.rank == pair[0]
@@ -242,7 +242,7 @@ def _contended(meeting: Meeting, pair: Pair, timeout: float, links: Sequence[Lin
     return found if leads else None
 
 
-def _wire(meeting: Meeting, name: str, leads: bool, timeout: float) -> probe.GlooWire:
+def _wire(meeting: JobStore, name: str, leads: bool, timeout: float) -> probe.GlooWire:
     return probe.GlooWire(meeting.store, name, leads, timedelta(seconds=timeout))
 
 

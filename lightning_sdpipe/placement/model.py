@@ -36,7 +36,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StageTraffic:
     """What M stages send, for a mini-batch of one pipeline.
 
     Args:
@@ -59,7 +59,7 @@ class Traffic:
             raise ConfigurationError(f"Bytes must be finite and at least 0; given {self}.")
 
     @classmethod
-    def even(cls, num_stages: int, stage_bytes: float, cut_bytes: float) -> Traffic:
+    def even(cls, num_stages: int, stage_bytes: float, cut_bytes: float) -> StageTraffic:
         """The same for every stage and cut."""
         return cls((stage_bytes,) * num_stages, (cut_bytes,) * (num_stages - 1))
 
@@ -68,7 +68,7 @@ class Traffic:
         return len(set(self.stage_bytes)) == 1 and len(set(self.cut_bytes)) <= 1
 
 
-def traffic_of(chain: Sequence[Block], spans: Sequence[range]) -> Traffic:
+def traffic_of(chain: Sequence[Block], spans: Sequence[range]) -> StageTraffic:
     """What the stages send when stage j runs the blocks of ``spans[j]``.
 
     Raises:
@@ -81,4 +81,4 @@ def traffic_of(chain: Sequence[Block], spans: Sequence[range]) -> Traffic:
             raise ConfigurationError(f"The output of block {span[-1]} cannot travel, so no stage may end with it.")
         cuts.append((last.activation_bytes + last.gradient_bytes) / 2)
     stages = [float(sum(chain[block].parameter_bytes for block in span)) for span in spans]
-    return Traffic(tuple(stages), tuple(cuts))
+    return StageTraffic(tuple(stages), tuple(cuts))

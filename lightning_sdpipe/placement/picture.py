@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sdpipe.placement.cost import group_cost
-from lightning_sdpipe.placement.planner import Placed
+from lightning_sdpipe.placement.planner import PlacementResult
 from lightning_sdpipe.placement.report import shown_seconds, slowest_links
 
 PALETTE = ("#8ecae6", "#ffd166", "#95d5b2", "#f4a6b7", "#cdb4db", "#ffb997", "#a3b1ff", "#d4e09b", "#b8c0c8", "#e6ccb2")
@@ -21,7 +21,7 @@ LONGEST_NAME = 12
 """Of a device in its box; of others only the index is written, and the colour says which host."""
 
 
-def draw_picture(placed: Placed, path: Path) -> None:
+def draw_picture(placed: PlacementResult, path: Path) -> None:
     """Writes the picture to ``path``; its ending decides the format.
 
     Every row is a pipeline, in which activations travel to the right and gradients back; every column is a stage, whose
@@ -51,7 +51,7 @@ def draw_picture(placed: Placed, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _title(placed: Placed) -> str:
+def _title(placed: PlacementResult) -> str:
     cost, default = placed.cost, placed.default_cost.total
     gain = f" – the default order takes {shown_seconds(default)}" if default != cost.total else ""
     return (
@@ -61,12 +61,12 @@ def _title(placed: Placed) -> str:
     )
 
 
-def _colours(placed: Placed) -> dict[str, str]:
+def _colours(placed: PlacementResult) -> dict[str, str]:
     hosts = dict.fromkeys(device.host for device in placed.network.devices)
     return {host: PALETTE[number % len(PALETTE)] for number, host in enumerate(hosts)}
 
 
-def _links(figure: Any, axes: Any, placed: Placed) -> None:
+def _links(figure: Any, axes: Any, placed: PlacementResult) -> None:
     from matplotlib import cm
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
@@ -97,7 +97,7 @@ def _links(figure: Any, axes: Any, placed: Placed) -> None:
     bar.ax.tick_params(labelsize=8)
 
 
-def _devices(axes: Any, placed: Placed, colours: dict[str, str]) -> None:
+def _devices(axes: Any, placed: PlacementResult, colours: dict[str, str]) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     for y, row in enumerate(placed.rows):
@@ -110,7 +110,7 @@ def _devices(axes: Any, placed: Placed, colours: dict[str, str]) -> None:
             axes.text(x, y, name, ha="center", va="center", fontsize=7.5)
 
 
-def _averaging(placed: Placed) -> list[float]:
+def _averaging(placed: PlacementResult) -> list[float]:
     """Seconds, of each stage."""
     groups = zip(placed.stages, placed.weights.exchange, strict=True)
     return [group_cost(group, exchange) for group, exchange in groups]
@@ -120,7 +120,7 @@ def _stands_out(spent: Sequence[float]) -> bool:
     return max(spent) > 1.01 * min(spent)
 
 
-def _stages(axes: Any, placed: Placed) -> None:
+def _stages(axes: Any, placed: PlacementResult) -> None:
     spent = _averaging(placed)
     for stage, seconds in enumerate(spent):
         count = None if placed.spans is None else len(placed.spans[stage])

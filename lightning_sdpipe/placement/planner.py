@@ -19,11 +19,11 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
 from lightning_sdpipe.placement.arrange import ending_with, free_hosts
 from lightning_sdpipe.placement.cost import Cost, CostModel, Stages, Weights, default_order, evaluate, weights
-from lightning_sdpipe.placement.heterogeneous import ALTERNATIONS, best_cut, place_unlike
-from lightning_sdpipe.placement.model import Traffic, traffic_of
+from lightning_sdpipe.placement.heterogeneous import ALTERNATIONS, best_cut, place_heterogeneous
+from lightning_sdpipe.placement.model import StageTraffic, traffic_of
 from lightning_sdpipe.placement.network import Network
 from lightning_sdpipe.placement.search import Found, search
-from lightning_sdpipe.placement.throughput import CutJob, Job, Spans, Sync
+from lightning_sdpipe.placement.throughput import CutJob, PlacementJob, Spans, Sync
 from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -40,7 +40,7 @@ JITTER = 0.05
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SimulatedStage:
     """What one stage did.
 
     Args:
@@ -56,13 +56,13 @@ class Drawn:
     seconds: float
 
 
-def draw(
+def simulate_groups(
     policy: PolicyConfig,
     times: Sequence[float],
     averaging: Callable[[Sequence[int]], float],
     micro_batches: int = 1,
     seed: int = 0,
-) -> Drawn:
+) -> SimulatedStage:
     """Lets the policy form groups in one stage.
 
     Args:
@@ -93,7 +93,7 @@ def draw(
         for pipeline in range(len(times))
     )
     spent = sum(len(group) * averaging(group) for group in groups)
-    return Drawn(tuple(groups), rate, rate / alone, spent / sum(map(len, groups)))
+    return SimulatedStage(tuple(groups), rate, rate / alone, spent / sum(map(len, groups)))
 
 
 ALIKE = 1.05
@@ -104,7 +104,7 @@ FIRST_PART, SECOND_PART = 0.2, 0.6
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlacementTask:
     """What is to be placed, and how long that may take.
 
     Args:
@@ -133,12 +133,12 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacementResult:
     """The outcome. ``cost`` is of communication alone; ``seconds`` are for a whole mini-batch of every pipeline, and
     None if the model is not known, as are ``spans`` and ``drawn``. ``price`` is what rank 0's rule costs, of either."""
 
     network: Network
-    asked: Asked
+    asked: PlacementTask
     stages: Stages
     weights: Weights
     cost: Cost
@@ -149,7 +149,7 @@ class Placed:
     spans: Spans | None = None
     seconds: float | None = None
     default_seconds: float | None = None
-    drawn: Drawn | None = None
+    drawn: SimulatedStage | None = None
 
     @property
     def num_pipelines(self) -> int:
@@ -177,8 +177,11 @@ class Placed:
 
 
 def place(
-    network: Network, asked: Asked, traffic: Traffic | None = None, clock: Callable[[], float] = time.perf_counter
-) -> Placed:
+    network: Network,
+    asked: PlacementTask,
+    traffic: StageTraffic | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> PlacementResult:
     """Searches a placement of ``asked.num_stages`` stages on all devices of ``network``.
 
     Args:
@@ -216,12 +219,14 @@ def place(
     return _timed(placed, job, spans)
 
 
-def _by_traffic(network: Network, asked: Asked, traffic: Traffic, seconds: float, clock: Callable[[], float]) -> Placed:
+def _by_traffic(
+    network: Network, asked: PlacementTask, traffic: StageTraffic, seconds: float, clock: Callable[[], float]
+) -> PlacementResult:
     num_pipelines = len(network) // asked.num_stages
     costs = weights(network, num_pipelines, traffic, asked.cost, asked.micro_batches)
     found = search(costs, num_pipelines, seconds, asked.seed, clock=clock)
     stages, cost = ending_with(asked.first, found.stages, costs)
-    return Placed(
+    return PlacementResult(
         network,
         asked,
         stages,
@@ -234,9 +239,11 @@ def _by_traffic(network: Network, asked: Asked, traffic: Traffic, seconds: float
     )
 
 
-def _by_cuts(job: Job, asked: Asked, spans: Spans, start: float, clock: Callable[[], float]) -> tuple[Placed, Spans]:
+def _by_cuts(
+    job: PlacementJob, asked: PlacementTask, spans: Spans, start: float, clock: Callable[[], float]
+) -> tuple[PlacementResult, Spans]:
     """Where devices are alike, communication decides; the cut and the placement are improved in turn."""
-    best: tuple[float, Placed, Spans] | None = None
+    best: tuple[float, PlacementResult, Spans] | None = None
     for _ in range(ALTERNATIONS):
         left = start + asked.seconds - clock()
         placed = _by_traffic(job.network, asked, traffic_of(job.chain, spans), left / 2, clock)
@@ -252,8 +259,8 @@ def _by_cuts(job: Job, asked: Asked, spans: Spans, start: float, clock: Callable
 
 
 def _by_throughput(
-    job: Job, asked: Asked, spans: Spans, start: float, clock: Callable[[], float]
-) -> tuple[Placed, Spans]:
+    job: PlacementJob, asked: PlacementTask, spans: Spans, start: float, clock: Callable[[], float]
+) -> tuple[PlacementResult, Spans]:
     """Where devices are unlike, how long a mini-batch takes decides, and communication is a part of that."""
     first = _by_traffic(job.network, asked, traffic_of(job.chain, spans), FIRST_PART * asked.seconds, clock)
     starts = [first.stages, first.stages[::-1], default_order(asked.num_stages, job.num_pipelines)]
@@ -284,10 +291,10 @@ def _by_throughput(
 
 
 def _fastest(
-    job: Job, starts: Sequence[Stages], seed: int, until: float, clock: Callable[[], float]
+    job: PlacementJob, starts: Sequence[Stages], seed: int, until: float, clock: Callable[[], float]
 ) -> tuple[float, Stages, Spans]:
     best: tuple[float, Stages, Spans] | None = None
-    for step in place_unlike(job, starts, random.Random(seed)):
+    for step in place_heterogeneous(job, starts, random.Random(seed)):
         if step is not None:
             stages, spans = step
             seconds = CutJob(job, spans).seconds(stages)
@@ -304,12 +311,12 @@ def _swapped(stages: Stages, one: int, other: int) -> Stages:
     return [[swap.get(device, device) for device in group] for group in stages]
 
 
-def _job(network: Network, asked: Asked) -> Job:
+def _job(network: Network, asked: PlacementTask) -> PlacementJob:
     assert network.model is not None
     ahead, flush = range(asked.num_stages, 0, -1), asked.cost != "pipedream"
     in_flight = [min(asked.micro_batches, depth) if flush else asked.micro_batches * depth for depth in ahead]
     copies = [depth if depth > 1 and not flush else 0 for depth in ahead]
-    return Job(
+    return PlacementJob(
         network,
         network.model.chain,
         asked.num_stages,
@@ -322,7 +329,7 @@ def _job(network: Network, asked: Asked) -> Job:
     )
 
 
-def _cut_by_blocks(job: Job) -> Spans:
+def _cut_by_blocks(job: PlacementJob) -> Spans:
     """The cut for devices that are all like the average one, linked by the median link."""
     links = [rate for a, row in enumerate(job.network.bandwidth()) for b, rate in enumerate(row) if a != b and rate]
     rate = median(links) if links else math.inf
@@ -335,7 +342,7 @@ def _cut_by_blocks(job: Job) -> Spans:
     return spans
 
 
-def _timed(placed: Placed, job: Job, spans: Spans) -> Placed:
+def _timed(placed: PlacementResult, job: PlacementJob, spans: Spans) -> PlacementResult:
     """With how long a mini-batch takes, and what SDPipe's policy would make of it."""
     cut = CutJob(job, spans)
     drawn = None
@@ -348,6 +355,6 @@ def _timed(placed: Placed, job: Job, spans: Spans) -> Placed:
                 for stage, members in enumerate(placed.stages)
             )
 
-        drawn = draw(SemiDecentralized(), times, averaging, job.num_micro_batches)
+        drawn = simulate_groups(SemiDecentralized(), times, averaging, job.num_micro_batches)
     default = cut.seconds(default_order(job.num_stages, job.num_pipelines))
     return replace(placed, spans=spans, seconds=cut.seconds(placed.stages), default_seconds=default, drawn=drawn)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_sdpipe.placement.cost import Stages, Weights
-from lightning_sdpipe.placement.planner import Placed
+from lightning_sdpipe.placement.planner import PlacementResult
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ def slowest_stage(stages: Stages, weights: Weights) -> tuple[int, int]:
     return stage, device
 
 
-def rate(placed: Placed) -> float:
+def rate(placed: PlacementResult) -> float:
     """Mini-batches per second of all pipelines."""
     return placed.num_pipelines / placed.seconds if placed.seconds else math.inf
 
 
-def rates(tried: Sequence[Placed]) -> str:
+def rates(tried: Sequence[PlacementResult]) -> str:
     """A row for each number of stages that was tried."""
     rows = [("stages × pipelines", "mini-batches/s")]
     rows += [(f"{placed.asked.num_stages} × {placed.num_pipelines}", f"{rate(placed):.3g}") for placed in tried]
     return "\n".join(f"{shape:<18}  {speed:>14}" for shape, speed in rows)
 
 
-def report(placed: Placed) -> str:
+def report(placed: PlacementResult) -> str:
     """A row for each pipeline, what it costs and where, how good that is, and what rank 0's rule costs."""
     network, asked = placed.network, placed.asked
     names = [str(device) for device in network.devices]
@@ -80,7 +80,7 @@ def report(placed: Placed) -> str:
     return "\n".join(lines)
 
 
-def _table(heading: list[str], placed: Placed, names: Sequence[str]) -> list[str]:
+def _table(heading: list[str], placed: PlacementResult, names: Sequence[str]) -> list[str]:
     rows = [[str(number), *(names[device] for device in row)] for number, row in enumerate(placed.rows)]
     if placed.spans is not None:
         rows.append(["blocks", *(str(len(span)) for span in placed.spans)])
@@ -91,7 +91,7 @@ def _table(heading: list[str], placed: Placed, names: Sequence[str]) -> list[str
     ]
 
 
-def _costs(placed: Placed, names: Sequence[str]) -> list[str]:
+def _costs(placed: PlacementResult, names: Sequence[str]) -> list[str]:
     cost, default, lines = placed.cost, placed.default_cost.total, []
     gain = f" (default order: {shown_seconds(default)}, {_times(default, cost.total)})"
     lines.append(f"Communication  {shown_seconds(cost.total)} for a mini-batch of every pipeline{gain}")
@@ -128,7 +128,7 @@ def _costs(placed: Placed, names: Sequence[str]) -> list[str]:
     return lines
 
 
-def _rank_zero(placed: Placed, names: Sequence[str]) -> str:
+def _rank_zero(placed: PlacementResult, names: Sequence[str]) -> str:
     first, price = names[placed.asked.first], placed.price
     text = f"Rank 0         {first} must be rank 0 and runs a last stage, "
     if price <= 1e-9 * placed.cost.total:

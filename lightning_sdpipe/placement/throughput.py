@@ -30,7 +30,7 @@ GROUP = 4
 
 
 @dataclass(frozen=True)
-class Job:
+class PlacementJob:
     """What is trained, on what, and how.
 
     Args:
@@ -98,7 +98,7 @@ class Job:
 class CutJob:
     """A job whose stages are known: what its devices would take in every place."""
 
-    def __init__(self, job: Job, spans: Sequence[range]) -> None:
+    def __init__(self, job: PlacementJob, spans: Sequence[range]) -> None:
         self.job, self.spans = job, tuple(spans)
         self.traffic = traffic_of(job.chain, spans)
         self.work = [sum(job.chain[block].seconds for block in span) for span in spans]
@@ -162,14 +162,14 @@ class CutJob:
         return combined(times, data, self.job.sync)
 
 
-def averaging_seconds_per_byte(job: Job, group: Sequence[int]) -> float:
+def averaging_seconds_per_byte(job: PlacementJob, group: Sequence[int]) -> float:
     """What each byte of parameters adds to averaging among these replicas of a stage, for the slowest of them."""
     others = max(len(group) - 1, 1)
     shared = 2 * (_members(job) - 1) / _members(job) / others
     return shared * max(sum(job.slowness[a][b] for b in group if b != a) for a in group)
 
 
-def _members(job: Job) -> int:
+def _members(job: PlacementJob) -> int:
     """Of a group that is averaged."""
     return job.num_pipelines if job.sync == "all_reduce" else min(GROUP, job.num_pipelines)
 

@@ -19,7 +19,7 @@ from lightning_sdpipe.placement.cost import (
     lower_bound,
     weights,
 )
-from lightning_sdpipe.placement.model import Block, Traffic, traffic_of
+from lightning_sdpipe.placement.model import Block, StageTraffic, traffic_of
 from lightning_sdpipe.placement.network import network_of_sites
 
 WORLD = cases.case(5)
@@ -69,7 +69,7 @@ def test_one_micro_batch_is_dtfm_and_none_at_a_time_is_the_pace() -> None:
 
 def test_stages_and_cuts_may_differ() -> None:
     network = network_of_sites([("a", 6)], [[0.5]], [[10.0]])
-    costs = weights(network, 2, Traffic((40.0, 20.0, 0.0), (100.0, 10.0)), "pipelined", 2)
+    costs = weights(network, 2, StageTraffic((40.0, 20.0, 0.0), (100.0, 10.0)), "pipelined", 2)
     assert not costs.even
     # stage 0: 2 (0.5 + 40 / (2 · 10)); cuts 2 (0.5 + 100 / 20) and 2 (0.5 + 10 / 20), then 100 / 10 once more
     assert evaluate([[0, 1], [2, 3], [4, 5]], costs) == Cost(5.0, pytest.approx(11.0 + 2.0 + 10.0))
@@ -78,19 +78,19 @@ def test_stages_and_cuts_may_differ() -> None:
 
 def test_a_link_that_does_not_exist_is_infinitely_expensive() -> None:
     network = network_of_sites([("a", 2), ("b", 2)], [[0.5, None], [None, 0.5]], [[10.0, None], [None, 10.0]])
-    costs = weights(network, 2, Traffic.even(2, 10.0, 10.0))
+    costs = weights(network, 2, StageTraffic.even(2, 10.0, 10.0))
     assert evaluate([[0, 1], [2, 3]], costs).total == float("inf")
     assert evaluate([[0, 2], [1, 3]], costs).total == float("inf")
 
 
 def test_no_placement_is_below_the_bound() -> None:
-    costs = weights(network_of_sites([("a", 4)], [[0.5]], [[10.0]]), 2, Traffic.even(2, 10.0, 10.0), "dtfm")
+    costs = weights(network_of_sites([("a", 4)], [[0.5]], [[10.0]]), 2, StageTraffic.even(2, 10.0, 10.0), "dtfm")
     assert lower_bound(costs, 2) == evaluate(default_order(2, 2), costs).total == 2 * 1.0 + 2 * 1.5
 
 
 def test_a_model_says_what_its_stages_send() -> None:
     chain = [Block(0.1, 10, 6, 4), Block(0.1, 20, 8, 8), Block(0.1, 30, None, 0), Block(0.1, 40, 2, 2)]
-    assert traffic_of(chain, [range(1), range(1, 2), range(2, 4)]) == Traffic((10.0, 20.0, 70.0), (5.0, 8.0))
+    assert traffic_of(chain, [range(1), range(1, 2), range(2, 4)]) == StageTraffic((10.0, 20.0, 70.0), (5.0, 8.0))
     with pytest.raises(ConfigurationError, match="block 2 cannot travel"):
         traffic_of(chain, [range(3), range(3, 4)])
 
@@ -103,7 +103,7 @@ def test_what_is_no_cost_is_refused(model: CostModel, micro_batches: int, messag
     with pytest.raises(ConfigurationError, match=message):
         weights(WORLD, 8, cases.traffic(), model, micro_batches)
     with pytest.raises(ConfigurationError, match="2 stages have 1 cuts"):
-        Traffic((1.0, 1.0), ())
+        StageTraffic((1.0, 1.0), ())
 
 
 def test_nothing_but_measuring_needs_torch() -> None:

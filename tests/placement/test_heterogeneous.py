@@ -11,10 +11,10 @@ import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.cost import Stages, default_order
-from lightning_sdpipe.placement.heterogeneous import best_cut, place_unlike
+from lightning_sdpipe.placement.heterogeneous import best_cut, place_heterogeneous
 from lightning_sdpipe.placement.model import Block
 from lightning_sdpipe.placement.network import Device, Network
-from lightning_sdpipe.placement.throughput import CutJob, Job, Spans, Sync, combined
+from lightning_sdpipe.placement.throughput import CutJob, PlacementJob, Spans, Sync, combined
 
 
 def a_network(
@@ -32,10 +32,10 @@ def a_job(
     sync: Sync = "all_reduce",
     chain: tuple[Block, ...] = (Block(0.1, 1000, 1000, 1000, count=6),) * 1,
     flush: bool = True,
-) -> Job:
+) -> PlacementJob:
     blocks = tuple(block for block in chain for _ in range(block.count))
     ahead = list(range(num_stages, 0, -1))
-    return Job(network, blocks, num_stages, 4, flush, sync, ahead, [0] * num_stages, 2.0)
+    return PlacementJob(network, blocks, num_stages, 4, flush, sync, ahead, [0] * num_stages, 2.0)
 
 
 def every_cut(num_blocks: int, num_stages: int) -> list[Spans]:
@@ -43,14 +43,14 @@ def every_cut(num_blocks: int, num_stages: int) -> list[Spans]:
     return [tuple(range(a, b) for a, b in zip((0, *at), (*at, num_blocks), strict=True)) for at in cuts]
 
 
-def every_placement(job: Job) -> Iterator[Stages]:
+def every_placement(job: PlacementJob) -> Iterator[Stages]:
     size = job.num_pipelines
     for order in permutations(range(len(job.network))):
         if list(order[:size]) == sorted(order[:size]):  # pipelines may be exchanged
             yield [list(order[first : first + size]) for first in range(0, len(order), size)]
 
 
-def brute_force(job: Job) -> float:
+def brute_force(job: PlacementJob) -> float:
     best = math.inf
     for spans in every_cut(len(job.chain), job.num_stages):
         if all(job.chain[span[-1]].activation_bytes is not None for span in spans[:-1]):
@@ -59,9 +59,9 @@ def brute_force(job: Job) -> float:
     return best
 
 
-def placed(job: Job, seed: int = 0, rounds: int = 3) -> tuple[Stages, Spans]:
+def placed(job: PlacementJob, seed: int = 0, rounds: int = 3) -> tuple[Stages, Spans]:
     start = default_order(job.num_stages, job.num_pipelines)
-    found = [step for step in place_unlike(job, [start], random.Random(seed), rounds) if step is not None]
+    found = [step for step in place_heterogeneous(job, [start], random.Random(seed), rounds) if step is not None]
     return found[-1]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sdpipe.placement import probe
 from lightning_sdpipe.placement.links import Link, combine, summary
-from lightning_sdpipe.placement.measure import Abilities, relative
+from lightning_sdpipe.placement.measure import DeviceProfile, relative
 from lightning_sdpipe.placement.model import Block
 from lightning_sdpipe.placement.network import Device
 
@@ -110,8 +110,8 @@ def test_links_that_slow_each_other_down_share_a_network_card(busy: float, share
 
 
 def test_speeds_are_relative_to_the_fastest_whose_model_counts() -> None:
-    def able(seconds: float, blocks: list[Block]) -> Abilities:
-        return Abilities("a", 0, seconds, None, blocks, "Chain" if blocks else "")
+    def able(seconds: float, blocks: list[Block]) -> DeviceProfile:
+        return DeviceProfile("a", 0, seconds, None, blocks, "Chain" if blocks else "")
 
     speeds, model = relative([able(2.0, [Block(2.0, 8, 4, 4)]), able(1.0, [Block(1.0, 8, 4, 4)])])
     assert speeds == [0.5, 1.0]

@@ -20,7 +20,7 @@ from lightning_sdpipe import cli
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.placement import measure as command
 from lightning_sdpipe.placement import probe
-from lightning_sdpipe.placement.job_store import Meeting
+from lightning_sdpipe.placement.job_store import JobStore
 from lightning_sdpipe.placement.links import Link
 from lightning_sdpipe.placement.network import Network, read_network
 from tests.namespaces import Machine, machines, run
@@ -95,11 +95,11 @@ def lame() -> tuple[nn.Module, Tensor]:
     return chain()
 
 
-def meeting(rank: int, patience: float = 30.0) -> Meeting:
+def meeting(rank: int, patience: float = 30.0) -> JobStore:
     """Two on each host."""
     os.environ["SDPIPE_HOST"] = f"host{rank // 2}"
     store: Any = dist.distributed_c10d._get_default_store()
-    return Meeting(dist.PrefixStore("measure", store), rank, dist.get_world_size(), rank % 2, patience)
+    return JobStore(dist.PrefixStore("measure", store), rank, dist.get_world_size(), rank % 2, patience)
 
 
 def _measure(rank: int, model: str | None) -> Network | str:

@@ -17,7 +17,7 @@ from lightning_sdpipe.placement.class_search import ClassCosts, anneal_runs, str
 from lightning_sdpipe.placement.cost import CostModel, Weights, default_order, evaluate, lower_bound, weights
 from lightning_sdpipe.placement.device_classes import alike, identical
 from lightning_sdpipe.placement.exact import prove
-from lightning_sdpipe.placement.model import Traffic
+from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.placement.network import Device, Network, network_of_sites
 from lightning_sdpipe.placement.search import Found, search
 
@@ -83,7 +83,7 @@ def test_pipelining_is_made_use_of() -> None:
 @pytest.mark.parametrize("model", ["dtfm", "pipelined", "pipedream"])
 @pytest.mark.parametrize(("stages", "pipelines"), [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_small_networks_are_solved_and_proved(stages: int, pipelines: int, model: CostModel) -> None:
-    costs = weights(random_network(6, stages), pipelines, Traffic.even(stages, 1e7, 1e6), model, 4)
+    costs = weights(random_network(6, stages), pipelines, StageTraffic.even(stages, 1e7, 1e6), model, 4)
     found = search(costs, pipelines, clock=Ticks(0))
     assert found.complete
     assert found.optimal
@@ -94,7 +94,9 @@ def test_small_networks_are_solved_and_proved(stages: int, pipelines: int, model
 def test_uneven_stages_are_placed_too(seed: int) -> None:
     """Without proof, and without reversing anything."""
     rng = random.Random(seed)
-    traffic = Traffic(tuple(rng.uniform(1e6, 1e8) for _ in range(3)), tuple(rng.uniform(1e5, 1e7) for _ in range(2)))
+    traffic = StageTraffic(
+        tuple(rng.uniform(1e6, 1e8) for _ in range(3)), tuple(rng.uniform(1e5, 1e7) for _ in range(2))
+    )
     costs = weights(random_network(6, seed), 2, traffic, "pipelined", 4)
     found = search(costs, 2, rounds=12, clock=Ticks(0))
     assert found.complete
@@ -102,7 +104,7 @@ def test_uneven_stages_are_placed_too(seed: int) -> None:
 
 
 def test_the_same_seed_finds_the_same_on_a_slower_machine() -> None:
-    costs = weights(random_network(24, 0), 4, Traffic.even(6, 1e7, 1e6))
+    costs = weights(random_network(24, 0), 4, StageTraffic.even(6, 1e7, 1e6))
     fast, slow = (search(costs, 4, 1.0, seed=7, rounds=2, clock=Ticks(each)) for each in (1e-9, 1e-6))
     assert fast.complete
     assert slow.complete
@@ -111,7 +113,7 @@ def test_the_same_seed_finds_the_same_on_a_slower_machine() -> None:
 
 
 def test_a_search_that_is_out_of_time_has_a_placement() -> None:
-    costs = weights(random_network(24, 0), 4, Traffic.even(6, 1e7, 1e6))
+    costs = weights(random_network(24, 0), 4, StageTraffic.even(6, 1e7, 1e6))
     found = search(costs, 4, seconds=0.0)
     assert not found.complete
     assert found.stages == default_order(6, 4)
@@ -128,14 +130,14 @@ def test_missing_links_are_avoided() -> None:
     bridge[0][2] = bridge[2][0] = 0.1
     rates[0][2] = rates[2][0] = 1e6
     network = Network(apart.devices, bridge, rates)
-    costs = weights(network, 1, Traffic.even(4, 1e6, 1e6))
+    costs = weights(network, 1, StageTraffic.even(4, 1e6, 1e6))
     assert search(costs, 1, clock=Ticks(0)).stages in ([[1], [0], [2], [3]], [[3], [2], [0], [1]])
     with pytest.raises(ConfigurationError, match="Every placement that was found needs a link that does not exist"):
-        search(weights(apart, 1, Traffic.even(4, 1e6, 1e6)), 1, clock=Ticks(0))
+        search(weights(apart, 1, StageTraffic.even(4, 1e6, 1e6)), 1, clock=Ticks(0))
 
 
 def test_a_mesh_that_does_not_divide_is_refused() -> None:
-    costs = weights(random_network(6, 0), 2, Traffic.even(4, 1e6, 1e6))
+    costs = weights(random_network(6, 0), 2, StageTraffic.even(4, 1e6, 1e6))
     with pytest.raises(ConfigurationError, match="6 devices cannot form 2 pipelines of 4 stages, which need 8"):
         search(costs, 2)
 
@@ -214,7 +216,7 @@ def test_too_many_compositions_are_not_tried() -> None:
 
 
 def test_a_bound_that_is_met_is_an_optimum() -> None:
-    costs = weights(network_of_sites([("a", 4)], [[0.1]], [[1e6]]), 2, Traffic.even(2, 1e6, 1e6))
+    costs = weights(network_of_sites([("a", 4)], [[0.1]], [[1e6]]), 2, StageTraffic.even(2, 1e6, 1e6))
     found = search(costs, 2, seconds=0.0)
     assert found == Found(default_order(2, 2), found.cost, lower_bound(costs, 2), optimal=True)
     assert found.cost.total < math.inf

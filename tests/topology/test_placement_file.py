@@ -12,7 +12,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.arrange import ending_with, free_hosts
 from lightning_sdpipe.placement.cost import default_order, evaluate, weights
-from lightning_sdpipe.placement.model import Traffic
+from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.placement.network import network_of_sites
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import (
@@ -156,13 +156,13 @@ def test_the_price_of_the_rule_is_that_of_the_nearest_placement() -> None:
     """b lies between a and c, so b is in the middle, and rank 0 is b."""
     rows = [[0.0, 1.0, 5.0], [1.0, 0.0, 1.0], [5.0, 1.0, 0.0]]
     network = network_of_sites([("b", 1), ("a", 1), ("c", 1)], rows_of(rows), [[1e6] * 3] * 3)
-    costs = weights(network, 1, Traffic.even(3, 0.0, 0.0), "dtfm")
+    costs = weights(network, 1, StageTraffic.even(3, 0.0, 0.0), "dtfm")
     stages = [[1], [0], [2]]
     assert evaluate(stages, costs).total == 4.0
     moved, cost = ending_with(0, stages, costs)
     assert (moved[-1], cost.total) == ([0], 12.0)
     assert free_hosts(stages, costs, network) == ["a", "c"]
-    uneven = weights(network, 1, Traffic((0.0,) * 3, (0.0, 1e6)), "dtfm")
+    uneven = weights(network, 1, StageTraffic((0.0,) * 3, (0.0, 1e6)), "dtfm")
     assert free_hosts(stages, uneven, network) == ["c"]
     assert ending_with(1, stages, uneven)[0][-1] == [1]
 
@@ -175,7 +175,7 @@ def rows_of(distance: list[list[float]]) -> list[list[float]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_device_can_be_rank_zero(seed: int) -> None:
-    costs = weights(random_network(12, seed), 3, Traffic.even(4, 1e7, 1e6))
+    costs = weights(random_network(12, seed), 3, StageTraffic.even(4, 1e7, 1e6))
     stages = default_order(4, 3)
     for device in range(12):
         moved, cost = ending_with(device, stages, costs)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.placement.model import Traffic
+from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.placement.network import Network, read_network
 
 Version = Literal["code", "paper"]
@@ -46,6 +46,6 @@ def named(name: str) -> Network:
     return read_network(path)
 
 
-def traffic(num_stages: int = 8) -> Traffic:
+def traffic(num_stages: int = 8) -> StageTraffic:
     """What stages of three layers send in the published code, whose pipelines have eight of them."""
-    return Traffic.even(num_stages, STAGE_BYTES, CUT_BYTES)
+    return StageTraffic.even(num_stages, STAGE_BYTES, CUT_BYTES)

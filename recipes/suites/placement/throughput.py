@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_sdpipe import SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network
-from lightning_sdpipe.placement.planner import Asked, Placed, place
+from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place
 from lightning_sdpipe.topology.hosts import this_host
 from lightning_sdpipe.topology.placement_file import write_placement
 from recipes.suites.emulated import EmulatedChain
@@ -72,7 +72,9 @@ def measure(
     cut = num_micro_batches * sample
     block = Block(seconds, 4 * num_parameters, cut, cut, count=num_stages)
     network = two_regions(num_stages * num_pipelines, slower, Model("EmulatedChain", (block,)))
-    placed = place(network, Asked(num_stages, "pipelined", num_micro_batches, "all_reduce", seed=seed, seconds=2.0))
+    placed = place(
+        network, PlacementTask(num_stages, "pipelined", num_micro_batches, "all_reduce", seed=seed, seconds=2.0)
+    )
     assert placed.seconds is not None
     assert placed.default_seconds is not None
     expected = {"placed": placed.seconds, "default": placed.default_seconds}
@@ -114,7 +116,7 @@ def two_regions(devices: int, slower: float, model: Model) -> Network:
 
 
 def _train(
-    placed: Placed,
+    placed: PlacementResult,
     follows: bool,
     module: L.LightningModule,
     loader: DataLoader[Any],

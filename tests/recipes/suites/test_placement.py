@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.placement.cost import Weights, evaluate, weights
-from lightning_sdpipe.placement.model import Traffic
+from lightning_sdpipe.placement.model import StageTraffic
 from recipes.suites.emulated_links import Card
 from recipes.suites.placement import dtfm, search, shaped_links, throughput
 from tests.placement.test_search import Ticks, random_network
 
 
 def even(size: int, seed: int = 0, num_stages: int = 3) -> Weights:
-    traffic = Traffic.even(num_stages, 1e6, 1e6)
+    traffic = StageTraffic.even(num_stages, 1e6, 1e6)
     return weights(random_network(size, seed), size // num_stages, traffic, "dtfm")
 
 
