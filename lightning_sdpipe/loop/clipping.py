@@ -43,7 +43,7 @@ def clip_without_flush(
     known: Callable[[], None] = lambda: None,
 ) -> None:
     """The same where stages step at different times: by the norm over all stages as far as this one knows it, see
-    :mod:`lightning_sdpipe.pipeline.notes`."""
+    :mod:`lightning_sdpipe.pipeline.stage_metadata`."""
     counted = _counted(module, ownership, groups)
     precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_known_norm, counted, pipeline, known)
     precision.__dict__["main_params"] = _held

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe import p2p
-from lightning_sdpipe.pipeline.windows import Window
+from lightning_sdpipe.pipeline.accumulation_windows import Window
 
 _UP, _DOWN, _NORM = 1, 2, 3  # tags; the group is the owners' alone
 

@@ -39,15 +39,15 @@ from torch.func import functional_call
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.message import Message
+from lightning_sdpipe.pipeline.accumulation_windows import Lane, Window
 from lightning_sdpipe.pipeline.announcement import Announcement
 from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients
 from lightning_sdpipe.pipeline.late_sums import LateSum
 from lightning_sdpipe.pipeline.micro_batches import whole
-from lightning_sdpipe.pipeline.notes import StageNotes
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
+from lightning_sdpipe.pipeline.stage_metadata import StageNotes
 from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batch
 from lightning_sdpipe.pipeline.step_log import StepLog
-from lightning_sdpipe.pipeline.windows import Lane, Window
 from lightning_sdpipe.policies.announcing import share_before
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sdpipe.pipeline.windows import Lane, Window
+from lightning_sdpipe.pipeline.accumulation_windows import Lane, Window
 
 
 @pytest.mark.parametrize("depth", range(5))
