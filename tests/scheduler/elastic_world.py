@@ -25,9 +25,9 @@ from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.heard_leases import HeardAnswers
+from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 SILENCE, PAUSE_EVERY = 2.0, 12

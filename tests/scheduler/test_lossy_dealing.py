@@ -16,7 +16,7 @@ from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.heard_leases import HeardLeases
+from lightning_sdpipe.scheduler.client.recovery_report import HeardLeases
 from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
 
 

@@ -21,7 +21,7 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.heard_leases import HeardAnswers
+from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers
 from lightning_sdpipe.scheduler.log.event_log import REMEMBERED, Entry, differences
 from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
 from lightning_sdpipe.scheduler.server.session import ACTIVE, State

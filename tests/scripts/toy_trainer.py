@@ -14,7 +14,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.client.elastic_client import ElasticClient, Receive, Told
+from lightning_sdpipe.scheduler.client.membership_client import ElasticClient, Receive, Told
 from lightning_sdpipe.scheduler.credentials import worker_keys
 from lightning_sdpipe.worker.launching.elastic_job import from_environment
 

@@ -19,11 +19,11 @@ from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import MustEndError, RefusedError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import GLANCE, Connection
-from lightning_sdpipe.scheduler.client.heard_leases import HeardAnswers, HeardLeases
 from lightning_sdpipe.scheduler.client.heartbeat import HeartbeatThread
+from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers, HeardLeases
 from lightning_sdpipe.scheduler.client.step_timer import StepTimer
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 
@@ -68,7 +68,7 @@ class SchedulerClient:
     ``on_invitation`` is called there too, in order, for groups that the worker is a passive member of, with the last
     iteration that had been answered before, None if none had since the worker joined. It may be set until :meth:`join`.
     ``incarnation`` is that of the worker's job in an elastic run, whose
-    :class:`~lightning_sdpipe.scheduler.client.elastic_client.ElasticClient` enrols it before it joins; None in any
+    :class:`~lightning_sdpipe.scheduler.client.membership_client.ElasticClient` enrols it before it joins; None in any
         other.
     """
 

@@ -8,7 +8,7 @@ from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies.decisions import BrokenRule, Group, check_group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 
 MOST_ENTRIES = 64

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from lightning_sdpipe.dealing.leases import Expected, Returned
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Broken, Left, Lost, Regrouped, Widened, Worker
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.server.decider import PolicyFailed
+from lightning_sdpipe.scheduler.server.policy_driver import PolicyFailed
 from lightning_sdpipe.scheduler.server.session import FALLS_SILENT, LEAVES
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class ElasticRun:
-    """The :class:`~lightning_sdpipe.scheduler.server.elastic.Run` of ``service``, of which it is a part."""
+    """The :class:`~lightning_sdpipe.scheduler.server.membership_desk.Run` of ``service``, of which it is a part."""
 
     def __init__(self, service: SchedulerService) -> None:
         self._service = service

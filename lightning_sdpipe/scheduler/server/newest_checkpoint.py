@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from lightning_sdpipe.membership.members import MemberDecision, MemberEvent, Published, RunOver
-from lightning_sdpipe.scheduler.server.elastic import Elastic
+from lightning_sdpipe.scheduler.server.membership_desk import Elastic
 
 log = logging.getLogger(__name__)
 

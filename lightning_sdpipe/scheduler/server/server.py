@@ -20,10 +20,10 @@ from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, Beginning, EventLog
 from lightning_sdpipe.scheduler.log.journal import Journal
 from lightning_sdpipe.scheduler.server.authentication import KeyCheck
+from lightning_sdpipe.scheduler.server.control_thread import StopMessage, Watcher
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines
 from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
 from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
-from lightning_sdpipe.scheduler.server.watcher import StopMessage, Watcher
 
 LONGEST_WAIT_MS = 60_000
 MOST_UNREAD = 256

@@ -4,8 +4,9 @@ Every request is answered so that repeating it is harmless: a worker that heard 
 for another worker, were seen before, or break a rule of the policy are counted, logged, and change nothing. A worker
 whose heartbeats stop for ``worker_timeout`` seconds is lost: the others go on without it.
 
-The policy hears of everything through the :class:`~lightning_sdpipe.scheduler.server.decider.Decider`, which keeps the
-log of the run. A policy that raises, or decides what cannot be carried out, ends the run with a failure that names it.
+The policy hears of everything through the :class:`~lightning_sdpipe.scheduler.server.policy_driver.Decider`, which
+keeps the log of the run. A policy that raises, or decides what cannot be carried out, ends the run with a failure that
+names it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Answered, Joined, Left, Lost, Progress, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.event_log import EventLog
 from lightning_sdpipe.scheduler.log.status import Overview, Status, graph_of
 from lightning_sdpipe.scheduler.server.contradictions import contradiction
-from lightning_sdpipe.scheduler.server.decider import Decider, PolicyFailed
-from lightning_sdpipe.scheduler.server.elastic import Elastic
 from lightning_sdpipe.scheduler.server.elastic_run import ElasticRun
+from lightning_sdpipe.scheduler.server.membership_desk import Elastic
+from lightning_sdpipe.scheduler.server.policy_driver import Decider, PolicyFailed
 from lightning_sdpipe.scheduler.server.recovery import Recovery
 from lightning_sdpipe.scheduler.server.session import (
     COMPUTING,

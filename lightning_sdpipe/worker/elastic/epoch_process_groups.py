@@ -32,7 +32,7 @@ from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.membership.members import Epoch, Exchanging
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.elastic_client import CancelledError, ElasticClient
+from lightning_sdpipe.scheduler.client.membership_client import CancelledError, ElasticClient
 from lightning_sdpipe.topology.groups import Replicas
 
 
@@ -108,7 +108,7 @@ MakeStore = Callable[[str, Callable[[], bool]], Store]
 
 
 class Reports(Protocol):
-    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.elastic_client.ElasticClient`."""
+    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.ElasticClient`."""
 
     def holds(self, epochs: Iterable[int]) -> None:
         """This worker has process groups of these epochs."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.scheduler.client.elastic_client import Skip
+from lightning_sdpipe.scheduler.client.membership_client import Skip
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.scheduler.client.elastic_client import Receive, Start
+from lightning_sdpipe.scheduler.client.membership_client import Receive, Start
 from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.worker.elastic.barriers import Barriers, pack, split, unpack_max
 
@@ -70,7 +70,7 @@ _DONE, _NOT = b"\x01", b"\x00"
 
 
 class Enrolment(Protocol):
-    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.elastic_client.ElasticClient`."""
+    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.ElasticClient`."""
 
     def enrol(self, fingerprint: Mapping[str, str]) -> Start | Receive:
         """Wants to take part."""

@@ -33,7 +33,7 @@ from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import policy_file
-from lightning_sdpipe.scheduler.client.elastic_client import CancelledError, Receive, Start, Told
+from lightning_sdpipe.scheduler.client.membership_client import CancelledError, Receive, Start, Told
 from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.sync.exchanges import among_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_sdpipe.errors import LOST_CONNECTION, SchedulerError, WorkerFailedError, place_of
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
-from lightning_sdpipe.scheduler.client.elastic_client import ElasticClient, Told
+from lightning_sdpipe.scheduler.client.membership_client import ElasticClient, Told
 from lightning_sdpipe.worker.launching.watchdog import Watchdog
 from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress
 

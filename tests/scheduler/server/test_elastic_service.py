@@ -10,7 +10,7 @@ from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import PolicyConfig, Worker, registry
 from lightning_sdpipe.policies.events import Widened
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.event_log import Beginning, EventLog, differences, read_log
 from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService

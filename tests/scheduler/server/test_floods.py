@@ -19,14 +19,14 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.events import Broken
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status import BROKEN_REMEMBERED, Overview
 from lightning_sdpipe.scheduler.server import server
-from lightning_sdpipe.scheduler.server.answers import MOST_OPEN
+from lightning_sdpipe.scheduler.server.group_delivery import MOST_OPEN
+from lightning_sdpipe.scheduler.server.key_value_store import MAX_KEY_CHARACTERS, Full, Rendezvous
 from lightning_sdpipe.scheduler.server.lifelines import MAX_SILENT, NONCE_BYTES, Lifelines
 from lightning_sdpipe.scheduler.server.recovery import Recovery
-from lightning_sdpipe.scheduler.server.rendezvous import MAX_KEY_CHARACTERS, Full, Rendezvous
 from lightning_sdpipe.scheduler.server.server import Server
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 from tests.scheduler.live_scheduler import serving

@@ -24,7 +24,7 @@ from lightning_sdpipe.policies.events import Widened
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.client.heard_leases import HeardLeases
+from lightning_sdpipe.scheduler.client.recovery_report import HeardLeases
 from lightning_sdpipe.scheduler.log.event_log import Entry, differences, read_log
 from lightning_sdpipe.scheduler.log.journal import Journal
 from lightning_sdpipe.scheduler.server.server import Server

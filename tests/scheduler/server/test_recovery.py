@@ -9,7 +9,7 @@ import pytest
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.heard_leases import MEMBERS_IN_REPORT, HeardAnswers
+from lightning_sdpipe.scheduler.client.recovery_report import MEMBERS_IN_REPORT, HeardAnswers
 from lightning_sdpipe.scheduler.server import recovery
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 

@@ -15,7 +15,7 @@ from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.connection import ask_status
-from lightning_sdpipe.scheduler.client.elastic_client import ElasticClient, Start
+from lightning_sdpipe.scheduler.client.membership_client import ElasticClient, Start
 from lightning_sdpipe.scheduler.credentials import (
     WorkerKeys,
     make_keys,

@@ -12,7 +12,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.scheduler.client.elastic_client import Skip
+from lightning_sdpipe.scheduler.client.membership_client import Skip
 from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
 
 

@@ -14,7 +14,7 @@ from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.scheduler.client.elastic_client import ElasticClient, Told
+from lightning_sdpipe.scheduler.client.membership_client import ElasticClient, Told
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
 from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress
 from tests.scheduler.live_scheduler import serving

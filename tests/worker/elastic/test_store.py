@@ -13,7 +13,7 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.scheduler.client.elastic_client import CancelledError, ElasticClient
+from lightning_sdpipe.scheduler.client.membership_client import CancelledError, ElasticClient
 from lightning_sdpipe.worker.elastic.epoch_process_groups import SchedulerStore
 from tests.scheduler.live_scheduler import serving
 

@@ -16,13 +16,13 @@ from lightning_sdpipe.membership.membership import MOST_PIPELINES, Membership
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status import Members
-from lightning_sdpipe.scheduler.server import answers
-from lightning_sdpipe.scheduler.server.early import Early
-from lightning_sdpipe.scheduler.server.presence import Presence
-from lightning_sdpipe.scheduler.server.rendezvous import Full, Rendezvous
+from lightning_sdpipe.scheduler.server import group_delivery
+from lightning_sdpipe.scheduler.server.deferred_requests import Early
+from lightning_sdpipe.scheduler.server.key_value_store import Full, Rendezvous
+from lightning_sdpipe.scheduler.server.liveness import Presence
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ BEATS_PER_LIMIT = 8
 LONGEST_BEAT = 1.0
 
 
-class Run(answers.Run, Protocol):
+class Run(group_delivery.Run, Protocol):
     """What membership changes in the rest of the scheduler."""
 
     def say(self, peer: bytes, message: m.Reply | e.Reply) -> None:
@@ -84,7 +84,7 @@ class Elastic:
         self._capacity = num_pipelines
         self._store = Rendezvous()
         self._presence = Presence(limit)
-        self._answers = answers.Answers(
+        self._answers = group_delivery.Answers(
             run, self._presence.incarnations, lambda: membership.epoch.number, self._unreachable, limit
         )
         self._early = Early()
@@ -375,7 +375,7 @@ class Elastic:
     def _shares_a_group(self, worker: Worker, now: float) -> bool:
         """Does ``worker`` share a process group with those of its stage that take part, or has it waited for long?"""
         others = [other for other in self._run.active_in(worker.stage) if other != worker]
-        if not others or self._early.waited(worker, now) >= answers.REMAKE_AFTER:
+        if not others or self._early.waited(worker, now) >= group_delivery.REMAKE_AFTER:
             return True
         return self._answers.transport.common([worker, *others]) is not None
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 
 from lightning_sdpipe.membership.silence import Silence
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.server.lifelines import NONCE_BYTES
 
 logger = logging.getLogger(__name__)

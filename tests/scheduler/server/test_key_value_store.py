@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.scheduler.server.rendezvous import Full, Rendezvous
+from lightning_sdpipe.scheduler.server.key_value_store import Full, Rendezvous
 
 
 def test_what_was_just_put_is_there_and_the_oldest_other_room_is_not() -> None:

@@ -51,11 +51,11 @@ from lightning_sdpipe.membership.members import Donate, Epoch, Exchanging, Met, 
 from lightning_sdpipe.membership.stuck import MEETINGS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler.client.client_thread import Line
 from lightning_sdpipe.scheduler.client.connection import Connection
-from lightning_sdpipe.scheduler.client.elastic_line import Line
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
-from lightning_sdpipe.scheduler.elastic_protocol import Skip, Start
+from lightning_sdpipe.scheduler.membership_protocol import Skip, Start
 
 __all__ = ["CancelledError", "ElasticClient", "MustEndError", "Receive", "RunOverError", "Skip", "Start", "Told"]
 

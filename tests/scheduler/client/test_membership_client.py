@@ -25,7 +25,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.connection import ask_status
-from lightning_sdpipe.scheduler.client.elastic_client import (
+from lightning_sdpipe.scheduler.client.membership_client import (
     CancelledError,
     ElasticClient,
     MustEndError,
@@ -367,7 +367,7 @@ def test_a_process_that_is_killed_is_gone_at_once_though_its_children_live() -> 
         script = f"""
 import os, sys, time
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.scheduler.client.elastic_client import ElasticClient
+from lightning_sdpipe.scheduler.client.membership_client import ElasticClient
 client = ElasticClient({fleet.server.address!r}, Worker(0, 1), 7)
 client.enrol({SAME!r})
 time.sleep(0.3)  # the lifeline comes first

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import Connection
 

@@ -31,7 +31,7 @@ from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.membership.stuck import Stuck
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler import elastic_protocol as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 
 
 class Transport:
