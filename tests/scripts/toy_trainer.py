@@ -14,7 +14,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.client.membership_client import ElasticClient, Receive, Told
+from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient, Receive
 from lightning_sdpipe.scheduler.credentials import worker_keys
 from lightning_sdpipe.worker.launching.elastic_job import from_environment
 
@@ -45,7 +45,7 @@ def main(updates: int) -> None:
 
     client = SchedulerClient(job.scheduler, worker, credentials=keys, incarnation=incarnation, heartbeat=0.2)
     client.greet()
-    line = ElasticClient(job.scheduler, worker, incarnation, credentials=keys, told=Told(epoch=hear))
+    line = MembershipClient(job.scheduler, worker, incarnation, credentials=keys, told=Callbacks(epoch=hear))
     done, answer = 0, line.enrol({"model": "toy"})
     while isinstance(answer, Receive):
         done = answer.update

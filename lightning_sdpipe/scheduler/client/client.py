@@ -68,8 +68,8 @@ class SchedulerClient:
     ``on_invitation`` is called there too, in order, for groups that the worker is a passive member of, with the last
     iteration that had been answered before, None if none had since the worker joined. It may be set until :meth:`join`.
     ``incarnation`` is that of the worker's job in an elastic run, whose
-    :class:`~lightning_sdpipe.scheduler.client.membership_client.ElasticClient` enrols it before it joins; None in any
-        other.
+    :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient` enrols it before it joins; None in
+        any other.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ REPEAT_AFTER = 0.5
 """Seconds after which an unanswered request is repeated."""
 
 
-class Line:
+class ClientThread:
     """Owns ``connection``.
 
     ``beat`` makes the next heartbeat, ``unanswered`` are the requests to repeat, ``hear`` is called with every reply.

@@ -23,7 +23,7 @@ from lightning_sdpipe.scheduler.client.connection import Connection
 log = logging.getLogger(__name__)
 
 
-class Pulse(Protocol):
+class HeartbeatSource(Protocol):
     """What the thread says and hears."""
 
     def heartbeat(self) -> m.Request:
@@ -52,7 +52,7 @@ class Pulse(Protocol):
 class HeartbeatThread:
     """Started by :meth:`start`, ended by :meth:`close`."""
 
-    def __init__(self, connect: Callable[[], Connection], pulse: Pulse, interval: float) -> None:
+    def __init__(self, connect: Callable[[], Connection], pulse: HeartbeatSource, interval: float) -> None:
         self._connect = connect
         self._pulse = pulse
         self._interval = interval

@@ -2,7 +2,7 @@
 
 In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pipeline's first stage, equal on all)::
 
-    client = ElasticClient(address, Worker(j, i), incarnation, credentials=keys, told=Told(epoch=..., broke=...))
+    client = MembershipClient(address, Worker(j, i), incarnation, credentials=keys, told=Told(epoch=..., broke=...))
     answer = client.enrol({"version": ..., "model": ..., "seed": ...})      # waits: Start, or Receive
     while isinstance(answer, Receive):                     # get the state from pipeline answer.donor, and then
         answer = client.received(answer.transfer)          # waits: Start, or another Receive;
@@ -52,12 +52,21 @@ from lightning_sdpipe.membership.stuck import MEETINGS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
-from lightning_sdpipe.scheduler.client.client_thread import Line
+from lightning_sdpipe.scheduler.client.client_thread import ClientThread
 from lightning_sdpipe.scheduler.client.connection import Connection
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.membership_protocol import Skip, Start
 
-__all__ = ["CancelledError", "ElasticClient", "MustEndError", "Receive", "RunOverError", "Skip", "Start", "Told"]
+__all__ = [
+    "Callbacks",
+    "CancelledError",
+    "MembershipClient",
+    "MustEndError",
+    "Receive",
+    "RunOverError",
+    "Skip",
+    "Start",
+]
 
 GLANCE = 0.02
 """Seconds between looks whether a wait is still needed."""
@@ -86,7 +95,7 @@ def _nothing(*_: object) -> None:
 
 
 @dataclass(frozen=True)
-class Told:
+class Callbacks:
     """What is called in the client's thread; see the module's text."""
 
     epoch: Callable[[Epoch], None] = _nothing
@@ -110,7 +119,7 @@ class _Ask:
         self.waits_for = ""
 
 
-class ElasticClient:
+class MembershipClient:
     """Speaks for one process; see the module's text.
 
     Args:
@@ -130,11 +139,11 @@ class ElasticClient:
         *,
         timeout: float = 60.0,
         credentials: WorkerKeys | None = None,
-        told: Told | None = None,
+        told: Callbacks | None = None,
     ) -> None:
         self.address, self.worker, self.incarnation = address, worker, incarnation
         self._timeout = timeout
-        self._told = told or Told()
+        self._told = told or Callbacks()
         self._changed = threading.Condition()
         """Guards all that follows."""
         self._number = 0
@@ -170,7 +179,7 @@ class ElasticClient:
         except BaseException:
             self._context.term()
             raise
-        self._line = Line(connection, address, self._beat, self._unanswered, self._hear)
+        self._line = ClientThread(connection, address, self._beat, self._unanswered, self._hear)
         self._line.start()
 
     # ------------------------------------------------------------ coming and going

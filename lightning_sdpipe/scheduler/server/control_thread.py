@@ -24,7 +24,7 @@ class StopMessage:
         self.endpoint = "inproc://stop"
 
 
-class Watcher:
+class ControlThread:
     """Lives while the server's loop runs."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Watcher:
         self._dismissed, self._dismiss = os.pipe()
         self._thread = threading.Thread(target=self._run, name="scheduler watcher", daemon=True)
 
-    def __enter__(self) -> Watcher:
+    def __enter__(self) -> ControlThread:
         self._thread.start()
         return self
 

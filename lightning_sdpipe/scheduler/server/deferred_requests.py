@@ -8,7 +8,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import protocol as m
 
 
-class Early:
+class DeferredRequests:
     """Keeps the last request of each kind of each worker, in the order in which they came."""
 
     def __init__(self) -> None:

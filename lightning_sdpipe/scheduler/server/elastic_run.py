@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ElasticRun:
-    """The :class:`~lightning_sdpipe.scheduler.server.membership_desk.Run` of ``service``, of which it is a part."""
+class ElasticService:
+    """The :class:`~lightning_sdpipe.scheduler.server.membership_desk.ServiceOfMembers` of ``service``, of which it is a
+    part."""
 
     def __init__(self, service: SchedulerService) -> None:
         self._service = service

@@ -34,7 +34,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 
 
-class Transport:
+class ProcessGroupRegistry:
     """Of all workers, the epochs whose process group they hold."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ MOST_OPEN = 64
 
 
 @dataclass
-class Broken:
+class BrokenGroup:
     """A group that at least one member did not get the result of."""
 
     group: Group
@@ -89,17 +89,17 @@ class Regrouping:
     """Groups that broke, by number, and what was answered."""
 
     def __init__(self) -> None:
-        self.open: dict[int, Broken] = {}
+        self.open: dict[int, BrokenGroup] = {}
         self.decided: OrderedDict[int, None] = OrderedDict()
         """Those of which it is decided who tries again, though perhaps not yet in which process group."""
         self._outcomes: OrderedDict[int, dict[Worker, e.Regroup | e.Skip]] = OrderedDict()
 
-    def hear(self, worker: Worker, group: Group, together: bool) -> Broken | None:
+    def hear(self, worker: Worker, group: Group, together: bool) -> BrokenGroup | None:
         """``worker`` did not get the result; None if it says so of more groups than it can be in."""
         others = [sequence for sequence, broken in self.open.items() if worker in broken.said]
         if group.sequence not in others and len(others) >= MOST_OPEN:
             return None
-        broken = self.open.setdefault(group.sequence, Broken(group, together))
+        broken = self.open.setdefault(group.sequence, BrokenGroup(group, together))
         broken.done.discard(worker)
         broken.said.add(worker)
         return broken
@@ -128,7 +128,9 @@ class Regrouping:
             if not broken.said:  # a member that misses the result, too, will say so itself
                 del self.open[sequence]
 
-    def settled(self, is_gone: Callable[[Worker, int], bool], takes_part: Callable[[Worker], bool]) -> Iterator[Broken]:
+    def settled(
+        self, is_gone: Callable[[Worker, int], bool], takes_part: Callable[[Worker], bool]
+    ) -> Iterator[BrokenGroup]:
         """Those that can be decided; they are open no longer. A restarted scheduler may hear of one from a worker whose
         session has still to join."""
         for sequence, broken in list(self.open.items()):
@@ -146,7 +148,7 @@ REMAKE_AFTER = 5.0
 """Seconds that an answer waits for a process group before the epoch is announced anew."""
 
 
-class Run(Protocol):
+class GroupSender(Protocol):
     """The rest of the scheduler, as far as answers concern it."""
 
     def say(self, peer: bytes, message: e.Reply) -> None:
@@ -180,7 +182,7 @@ class _KeptMet:
     """The processes that met."""
 
 
-class Answers:
+class GroupDelivery:
     """Args:
     run: the rest of the scheduler.
     incarnations: of the processes that are there.
@@ -192,13 +194,13 @@ class Answers:
 
     def __init__(
         self,
-        run: Run,
+        run: GroupSender,
         incarnations: Mapping[Worker, int],
         epoch: Callable[[], int],
         unreachable: Callable[[int, Sequence[int], bool, float], None],
         limit: float,
     ) -> None:
-        self.transport = Transport()
+        self.transport = ProcessGroupRegistry()
         self._run, self._here, self._epoch, self._unreachable = run, incarnations, epoch, unreachable
         self._regrouping = Regrouping()
         self._stuck = Stuck(limit)
@@ -334,7 +336,7 @@ class Answers:
         """``worker`` has the result of that group."""
         self._regrouping.completed(worker, sequence)
 
-    def _settle(self, broken: Broken, now: float) -> None:
+    def _settle(self, broken: BrokenGroup, now: float) -> None:
         group = broken.group
         if broken.together and broken.done:
             self._tell_outcome(group, e.Skip(group.sequence, min(broken.done).pipeline), sorted(broken.said))

@@ -28,7 +28,7 @@ Answer: TypeAlias = tuple[Asker, tuple[bytes | None, ...]]
 """To whom, and the values of the keys."""
 
 
-class Full(ValueError):
+class StoreFull(ValueError):
     """There is more than allowed of what was given, or nothing can be done with it."""
 
 
@@ -41,7 +41,7 @@ class Waiting:
     until: float
 
 
-class Rendezvous:
+class KeyValueStore:
     """Holds at most ``max_keys`` keys with ``max_bytes`` bytes of values."""
 
     def __init__(self, max_bytes: int = MAX_BYTES, max_keys: int = MAX_KEYS) -> None:
@@ -58,13 +58,13 @@ class Rendezvous:
             Full: it is too large, or its room is; nothing has changed.
         """
         if len(key) > MAX_KEY_CHARACTERS or len(value) > min(MAX_VALUE_BYTES, self._max_bytes):
-            raise Full(
+            raise StoreFull(
                 f"a key of {len(key)} characters with {len(value)} bytes; at most {MAX_KEY_CHARACTERS} characters and "
                 f"{MAX_VALUE_BYTES} bytes are allowed, since the store is for finding each other, not for data"
             )
         if not key.partition("/")[2]:
-            raise Full(f"the key {key!r}, which is not of the form room/name")
-        name = _room(key)
+            raise StoreFull(f"the key {key!r}, which is not of the form room/name")
+        name = _namespace(key)
         room = self._rooms.get(name, {})
         before = room.get(key)
         self._make_space(name, len(value) - len(before or b""), int(before is None))
@@ -88,9 +88,9 @@ class Rendezvous:
         try:
             value = int(before or b"0") + amount
         except ValueError:
-            raise Full(f"what is at {key} is no number, so nothing can be added to it") from None
+            raise StoreFull(f"what is at {key} is no number, so nothing can be added to it") from None
         if abs(value) > MAX_NUMBER:
-            raise Full(f"{amount} more at {key}, whose number would be beyond 64 bits")
+            raise StoreFull(f"{amount} more at {key}, whose number would be beyond 64 bits")
         answered = self.put(key, b"%d" % value)
         self._sums[once] = value
         while len(self._sums) > MAX_WAITING:
@@ -99,7 +99,7 @@ class Rendezvous:
 
     def get(self, keys: Sequence[str]) -> tuple[bytes | None, ...]:
         """Their values now."""
-        return tuple(self._rooms.get(_room(key), {}).get(key) for key in keys)
+        return tuple(self._rooms.get(_namespace(key), {}).get(key) for key in keys)
 
     def has(self, keys: Sequence[str]) -> bool:
         """Are all there?"""
@@ -113,24 +113,24 @@ class Rendezvous:
             del self._waiting[gone]
         if len(keys) > MAX_FETCHED or any(len(key) > MAX_KEY_CHARACTERS for key in keys):
             most = f"at most {MAX_FETCHED} of at most {MAX_KEY_CHARACTERS} characters are allowed"
-            raise Full(f"{len(keys)} keys at once; {most}")
+            raise StoreFull(f"{len(keys)} keys at once; {most}")
         if len(self._waiting) >= MAX_WAITING and asker not in self._waiting:
-            raise Full(f"{MAX_WAITING} requests wait for keys already; nobody can need as many")
+            raise StoreFull(f"{MAX_WAITING} requests wait for keys already; nobody can need as many")
         others = sum(len(waiting.keys) for waiting in self._waiting.values() if waiting.asker != asker)
         if others + len(keys) > self._max_keys:
-            raise Full(f"{len(keys)} keys more to wait for; all that wait may wait for {self._max_keys} keys")
+            raise StoreFull(f"{len(keys)} keys more to wait for; all that wait may wait for {self._max_keys} keys")
         self._waiting[asker] = Waiting(asker, keys, now + PATIENCE)
         return None
 
     def remove(self, key: str) -> bool:
         """Forgets ``key``; was it there?"""
-        room = self._rooms.get(_room(key), {})
+        room = self._rooms.get(_namespace(key), {})
         value = room.pop(key, None)
         if value is None:
             return False
         self._bytes, self._keys = self._bytes - len(value), self._keys - 1
         if not room:
-            del self._rooms[_room(key)]
+            del self._rooms[_namespace(key)]
         return True
 
     def _make_space(self, name: str, more_bytes: int, more_keys: int) -> None:
@@ -139,7 +139,7 @@ class Rendezvous:
             room = self._rooms.get(name, {})
             own_bytes, own_keys = sum(map(len, room.values())) + more_bytes, len(room) + more_keys
             if own_bytes > self._max_bytes or own_keys > self._max_keys:
-                raise Full(
+                raise StoreFull(
                     f"more in room {name}, which would hold {own_bytes} bytes under {own_keys} keys; at most "
                     f"{self._max_bytes} bytes under {self._max_keys} keys are allowed"
                 )
@@ -153,5 +153,5 @@ class Rendezvous:
         self._keys -= len(room)
 
 
-def _room(key: str) -> str:
+def _namespace(key: str) -> str:
     return key.partition("/")[0]

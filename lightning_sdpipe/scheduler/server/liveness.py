@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 MOST_LINES = 1 << 16
 
 
-class Presence:
+class Liveness:
     """``limit`` is in seconds; what silence for so long means is decided by
     :class:`~lightning_sdpipe.membership.silence.Silence`."""
 

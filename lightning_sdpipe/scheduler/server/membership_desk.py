@@ -1,8 +1,8 @@
 """The scheduler's half of an elastic run: what is heard of membership goes to the core, and what that decides, out.
 
 It stands beside the service: what membership means for policies, leases and sessions goes to the service, as a
-:class:`Run`. Requests of sessions pass :meth:`Elastic.admits` first, since nobody trains who is no member, and groups
-pass :meth:`Elastic.dressed`, which names the process group that their members share.
+:class:`ServiceOfMembers`. Requests of sessions pass :meth:`MembershipDesk.admits` first, since nobody trains who is no
+member, and groups pass :meth:`MembershipDesk.dressed`, which names the process group that their members share.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status import Members
 from lightning_sdpipe.scheduler.server import group_delivery
-from lightning_sdpipe.scheduler.server.deferred_requests import Early
-from lightning_sdpipe.scheduler.server.key_value_store import Full, Rendezvous
-from lightning_sdpipe.scheduler.server.liveness import Presence
+from lightning_sdpipe.scheduler.server.deferred_requests import DeferredRequests
+from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore, StoreFull
+from lightning_sdpipe.scheduler.server.liveness import Liveness
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ BEATS_PER_LIMIT = 8
 LONGEST_BEAT = 1.0
 
 
-class Run(group_delivery.Run, Protocol):
+class ServiceOfMembers(group_delivery.GroupSender, Protocol):
     """What membership changes in the rest of the scheduler."""
 
     def say(self, peer: bytes, message: m.Reply | e.Reply) -> None:
@@ -66,7 +66,7 @@ class Run(group_delivery.Run, Protocol):
         """The run is over."""
 
 
-class Elastic:
+class MembershipDesk:
     """Args:
     membership: decides who is in the run.
     run: the rest of the scheduler.
@@ -74,7 +74,7 @@ class Elastic:
     limit: seconds of silence after which a process is taken for dead.
     """
 
-    def __init__(self, membership: Membership, run: Run, num_pipelines: int, limit: float) -> None:
+    def __init__(self, membership: Membership, run: ServiceOfMembers, num_pipelines: int, limit: float) -> None:
         self.membership = membership
         self.lifeline_port = 0
         """0 until somebody listens for lifelines."""
@@ -82,12 +82,12 @@ class Elastic:
         self._run = run
         self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
         self._capacity = num_pipelines
-        self._store = Rendezvous()
-        self._presence = Presence(limit)
-        self._answers = group_delivery.Answers(
+        self._store = KeyValueStore()
+        self._presence = Liveness(limit)
+        self._answers = group_delivery.GroupDelivery(
             run, self._presence.incarnations, lambda: membership.epoch.number, self._unreachable, limit
         )
-        self._early = Early()
+        self._early = DeferredRequests()
         self._rival_since: dict[int, float] = {}
         self._update = -1
         """How far the furthest member is."""
@@ -308,7 +308,7 @@ class Elastic:
                     values = store.wait((peer, number), keys, now) if waits else store.get(keys)
                     if values is not None:
                         say(peer, e.Values(number, values))
-        except Full as error:
+        except StoreFull as error:
             self._run.ignore("refused", peer, str(error))
             say(peer, e.Denial(f"the key-value store refuses {error}", number))
         for (asker, asked), found in answered:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from lightning_sdpipe.membership.members import MemberDecision, MemberEvent, Published, RunOver
-from lightning_sdpipe.scheduler.server.membership_desk import Elastic
+from lightning_sdpipe.scheduler.server.membership_desk import MembershipDesk
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class NewestCheckpoint:
     def __init__(self, journal: Path) -> None:
         self._path = journal.with_name(f"{journal.name}.checkpoint")
 
-    def follow(self, elastic: Elastic, now: float) -> None:
+    def follow(self, elastic: MembershipDesk, now: float) -> None:
         """Tell ``elastic`` what an earlier scheduler has heard, and keep what it hears from now on."""
         record = elastic.on_decided
 

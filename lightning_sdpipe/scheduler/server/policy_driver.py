@@ -20,7 +20,7 @@ class PolicyFailed(Exception):
     """The policy raised, or decided what cannot be carried out."""
 
 
-class Decider:
+class PolicyDriver:
     """Drives ``policy`` and ``dealer``, and keeps ``event_log``. Once one has failed nothing is decided any more."""
 
     def __init__(self, policy: Policy, dealer: Dealer, event_log: EventLog) -> None:

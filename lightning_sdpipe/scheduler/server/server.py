@@ -20,7 +20,7 @@ from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, Beginning, EventLog
 from lightning_sdpipe.scheduler.log.journal import Journal
 from lightning_sdpipe.scheduler.server.authentication import KeyCheck
-from lightning_sdpipe.scheduler.server.control_thread import StopMessage, Watcher
+from lightning_sdpipe.scheduler.server.control_thread import ControlThread, StopMessage
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines
 from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
 from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
@@ -138,12 +138,12 @@ class Server:
         """Serve until one of the file descriptors ``stop`` is readable (or at its end).
 
         Waiting happens inside the ROUTER's own receive, which costs a message a third of what asking a poller
-        first does; an :class:`Watcher` watches everything else and says in a frame when to stop.
+        first does; an :class:`ControlThread` watches everything else and says in a frame when to stop.
         """
         socket, service, clock = self._socket, self.service, self._clock
         if socket is None or self._context is None:
             raise SchedulerError("the scheduler's server was run before it was opened")
-        with Watcher(self._context, self._stop_message, stop, self._key_check), self._lifelines(self._context):
+        with ControlThread(self._context, self._stop_message, stop, self._key_check), self._lifelines(self._context):
             now, due, patience = clock(), service.deadline(), -2
             while True:
                 # Rounded up, since waking before the deadline would spin until it has come.

@@ -4,7 +4,7 @@ Every request is answered so that repeating it is harmless: a worker that heard 
 for another worker, were seen before, or break a rule of the policy are counted, logged, and change nothing. A worker
 whose heartbeats stop for ``worker_timeout`` seconds is lost: the others go on without it.
 
-The policy hears of everything through the :class:`~lightning_sdpipe.scheduler.server.policy_driver.Decider`, which
+The policy hears of everything through the :class:`~lightning_sdpipe.scheduler.server.policy_driver.PolicyDriver`, which
 keeps the log of the run. A policy that raises, or decides what cannot be carried out, ends the run with a failure that
 names it.
 """
@@ -29,9 +29,9 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.event_log import EventLog
 from lightning_sdpipe.scheduler.log.status import Overview, Status, graph_of
 from lightning_sdpipe.scheduler.server.contradictions import contradiction
-from lightning_sdpipe.scheduler.server.elastic_run import ElasticRun
-from lightning_sdpipe.scheduler.server.membership_desk import Elastic
-from lightning_sdpipe.scheduler.server.policy_driver import Decider, PolicyFailed
+from lightning_sdpipe.scheduler.server.elastic_run import ElasticService
+from lightning_sdpipe.scheduler.server.membership_desk import MembershipDesk
+from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver, PolicyFailed
 from lightning_sdpipe.scheduler.server.recovery import Recovery
 from lightning_sdpipe.scheduler.server.session import (
     COMPUTING,
@@ -98,7 +98,7 @@ class SchedulerService:
         self.log.remember(EVENTS_PER_WORKER * num_stages * num_pipelines)
         self.log.tell(self.overview)
         policy = registry.build(config, num_stages, num_pipelines)
-        self._decider = Decider(policy, Dealer(num_stages, num_pipelines), self.log)
+        self._decider = PolicyDriver(policy, Dealer(num_stages, num_pipelines), self.log)
         self._asking: dict[Worker, tuple[bytes, Segment, int]] = {}
         """Workers that asked for a lease which is not decided: where the answer goes, and for which."""
         self._worker_timeout = worker_timeout
@@ -109,10 +109,10 @@ class SchedulerService:
         self._next_roll_call = now + worker_timeout / 4
         self._cut_off = False
         """Have all workers been silent for too long?"""
-        self.elastic: Elastic | None = None
+        self.elastic: MembershipDesk | None = None
         if elastic is not None:
             membership = Membership(num_stages, elastic, now)
-            self.elastic = Elastic(membership, ElasticRun(self), num_pipelines, worker_timeout)
+            self.elastic = MembershipDesk(membership, ElasticService(self), num_pipelines, worker_timeout)
             self.elastic.on_decided = self.log.record_members
 
     # ------------------------------------------------------------------ inputs

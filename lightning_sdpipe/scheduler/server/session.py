@@ -68,7 +68,7 @@ class IllegalInput(ValueError):
     """The table of transitions has no such entry; the session is as it was before."""
 
 
-class Received:
+class ReceivedRequests:
     """Which requests of a session have come: each counts once, and a leave outdates what was sent before it."""
 
     __slots__ = ("_last", "left_at")
@@ -108,7 +108,7 @@ class Session:
         """The last iteration that was answered since it joined."""
         self.invitations = 0
         """To groups that it was a passive member of."""
-        self.received = Received()
+        self.received = ReceivedRequests()
         self.heard = now
         """When anything of it came last."""
         self.beats = False

@@ -32,7 +32,7 @@ from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.membership.members import Epoch, Exchanging
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.membership_client import CancelledError, ElasticClient
+from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
 from lightning_sdpipe.topology.groups import Replicas
 
 
@@ -45,7 +45,7 @@ class SchedulerStore(Store):
     """
 
     def __init__(
-        self, client: ElasticClient, room: str, timeout: float, cancelled: Callable[[], bool] = lambda: False
+        self, client: MembershipClient, room: str, timeout: float, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
         super().__init__()
         if "/" in room or not room:
@@ -108,7 +108,7 @@ MakeStore = Callable[[str, Callable[[], bool]], Store]
 
 
 class Reports(Protocol):
-    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.ElasticClient`."""
+    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient`."""
 
     def holds(self, epochs: Iterable[int]) -> None:
         """This worker has process groups of these epochs."""

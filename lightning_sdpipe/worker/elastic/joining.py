@@ -70,7 +70,7 @@ _DONE, _NOT = b"\x01", b"\x00"
 
 
 class Enrolment(Protocol):
-    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.ElasticClient`."""
+    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient`."""
 
     def enrol(self, fingerprint: Mapping[str, str]) -> Start | Receive:
         """Wants to take part."""

@@ -33,7 +33,7 @@ from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import policy_file
-from lightning_sdpipe.scheduler.client.membership_client import CancelledError, Receive, Start, Told
+from lightning_sdpipe.scheduler.client.membership_client import Callbacks, CancelledError, Receive, Start
 from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.sync.exchanges import among_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
@@ -109,7 +109,9 @@ class ElasticRun(FixedRun):
             self._worker,
             shared(1 + secrets.randbits(61)),
             options._run_timeout.total_seconds(),
-            Told(epoch=lambda epoch: self._epochs.enter(epoch), broke=lambda sequence: self._epochs.broke(sequence)),
+            Callbacks(
+                epoch=lambda epoch: self._epochs.enter(epoch), broke=lambda sequence: self._epochs.broke(sequence)
+            ),
             self._give_up,
         )
         served = self._line.client.serves

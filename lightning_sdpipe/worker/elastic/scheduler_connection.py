@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_sdpipe.errors import LOST_CONNECTION, SchedulerError, WorkerFailedError, place_of
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
-from lightning_sdpipe.scheduler.client.membership_client import ElasticClient, Told
+from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
 from lightning_sdpipe.worker.launching.watchdog import Watchdog
 from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress
 
@@ -38,13 +38,13 @@ class ElasticConnection:
         worker: Worker,
         incarnation: int,
         timeout: float,
-        told: Told,
+        told: Callbacks,
         give_up: Callable[[], None],
     ) -> None:
         self._worker = worker
         self._watchdog = Watchdog(lambda failure: failure.reason, give_up)
         self._departed = False
-        told = Told(told.epoch, told.broke, told.dropped, self._must_end, self._over)
+        told = Callbacks(told.epoch, told.broke, told.dropped, self._must_end, self._over)
         self.client = SchedulerClient(
             scheduler.address,
             worker,
@@ -55,7 +55,7 @@ class ElasticConnection:
         )
         try:
             self.client.greet()
-            self.line = ElasticClient(
+            self.line = MembershipClient(
                 scheduler.address, worker, incarnation, timeout=timeout, credentials=scheduler.keys, told=told
             )
         except BaseException:

@@ -26,14 +26,14 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.client.membership_client import (
+    Callbacks,
     CancelledError,
-    ElasticClient,
+    MembershipClient,
     MustEndError,
     Receive,
     RunOverError,
     Skip,
     Start,
-    Told,
 )
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.log.event_log import differences, read_log
@@ -52,21 +52,21 @@ class Fleet:
     def __init__(self, server: Server, stack: ExitStack) -> None:
         self.server, self.stack = server, stack
 
-    def client(self, pipeline: int, incarnation: int, stage: int = 0, **options: Any) -> ElasticClient:
-        client = ElasticClient(
+    def client(self, pipeline: int, incarnation: int, stage: int = 0, **options: Any) -> MembershipClient:
+        client = MembershipClient(
             self.server.address, Worker(stage, pipeline), incarnation, **{"timeout": 10.0, **options}
         )
         self.stack.callback(client.close)
         return client
 
-    def start(self, *pipelines: int) -> list[ElasticClient]:
+    def start(self, *pipelines: int) -> list[MembershipClient]:
         """Of pipelines that start together."""
         clients = [self.client(pipeline, 100 + pipeline) for pipeline in pipelines]
         answers = at_once(*[lambda c=c: c.enrol(SAME) for c in clients])  # type: ignore[misc]
         assert all(isinstance(answer, Start) and answer.fresh for answer in answers)
         return clients
 
-    def session(self, client: ElasticClient) -> SchedulerClient:
+    def session(self, client: MembershipClient) -> SchedulerClient:
         session = SchedulerClient(
             self.server.address, client.worker, timeout=10.0, incarnation=client.incarnation, heartbeat=0.1
         )
@@ -107,7 +107,7 @@ def wait_for(what: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-def comes(fleet: Fleet, donors: list[ElasticClient], pipeline: int, incarnation: int) -> ElasticClient:
+def comes(fleet: Fleet, donors: list[MembershipClient], pipeline: int, incarnation: int) -> MembershipClient:
     """A newcomer, to whom one of the donors gives its state while all make updates."""
     client = fleet.client(pipeline, incarnation)
     done = threading.Event()
@@ -243,7 +243,7 @@ def test_a_job_that_differs_or_claims_a_number_that_is_taken_is_refused() -> Non
     with running(PHDPSGD(group_size=1)) as fleet, pytest.raises(SchedulerError, match="divides the 2 pipelines"):
         fleet.client(2, 7).enrol(SAME)
     with serving(T_INF, 1, 2) as server:
-        ordinary = ElasticClient(server.address, Worker(0, 0), 3)
+        ordinary = MembershipClient(server.address, Worker(0, 0), 3)
         with pytest.raises(SchedulerError, match="pipelines do not come and go"):
             ordinary.enrol(SAME)
         ordinary.close()
@@ -252,7 +252,7 @@ def test_a_job_that_differs_or_claims_a_number_that_is_taken_is_refused() -> Non
 def test_a_process_that_was_declared_lost_must_end() -> None:
     ended = threading.Event()
     with running(stages=2, terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
-        told = Told(ended=lambda reason: ended.set())
+        told = Callbacks(ended=lambda reason: ended.set())
         last = fleet.client(0, 7, told=told)
         first = fleet.client(0, 7, stage=1)
         others = [fleet.client(1, 8, stage=stage) for stage in range(2)]
@@ -318,7 +318,7 @@ def test_the_run_is_over_when_all_have_finished_and_nobody_may_come_then() -> No
         first.close()
         time.sleep(0.05)
         assert second.epoch.number == 1, "who has finished is not lost"
-        second._told = Told(over=lambda reason, failed: over.set())
+        second._told = Callbacks(over=lambda reason, failed: over.set())
         second.depart(finished=True)
         assert over.wait(5)
         with pytest.raises(SchedulerError, match="the run is over: all pipelines have finished"):
@@ -367,8 +367,8 @@ def test_a_process_that_is_killed_is_gone_at_once_though_its_children_live() -> 
         script = f"""
 import os, sys, time
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.scheduler.client.membership_client import ElasticClient
-client = ElasticClient({fleet.server.address!r}, Worker(0, 1), 7)
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+client = MembershipClient({fleet.server.address!r}, Worker(0, 1), 7)
 client.enrol({SAME!r})
 time.sleep(0.3)  # the lifeline comes first
 if os.fork() == 0:

@@ -24,7 +24,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status import BROKEN_REMEMBERED, Overview
 from lightning_sdpipe.scheduler.server import server
 from lightning_sdpipe.scheduler.server.group_delivery import MOST_OPEN
-from lightning_sdpipe.scheduler.server.key_value_store import MAX_KEY_CHARACTERS, Full, Rendezvous
+from lightning_sdpipe.scheduler.server.key_value_store import MAX_KEY_CHARACTERS, KeyValueStore, StoreFull
 from lightning_sdpipe.scheduler.server.lifelines import MAX_SILENT, NONCE_BYTES, Lifelines
 from lightning_sdpipe.scheduler.server.recovery import Recovery
 from lightning_sdpipe.scheduler.server.server import Server
@@ -174,16 +174,16 @@ def test_of_each_worker_only_the_last_report_of_answers_is_kept() -> None:
 
 
 def test_keys_that_are_waited_for_are_counted() -> None:
-    store = Rendezvous(max_keys=5000)
+    store = KeyValueStore(max_keys=5000)
 
     def wait(number: int) -> None:
         store.wait((b"a", number), tuple(f"room/{number}/{key}" for key in range(1000)), 0.0)
 
-    with pytest.raises(Full, match="at most"):
+    with pytest.raises(StoreFull, match="at most"):
         store.wait((b"a", 0), ("room/" + "x" * MAX_KEY_CHARACTERS,), 0.0)
     for number in (0, 1, 2, 3, 4, 4):
         wait(number)
-    with pytest.raises(Full, match="keys more to wait for"):
+    with pytest.raises(StoreFull, match="keys more to wait for"):
         wait(5)
 
 

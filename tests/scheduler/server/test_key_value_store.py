@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.scheduler.server.key_value_store import Full, Rendezvous
+from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore, StoreFull
 
 
 def test_what_was_just_put_is_there_and_the_oldest_other_room_is_not() -> None:
-    store = Rendezvous(max_bytes=10)
+    store = KeyValueStore(max_bytes=10)
     for key in ("old/a", "new/a", "old/b"):
         store.put(key, b"xxx")
     assert store.put("old/c", b"xxx") == []
     assert store.get(("old/a", "old/b", "old/c", "new/a")) == (b"xxx", b"xxx", b"xxx", None)
-    with pytest.raises(Full, match=r"room old, .* 12 bytes under 4 keys; at most 10 bytes under"):
+    with pytest.raises(StoreFull, match=r"room old, .* 12 bytes under 4 keys; at most 10 bytes under"):
         store.put("old/d", b"xxx")
     assert not store.has(("old/d",))
     store.put("old/c", b"xxxx")
@@ -26,13 +26,13 @@ def test_what_was_just_put_is_there_and_the_oldest_other_room_is_not() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(0, 6)), max_size=40))
 def test_it_never_holds_more_than_it_may(puts: list[tuple[str, int, int]]) -> None:
     """And answers who waits for a key that is put."""
-    store = Rendezvous(max_bytes=12, max_keys=4)
+    store = KeyValueStore(max_bytes=12, max_keys=4)
     for number, (room, name, size) in enumerate(puts):
         key = f"{room}/{name}"
         waits = store.wait((b"0.0", number), (key,), 0.0) is None
         try:
             answered = store.put(key, b"x" * size)
-        except Full:
+        except StoreFull:
             assert waits or store.has((key,)), "nothing has changed"
         else:
             assert store.get((key,)) == (b"x" * size,)

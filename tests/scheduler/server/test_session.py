@@ -74,6 +74,6 @@ def test_only_the_sockets_of_the_newest_start_of_a_worker_are_remembered() -> No
 
 
 def test_each_number_counts_once_on_each_socket() -> None:
-    received = session.Received()
+    received = session.ReceivedRequests()
     for peer in (b"0.1", b"0.1.heartbeat"):
         assert [received.is_new(n, peer) for n in (1, 1, 3, 2, 4)] == [True, False, True, False, True]

@@ -14,7 +14,7 @@ from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.scheduler.client.membership_client import ElasticClient, Told
+from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
 from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress
 from tests.scheduler.live_scheduler import serving
@@ -26,7 +26,7 @@ class Other:
     def __init__(self, address: str) -> None:
         self.epochs: list[Epoch] = []
         self._heard = threading.Condition()
-        self.client = ElasticClient(address, Worker(0, 1), 101, timeout=10, told=Told(epoch=self._hear))
+        self.client = MembershipClient(address, Worker(0, 1), 101, timeout=10, told=Callbacks(epoch=self._hear))
 
     def _hear(self, epoch: Epoch) -> None:
         with self._heard:
@@ -44,7 +44,7 @@ def pair() -> Iterator[tuple[ElasticConnection, Other]]:
     with serving(NoSync(), 1, 2, elastic=Terms(start_pipelines=2, settle=0.0)) as server:
         where = SchedulerAddress(server.address, None)
         other = Other(server.address)
-        membership = ElasticConnection(where, Worker(0, 0), 100, 10.0, Told(), lambda: None)
+        membership = ElasticConnection(where, Worker(0, 0), 100, 10.0, Callbacks(), lambda: None)
         with closing(other.client):
             enrolling = threading.Thread(target=other.client.enrol, args=[{}])
             enrolling.start()

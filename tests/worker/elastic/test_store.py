@@ -13,7 +13,7 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.scheduler.client.membership_client import CancelledError, ElasticClient
+from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
 from lightning_sdpipe.worker.elastic.epoch_process_groups import SchedulerStore
 from tests.scheduler.live_scheduler import serving
 
@@ -25,7 +25,7 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
     sums: list[float] = []
 
     def replica(address: str, pipeline: int) -> None:
-        client = ElasticClient(address, Worker(0, pipeline), 100 + pipeline, timeout=20)
+        client = MembershipClient(address, Worker(0, pipeline), 100 + pipeline, timeout=20)
         client.enrol({})
         store = SchedulerStore(client, "epoch-1-0", 20.0)
         group = dist.ProcessGroupGloo(store, pipeline, SIZE, timedelta(seconds=20))
@@ -45,7 +45,7 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
 
 def test_waits_end_when_they_are_cancelled_or_in_vain() -> None:
     with serving(NoSync(), 1, 1, elastic=Terms(settle=0.0)) as server:
-        client = ElasticClient(server.address, Worker(0, 0), 7, timeout=20)
+        client = MembershipClient(server.address, Worker(0, 0), 7, timeout=20)
         try:
             client.enrol({})
             gone: list[bool] = []
