@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_TIED, _KEPT = (str(Path(__file__).with_name(name)) for name in ("tied.py", "kept.py"))
+_TIED, _KEPT = (str(Path(__file__).with_name(name)) for name in ("die_with_parent.py", "stay_with_child.py"))
 
 
 class Keeper:

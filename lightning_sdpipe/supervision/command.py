@@ -16,11 +16,11 @@ from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
 from lightning_sdpipe.supervision.events import Seen
-from lightning_sdpipe.supervision.looking import seen
 from lightning_sdpipe.supervision.output import Log, own_terminal
+from lightning_sdpipe.supervision.scheduler_process import StandingScheduler
 from lightning_sdpipe.supervision.script import command
-from lightning_sdpipe.supervision.standing import StandingScheduler
 from lightning_sdpipe.supervision.state import Settings
+from lightning_sdpipe.supervision.status_poller import seen
 from lightning_sdpipe.supervision.supervisor import Supervisor
 
 _ANSWER = 2.0  # seconds in which the scheduler says how the run is

@@ -44,8 +44,8 @@ from lightning_sdpipe.supervision.events import (
     how,
     signal_name,
 )
-from lightning_sdpipe.supervision.raised import Raised
 from lightning_sdpipe.supervision.state import GONE, Phase, PipelineState, Settings
+from lightning_sdpipe.supervision.uncaught_exception import Raised
 
 FAILED = 1
 

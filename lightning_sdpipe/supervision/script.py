@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
 
-from lightning_sdpipe.supervision.raised import describe
+from lightning_sdpipe.supervision.uncaught_exception import describe
 
 REPORT = "SDPIPE_REPORT"
 """The descriptor, in the environment; the script does not see it."""

@@ -32,13 +32,13 @@ from lightning_sdpipe.supervision.events import (
     Tick,
     Told,
 )
-from lightning_sdpipe.supervision.looking import Looker
 from lightning_sdpipe.supervision.output import Log, Stream, Terminal, open_outputs
-from lightning_sdpipe.supervision.raised import Raised, decode
 from lightning_sdpipe.supervision.rules import FAILED, Rules
+from lightning_sdpipe.supervision.scheduler_process import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.script import REPORT
-from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.state import Settings
+from lightning_sdpipe.supervision.status_poller import Looker
+from lightning_sdpipe.supervision.uncaught_exception import Raised, decode
 from lightning_sdpipe.topology.mesh import Mesh
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

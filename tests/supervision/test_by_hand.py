@@ -16,7 +16,7 @@ import yaml
 
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import read_worker_keys, worker_keys, write_keys
-from lightning_sdpipe.supervision.standing import StandingScheduler
+from lightning_sdpipe.supervision.scheduler_process import StandingScheduler
 
 ROOT = Path(__file__).parents[2]
 FAULTS = ROOT / "docs" / "faults"

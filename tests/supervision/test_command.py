@@ -77,7 +77,7 @@ class Command:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         wanted = {f"{name}={value}".encode() for name, value in variables.items()}
         found = [int(pid) for pid in children if wanted <= {*Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}]
-        return [pid for pid in found if b"kept.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in found if b"stay_with_child.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def __enter__(self) -> Command:
         return self

@@ -8,7 +8,7 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.log.status import Members
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 from lightning_sdpipe.supervision.events import Seen
-from lightning_sdpipe.supervision.looking import seen
+from lightning_sdpipe.supervision.status_poller import seen
 
 
 def test_an_elastic_run() -> None:

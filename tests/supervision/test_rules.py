@@ -26,9 +26,9 @@ from lightning_sdpipe.supervision.events import (
     Tick,
     Told,
 )
-from lightning_sdpipe.supervision.raised import Raised
 from lightning_sdpipe.supervision.rules import Rules
 from lightning_sdpipe.supervision.state import Settings
+from lightning_sdpipe.supervision.uncaught_exception import Raised
 
 KILLED, TERM = -signal.SIGKILL, signal.SIGTERM
 STAGES = {0: 1, 1: 0}  # rank 0 runs the last stage

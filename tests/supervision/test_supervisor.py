@@ -25,11 +25,11 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import worker_keys
 from lightning_sdpipe.supervision.events import Seen
-from lightning_sdpipe.supervision.looking import PERIOD
 from lightning_sdpipe.supervision.output import Log, own_terminal
+from lightning_sdpipe.supervision.scheduler_process import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.script import command
-from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.state import Settings
+from lightning_sdpipe.supervision.status_poller import PERIOD
 from lightning_sdpipe.supervision.supervisor import Supervisor
 from lightning_sdpipe.supervision.writing import BUFFERED, Writer
 
@@ -274,7 +274,7 @@ def test_a_killed_scheduler_starts_again_at_its_address(tmp_path: Path, told: st
         (toy,) = run.all_run()
         address = json.loads((tmp_path / "runs-0-0").read_text())["SDPIPE_SCHEDULER"]
         children = children_of(run.process.pid)
-        keeper = next(pid for pid in children if b"kept.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        keeper = next(pid for pid in children if b"stay_with_child.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
         (scheduler,) = children - {toy, keeper}
         os.kill(scheduler, signal.SIGKILL)
         run.says("the scheduler ended (killed); it starts again")

@@ -30,7 +30,7 @@ from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
 from lightning_sdpipe.scheduler.log.status import Status
-from lightning_sdpipe.supervision.standing import StandingScheduler, reserve_port
+from lightning_sdpipe.supervision.scheduler_process import StandingScheduler, reserve_port
 from recipes.suites import namespaces
 from recipes.suites.emulated import EmulatedChain
 from recipes.suites.faults.diary import Diary, Fault

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sdpipe.supervision.raised import Raised, decode
 from lightning_sdpipe.supervision.script import REPORT, command
+from lightning_sdpipe.supervision.uncaught_exception import Raised, decode
 
 CHAINED = """
 import sys

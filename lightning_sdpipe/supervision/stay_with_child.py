@@ -1,4 +1,5 @@
-"""``python kept.py``: kills process groups when its standard input ends, as it does when the supervisor is killed.
+"""``python stay_with_child.py``: kills process groups when its standard input ends, as it does when the supervisor is
+killed.
 
 The kernel kills what the supervisor has started then, but not what that has started. A line ``+N`` says that process
 group N is to be killed, ``-N`` that it is no longer. Runs by its path, in an interpreter that imports nothing else.

@@ -1,4 +1,5 @@
-"""``python tied.py PARENT COMMAND …``: becomes COMMAND, and is killed when the process PARENT ends, however it does.
+"""``python die_with_parent.py PARENT COMMAND …``: becomes COMMAND, and is killed when the process PARENT ends, however
+it does.
 
 Runs by its path, in an interpreter that imports nothing else, so that it costs some milliseconds. What is asked of
 Linux here holds for the program that takes this process's place too.
