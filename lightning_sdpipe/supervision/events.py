@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_sdpipe.supervision.uncaught_exception import Raised
+from lightning_sdpipe.supervision.uncaught_exception import UncaughtException
 
 # --------------------------------------------------------------------- events
 
@@ -21,13 +21,13 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessEnded:
     """A process has ended: with ``code``, or by the signal −``code``; ``raised`` left its script before."""
 
     pipeline: int
     rank: int
     code: int
-    raised: Raised | None = None
+    raised: UncaughtException | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Raising:
 
     pipeline: int
     rank: int
-    raised: Raised
+    raised: UncaughtException
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,18 @@ class SchedulerEnded:
 
 
 @dataclass(frozen=True)
-class Told:
+class SignalReceived:
     """The supervisor got this signal."""
 
     signal: int
 
 
 @dataclass(frozen=True)
-class Tick:
+class TimePassed:
     """Time has passed."""
 
 
-Event: TypeAlias = Begin | Ended | Raising | Seen | SchedulerEnded | Told | Tick
+Event: TypeAlias = Begin | ProcessEnded | Raising | Seen | SchedulerEnded | SignalReceived | TimePassed
 
 # ------------------------------------------------------------------ decisions
 
@@ -132,7 +132,7 @@ INTERRUPTED = 128
 """Plus the number of a signal: the exit code of what it ended."""
 
 
-def how(end: Ended) -> str:
+def how(end: ProcessEnded) -> str:
     """What goes on a sentence that begins with the process."""
     if end.code == -signal.SIGKILL:
         return " killed"

@@ -99,7 +99,7 @@ class Log:
             self._file = None
 
 
-class Stream:
+class OutputStream:
     """One of the two outputs of a process, or both where they are one terminal. ``shown`` says whether they pass on."""
 
     def __init__(

@@ -28,24 +28,24 @@ from lightning_sdpipe.supervision.events import (
     INTERRUPTED,
     Begin,
     Decision,
-    Ended,
     Event,
     Finish,
     Launch,
     LaunchScheduler,
+    ProcessEnded,
     Raising,
     Say,
     SchedulerEnded,
     Seen,
     Show,
+    SignalReceived,
     Stop,
-    Tick,
-    Told,
+    TimePassed,
     how,
     signal_name,
 )
-from lightning_sdpipe.supervision.state import GONE, Phase, PipelineState, Settings
-from lightning_sdpipe.supervision.uncaught_exception import Raised
+from lightning_sdpipe.supervision.state import GONE, PipelinePhase, PipelineState, Settings
+from lightning_sdpipe.supervision.uncaught_exception import UncaughtException
 
 FAILED = 1
 
@@ -58,7 +58,7 @@ class Rules:
         self._settings = settings
         self._stage_of = stage_of
         self._pipelines = [PipelineState(number) for number in range(settings.num_pipelines)]
-        self._raised: list[tuple[int, Raised]] = []
+        self._raised: list[tuple[int, UncaughtException]] = []
         self._shown: int | None = None
         self._leader: int | None = None
         self._lives: frozenset[str] = frozenset()
@@ -79,7 +79,7 @@ class Rules:
             case Begin():
                 for pipeline in self._pipelines:
                     self._launch(pipeline)
-            case Ended():
+            case ProcessEnded():
                 self._ended(event, now)
             case Raising():
                 self._raising(event, now)
@@ -87,9 +87,9 @@ class Rules:
                 self._seen(event, now)
             case SchedulerEnded():
                 self._scheduler_ended(event)
-            case Told():
+            case SignalReceived():
                 self._told(event, now)
-            case Tick():
+            case TimePassed():
                 pass
         self._let_time_pass(now)
         self._choose_whom_to_show()
@@ -113,12 +113,12 @@ class Rules:
     # --------------------------------------------------------------- pipelines
 
     def _launch(self, pipeline: PipelineState) -> None:
-        pipeline.phase, pipeline.due = Phase.RUNNING, math.inf
+        pipeline.phase, pipeline.due = PipelinePhase.RUNNING, math.inf
         pipeline.alive, pipeline.ends = set(range(self._settings.num_stages)), []
         pipeline.told = pipeline.pressed = pipeline.trained = False
         self._out.append(Launch(pipeline.number, pipeline.again))
 
-    def _ended(self, event: Ended, now: float) -> None:
+    def _ended(self, event: ProcessEnded, now: float) -> None:
         pipeline = self._pipelines[event.pipeline]
         if event.rank not in pipeline.alive:
             raise ValueError(f"{event} of a process that does not run")
@@ -126,16 +126,16 @@ class Rules:
         pipeline.ended_at = now
         if not pipeline.pressed:
             pipeline.ends = [end for end in pipeline.ends if end.rank != event.rank] + [event]
-        if event.code and pipeline.phase is Phase.RUNNING:
+        if event.code and pipeline.phase is PipelinePhase.RUNNING:
             if pipeline.trained and any(end.code == 0 for end in pipeline.ends):
                 self._failed_after_training(pipeline, event)
             else:
                 self._begin_to_end(pipeline, now)
-        if pipeline.phase is Phase.ENDING:
+        if pipeline.phase is PipelinePhase.ENDING:
             self._say_why(pipeline, event)
         if pipeline.alive:
             return
-        if pipeline.phase is Phase.ENDING:
+        if pipeline.phase is PipelinePhase.ENDING:
             self._lost(pipeline, now)
         elif pipeline.trained or self._ends_with is not None:
             self._finished_training(pipeline, now)
@@ -146,20 +146,25 @@ class Rules:
         """Its process will end, and perhaps not soon; that another one failed first, it may say better itself."""
         pipeline = self._pipelines[event.pipeline]
         after = pipeline.trained and any(end.code == 0 for end in pipeline.ends)
-        if event.raised.follows_another or pipeline.phase is not Phase.RUNNING or after or self._ends_with is not None:
+        if (
+            event.raised.follows_another
+            or pipeline.phase is not PipelinePhase.RUNNING
+            or after
+            or self._ends_with is not None
+        ):
             return
-        end = Ended(event.pipeline, event.rank, FAILED, event.raised)
+        end = ProcessEnded(event.pipeline, event.rank, FAILED, event.raised)
         pipeline.ends.append(end)
         self._begin_to_end(pipeline, now)
         self._say_why(pipeline, end)
 
-    def _failed_after_training(self, pipeline: PipelineState, event: Ended) -> None:
+    def _failed_after_training(self, pipeline: PipelineState, event: ProcessEnded) -> None:
         """Another stage has already come to the end of the script."""
         self._blemished = True
         self._out.append(Say(f"pipeline {pipeline.number} failed after the training ({self._describe(event)})"))
 
     def _begin_to_end(self, pipeline: PipelineState, now: float) -> None:
-        pipeline.phase, pipeline.due = Phase.ENDING, now + self._settings.grace
+        pipeline.phase, pipeline.due = PipelinePhase.ENDING, now + self._settings.grace
         pipeline.lost_at = now if pipeline.lost_at is None else pipeline.lost_at
         pipeline.in_vain = 0 if pipeline.trained else pipeline.in_vain + 1
         pipeline.stops_training()
@@ -167,12 +172,12 @@ class Rules:
     def _lost(self, pipeline: PipelineState, now: float) -> None:
         """All of its processes have ended, and not as they should."""
         if self._ends_with is not None or self._over_since < math.inf:
-            pipeline.phase = Phase.GIVEN_UP
+            pipeline.phase = PipelinePhase.GIVEN_UP
             return
         if self._is_a_bug(pipeline):
             return
         if pipeline.again >= self._settings.restarts:
-            pipeline.phase = Phase.GIVEN_UP
+            pipeline.phase = PipelinePhase.GIVEN_UP
             budget = f"its budget of {self._settings.restarts} restarts is used up"
             self._out.append(Say(f"pipeline {pipeline.number} is given up: {budget}"))
             self._end_if_too_few()
@@ -181,31 +186,31 @@ class Rules:
         delay = 0.0
         if pipeline.in_vain > 1:
             delay = min(self._settings.first_delay * 2.0 ** min(pipeline.in_vain - 2, 30), self._settings.longest_delay)
-        pipeline.phase, pipeline.due = Phase.WAITING, now + delay
+        pipeline.phase, pipeline.due = PipelinePhase.WAITING, now + delay
 
     def _finished_training(self, pipeline: PipelineState, now: float) -> None:
-        pipeline.phase, pipeline.due = Phase.FINISHED, math.inf
+        pipeline.phase, pipeline.due = PipelinePhase.FINISHED, math.inf
         self._over_since = min(self._over_since, now)
         for other in self._pipelines:
-            if other.phase is Phase.WAITING and self._ends_with is None:
-                other.phase = Phase.GIVEN_UP
+            if other.phase is PipelinePhase.WAITING and self._ends_with is None:
+                other.phase = PipelinePhase.GIVEN_UP
                 self._out.append(Say(f"pipeline {other.number} does not start again: the training is over"))
 
     def _turn_away(self, pipeline: PipelineState, now: float) -> None:
         """It does not train yet, and the others have finished."""
-        pipeline.phase, pipeline.due, pipeline.told = Phase.ENDING, now + self._settings.farewell, True
+        pipeline.phase, pipeline.due, pipeline.told = PipelinePhase.ENDING, now + self._settings.farewell, True
         late = f"pipeline {pipeline.number} comes too late: the training is over"
         self._out += [Say(late), Stop(pipeline.number, signal.SIGTERM)]
 
     # ----------------------------------------------------------------- reasons
 
-    def _reason(self, pipeline: PipelineState) -> Ended:
+    def _reason(self, pipeline: PipelineState) -> ProcessEnded:
         """The end that explains the others: a killed process, or an exception of its own, or the first."""
         failed = [end for end in pipeline.ends if end.code]
         own = [end for end in failed if end.code < 0 or end.raised is None or not end.raised.follows_another]
         return (own or failed)[0]
 
-    def _say_why(self, pipeline: PipelineState, event: Ended) -> None:
+    def _say_why(self, pipeline: PipelineState, event: ProcessEnded) -> None:
         """At once, unless this process failed because of another one of its pipeline, whose reason may yet come."""
         follows = event.code == 0 or (event.raised is not None and event.raised.follows_another)
         if pipeline.told or self._ends_with is not None or (follows and pipeline.alive):
@@ -220,7 +225,7 @@ class Rules:
         others = sum(pipeline.trains for pipeline in self._pipelines)
         return f"{others} of {self._settings.num_pipelines} go on"
 
-    def _describe(self, end: Ended) -> str:
+    def _describe(self, end: ProcessEnded) -> str:
         return f"stage {self._stage_of[end.rank]}{how(end)}"
 
     # --------------------------------------------------------------- scheduler
@@ -237,7 +242,7 @@ class Rules:
                 self._out.append(Say(f"nobody was left; training goes on from {event.resumed}"))
             self._lives = frozenset(event.lives.values())
         for pipeline in self._pipelines:
-            if pipeline.phase is not Phase.RUNNING:
+            if pipeline.phase is not PipelinePhase.RUNNING:
                 continue
             life = event.lives.get(pipeline.number)
             if not pipeline.alive:
@@ -302,7 +307,8 @@ class Rules:
         the scheduler knows."""
         raised = self._reason(pipeline).raised
         killed = any(end.code < 0 for end in pipeline.ends)
-        joins = any(other.trained and other.phase is Phase.RUNNING for other in self._pipelines)  # and others train on
+        # and others train on
+        joins = any(other.trained and other.phase is PipelinePhase.RUNNING for other in self._pipelines)
         if raised is None or not raised.may_be_a_bug or killed or joins or pipeline.trained:
             return False
         for other, known in self._raised:
@@ -324,7 +330,7 @@ class Rules:
             needed = f"{len(left)} of {self._settings.num_pipelines} pipelines are left, and it needs {least}"
             self._end(f"{needed} (--min-pipelines)", FAILED)
 
-    def _told(self, event: Told, now: float) -> None:
+    def _told(self, event: SignalReceived, now: float) -> None:
         if self._ends_with is not None and self._kill_at > now:
             self._kill_at = now  # told twice
             return
@@ -341,7 +347,7 @@ class Rules:
                 self._out.append(Stop(pipeline.number, by))
                 pipeline.due, pipeline.silent_since = math.inf, None
             elif pipeline.phase not in GONE:
-                pipeline.phase = Phase.GIVEN_UP
+                pipeline.phase = PipelinePhase.GIVEN_UP
 
     def _let_time_pass(self, now: float) -> None:
         if self._ends_with is not None:
@@ -349,7 +355,7 @@ class Rules:
             return
         for pipeline in self._pipelines:
             silent = pipeline.silent_since is not None and pipeline.silent_since + self._settings.silence <= now
-            if silent and pipeline.phase is Phase.RUNNING:
+            if silent and pipeline.phase is PipelinePhase.RUNNING:
                 pipeline.silent_since = None
                 self._out += [
                     Say(f"pipeline {pipeline.number} is killed: {self._settings.silence:g} s later it has not ended"),
@@ -357,12 +363,12 @@ class Rules:
                 ]
             if pipeline.due > now:
                 continue
-            if pipeline.phase is Phase.WAITING:
+            if pipeline.phase is PipelinePhase.WAITING:
                 self._launch(pipeline)
-            elif pipeline.phase is Phase.ENDING:
+            elif pipeline.phase is PipelinePhase.ENDING:
                 pipeline.due, pipeline.pressed = math.inf, True
                 self._out.append(Stop(pipeline.number, signal.SIGKILL))
-            elif pipeline.phase is Phase.RUNNING:  # nobody of it lives, and nobody says whether it has trained
+            elif pipeline.phase is PipelinePhase.RUNNING:  # nobody of it lives, and nobody says whether it has trained
                 self._finished_training(pipeline, now)
 
     def _press(self, now: float) -> None:
@@ -377,7 +383,7 @@ class Rules:
             return
         self._finished = True
         if self._ends_with is None:
-            succeeded = any(pipeline.phase is Phase.FINISHED for pipeline in self._pipelines)
+            succeeded = any(pipeline.phase is PipelinePhase.FINISHED for pipeline in self._pipelines)
             self._ends_with = 0 if succeeded and not self._blemished else FAILED
         self._out.append(Finish(self._ends_with))
 

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from lightning_sdpipe.supervision.events import Ended
+from lightning_sdpipe.supervision.events import ProcessEnded
 
 
-class Phase(Enum):
+class PipelinePhase(Enum):
     """Of a pipeline; :mod:`~lightning_sdpipe.supervision.rules` says how it comes into each."""
 
     WAITING = "waiting"
@@ -19,7 +19,7 @@ class Phase(Enum):
     GIVEN_UP = "given up"
 
 
-GONE = (Phase.FINISHED, Phase.GIVEN_UP)
+GONE = (PipelinePhase.FINISHED, PipelinePhase.GIVEN_UP)
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class PipelineState:
     """What is known of one pipeline."""
 
     number: int
-    phase: Phase = Phase.WAITING
+    phase: PipelinePhase = PipelinePhase.WAITING
     alive: set[int] = field(default_factory=set)
-    ends: list[Ended] = field(default_factory=list)
+    ends: list[ProcessEnded] = field(default_factory=list)
     """Of the processes that have ended by themselves since the last start, in that order."""
     ended_at: float = 0.0
     """The last one."""
@@ -74,7 +74,7 @@ class PipelineState:
     @property
     def trains(self) -> bool:
         """Whether it goes on when another one is lost."""
-        return self.phase is Phase.RUNNING and bool(self.alive) and self.life is not None
+        return self.phase is PipelinePhase.RUNNING and bool(self.alive) and self.life is not None
 
     def stops_training(self) -> None:
         """This life of it is over."""

@@ -41,7 +41,7 @@ def _life(incarnation: int) -> str:
 PERIOD = 0.25
 
 
-class Looker:
+class StatusPoller:
     """Calls ``look`` with the time every ``PERIOD`` seconds, and writes to the descriptor ``wake`` when it answers.
 
     What ``look`` raises ends the supervisor, but for a scheduler that does not answer: it may be starting again.

@@ -18,27 +18,27 @@ from lightning_sdpipe.supervision.children import Child, Keeper
 from lightning_sdpipe.supervision.events import (
     Begin,
     Decision,
-    Ended,
     Event,
     Finish,
     Launch,
     LaunchScheduler,
+    ProcessEnded,
     Raising,
     Say,
     SchedulerEnded,
     Seen,
     Show,
+    SignalReceived,
     Stop,
-    Tick,
-    Told,
+    TimePassed,
 )
-from lightning_sdpipe.supervision.output import Log, Stream, Terminal, open_outputs
+from lightning_sdpipe.supervision.output import Log, OutputStream, Terminal, open_outputs
 from lightning_sdpipe.supervision.rules import FAILED, Rules
 from lightning_sdpipe.supervision.scheduler_process import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.script import REPORT
 from lightning_sdpipe.supervision.state import Settings
-from lightning_sdpipe.supervision.status_poller import Looker
-from lightning_sdpipe.supervision.uncaught_exception import Raised, decode
+from lightning_sdpipe.supervision.status_poller import StatusPoller
+from lightning_sdpipe.supervision.uncaught_exception import UncaughtException, decode
 from lightning_sdpipe.topology.mesh import Mesh
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -55,10 +55,10 @@ class _Rank:
     pipeline: int
     rank: int
     child: Child
-    streams: dict[int, Stream]
+    streams: dict[int, OutputStream]
     report: int
     """Where it says which exception has left its script."""
-    raised: Raised | None = None
+    raised: UncaughtException | None = None
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Supervisor:
                 self._keeper = Keeper()
                 if self._scheduler.can_start:
                     self._scheduler.start()
-                looker = Looker(self._look, wake)
+                looker = StatusPoller(self._look, wake)
                 self._events.append(Begin())
                 while self._code is None:
                     self._turn(signals, woken, looker)
@@ -150,13 +150,13 @@ class Supervisor:
 
     # -------------------------------------------------------------------- loop
 
-    def _turn(self, signals: int, woken: int, looker: Looker) -> None:
+    def _turn(self, signals: int, woken: int, looker: StatusPoller) -> None:
         now = time.monotonic()
         if not self._events:
             hurry = self._scheduler.begins or not self._scheduler.started
             wait = max(0.0, min(self._rules.deadline() - now, _GLANCE if hurry else _LONGEST_WAIT))
             for key, _ in self._selector.select(wait):
-                if isinstance(key.data, Stream):
+                if isinstance(key.data, OutputStream):
                     if not key.data.read():
                         self._selector.unregister(key.fd)
                 elif isinstance(key.data, _Rank):
@@ -172,12 +172,12 @@ class Supervisor:
             starts = not self._scheduler.started and self._scheduler.child is None and self._scheduler.can_start
             if starts and self._rules.asks:
                 self._scheduler.begin()
-        event = self._events.popleft() if self._events else Tick()
+        event = self._events.popleft() if self._events else TimePassed()
         for decision in self._rules.on(event, time.monotonic()):
             self._carry_out(decision)
 
     def _hear(self, numbers: bytes) -> None:
-        self._events.extend(Told(number) for number in numbers if number in _STOPS)
+        self._events.extend(SignalReceived(number) for number in numbers if number in _STOPS)
         size = self._terminal.size() if signal.SIGWINCH in numbers else None
         if size is not None:
             for job in self._jobs.values():
@@ -199,11 +199,11 @@ class Supervisor:
             self._scheduler.child = None
             self._events.append(SchedulerEnded(scheduler.bury()))
 
-    def _bury(self, process: _Rank) -> Ended:
+    def _bury(self, process: _Rank) -> ProcessEnded:
         code = process.child.bury()
         self._hear_report(process)
         self._close(process)
-        return Ended(process.pipeline, process.rank, code, process.raised if code > 0 else None)
+        return ProcessEnded(process.pipeline, process.rank, code, process.raised if code > 0 else None)
 
     def _hear_report(self, process: _Rank) -> None:
         try:
@@ -255,7 +255,7 @@ class Supervisor:
             try:
                 job.ranks[rank] = self._start(number, rank, job)
             except OSError as error:  # out of processes or memory, perhaps for a moment
-                self._events.append(Ended(number, rank, FAILED, Raised("OSError", str(error), "")))
+                self._events.append(ProcessEnded(number, rank, FAILED, UncaughtException("OSError", str(error), "")))
 
     def _start(self, number: int, rank: int, job: _Job) -> _Rank:
         assert job.port is not None
@@ -276,7 +276,7 @@ class Supervisor:
             return rank == 0 and self._shown == number
 
         streams = {
-            descriptor: Stream(source, descriptor, job.log, prefix, self._terminal, shown)
+            descriptor: OutputStream(source, descriptor, job.log, prefix, self._terminal, shown)
             for descriptor, source in sources.items()
         }
         reading, report = os.pipe()

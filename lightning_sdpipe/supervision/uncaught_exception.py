@@ -20,7 +20,7 @@ _NO_BUG = SchedulerError.__name__
 
 
 @dataclass(frozen=True)
-class Raised:
+class UncaughtException:
     """An exception that nobody caught."""
 
     kind: str
@@ -40,7 +40,7 @@ class Raised:
         """Whether another pipeline that raises the same says that the script is to blame."""
         return not self.follows_another and self.kind.rpartition(".")[2] != _NO_BUG
 
-    def is_like(self, other: Raised) -> bool:
+    def is_like(self, other: UncaughtException) -> bool:
         """The same exception, up to the numbers in its message: a wrong index, a rank, an address."""
         return self._key() == other._key()
 
@@ -56,15 +56,15 @@ class Raised:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-def decode(said: bytes) -> Raised | None:
-    """What :meth:`Raised.encode` made; None if it is not whole."""
+def decode(said: bytes) -> UncaughtException | None:
+    """What :meth:`UncaughtException.encode` made; None if it is not whole."""
     try:
-        return Raised(**json.loads(said)) if said.endswith(b"\n") else None
+        return UncaughtException(**json.loads(said)) if said.endswith(b"\n") else None
     except (ValueError, TypeError):
         return None
 
 
-def describe(error: BaseException) -> Raised:
+def describe(error: BaseException) -> UncaughtException:
     """``error`` as it left the script."""
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
@@ -72,4 +72,4 @@ def describe(error: BaseException) -> Raised:
         message = str(error).partition("\n")[0]
     except Exception as own:  # which must not hide the one that is told
         message = f"its text raised {type(own).__name__}"
-    return Raised(f"{module}{kind.__qualname__}", message[: 2 * _LONGEST], place_of(error))
+    return UncaughtException(f"{module}{kind.__qualname__}", message[: 2 * _LONGEST], place_of(error))

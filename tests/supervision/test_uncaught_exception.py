@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sdpipe.supervision.script import REPORT, command
-from lightning_sdpipe.supervision.uncaught_exception import Raised, decode
+from lightning_sdpipe.supervision.uncaught_exception import UncaughtException, decode
 
 CHAINED = """
 import sys
@@ -76,7 +76,7 @@ Woken()._receive(e.MustEnd, lambda reply: False, float("inf"))
 """
 
 
-def run(script: list[str], where: Path) -> tuple[subprocess.CompletedProcess[str], Raised | None]:
+def run(script: list[str], where: Path) -> tuple[subprocess.CompletedProcess[str], UncaughtException | None]:
     reading, report = os.pipe()
     environment = os.environ | {REPORT: str(report), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(
@@ -87,7 +87,7 @@ def run(script: list[str], where: Path) -> tuple[subprocess.CompletedProcess[str
         return ended, decode(file.read())
 
 
-def raised_by(script: str, where: Path) -> Raised | None:
+def raised_by(script: str, where: Path) -> UncaughtException | None:
     (where / "script.py").write_text(script)
     return run(["script.py"], where)[1]
 
@@ -95,15 +95,18 @@ def raised_by(script: str, where: Path) -> Raised | None:
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        (CHAINED, Raised("Own", "picture 17", "script.py:11 in second")),
-        (AS_HYDRA, Raised("LookupError", "no such option", "script.py:4 in <module>")),
-        ("raise NotImplementedError", Raised("NotImplementedError", "", "script.py:1 in <module>")),
-        ("import none_such", Raised("ModuleNotFoundError", "No module named 'none_such'", "script.py:1 in <module>")),
+        (CHAINED, UncaughtException("Own", "picture 17", "script.py:11 in second")),
+        (AS_HYDRA, UncaughtException("LookupError", "no such option", "script.py:4 in <module>")),
+        ("raise NotImplementedError", UncaughtException("NotImplementedError", "", "script.py:1 in <module>")),
+        (
+            "import none_such",
+            UncaughtException("ModuleNotFoundError", "No module named 'none_such'", "script.py:1 in <module>"),
+        ),
         ("import sys; sys.exit(3)", None),
         (NOT_THE_END, None),
     ],
-)  # fmt: skip
-def test_what_leaves_a_script(script: str, expected: Raised | None, tmp_path: Path) -> None:
+)
+def test_what_leaves_a_script(script: str, expected: UncaughtException | None, tmp_path: Path) -> None:
     assert raised_by(script, tmp_path) == expected
 
 
@@ -138,32 +141,34 @@ def test_a_script_runs_as_it_would_by_itself(script: list[str], tmp_path: Path) 
     assert mine.stderr.splitlines()[-4:] == alone.stderr.splitlines()[-4:]
     assert "supervision" not in mine.stderr
     assert (mine.returncode, alone.returncode) == (1, 1)
-    assert raised == Raised("ZeroDivisionError", "division by zero", "script.py:11 in <module>")
+    assert raised == UncaughtException("ZeroDivisionError", "division by zero", "script.py:11 in <module>")
 
 
 def test_what_is_not_whole() -> None:
-    said = Raised("ValueError", "no", "").encode()
-    assert decode(said) == Raised("ValueError", "no", "")
+    said = UncaughtException("ValueError", "no", "").encode()
+    assert decode(said) == UncaughtException("ValueError", "no", "")
     for cut in (b"", said[:-1], b"x\n", b"{}\n"):
         assert decode(cut) is None
 
 
 def test_the_same_exception_with_other_numbers() -> None:
     one, other = (
-        Raised("IndexError", "index 17 of 20", "a.py:3 in f"),
-        Raised("IndexError", "index 4 of 20", "a.py:3 in f"),
+        UncaughtException("IndexError", "index 17 of 20", "a.py:3 in f"),
+        UncaughtException("IndexError", "index 4 of 20", "a.py:3 in f"),
     )
     assert one.is_like(other)
-    assert not one.is_like(Raised("IndexError", "index 17 of 20", "a.py:4 in f"))
-    assert not one.is_like(Raised("KeyError", "index 17 of 20", "a.py:3 in f"))
-    assert not one.is_like(Raised("IndexError", "no index 17", "a.py:3 in f"))
+    assert not one.is_like(UncaughtException("IndexError", "index 17 of 20", "a.py:4 in f"))
+    assert not one.is_like(UncaughtException("KeyError", "index 17 of 20", "a.py:3 in f"))
+    assert not one.is_like(UncaughtException("IndexError", "no index 17", "a.py:3 in f"))
 
 
 def test_failures_that_follow_those_of_other_processes() -> None:
-    assert Raised("lightning_sdpipe.errors.WorkerFailedError", "", "").follows_another
-    assert Raised("lightning_sdpipe.scheduler.client.client.RunAborted", "", "").follows_another
-    assert Raised("RuntimeError", "[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "").follows_another
-    assert not Raised("ValueError", "", "").follows_another
+    assert UncaughtException("lightning_sdpipe.errors.WorkerFailedError", "", "").follows_another
+    assert UncaughtException("lightning_sdpipe.scheduler.client.client.RunAborted", "", "").follows_another
+    assert UncaughtException(
+        "RuntimeError", "[gloo/transport/tcp/pair.cc:534] Connection closed by peer", ""
+    ).follows_another
+    assert not UncaughtException("ValueError", "", "").follows_another
 
 
 def test_a_process_that_woke_too_late_follows_those_that_went_on(tmp_path: Path) -> None:
@@ -175,4 +180,4 @@ def test_a_process_that_woke_too_late_follows_those_that_went_on(tmp_path: Path)
 
 
 def test_long_messages_are_cut() -> None:
-    assert len(str(Raised("ValueError", "x" * 5000, ""))) == 301
+    assert len(str(UncaughtException("ValueError", "x" * 5000, ""))) == 301
