@@ -9,8 +9,8 @@ from torch import Tensor
 from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
-from lightning_sdpipe.sync.exchanges import hosts_of
-from lightning_sdpipe.sync.furthest import take_over_furthest
+from lightning_sdpipe.sync.copy_most_advanced import take_over_furthest
+from lightning_sdpipe.sync.mover_choice import hosts_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 

@@ -23,8 +23,8 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.replay import mean_of_groups
-from lightning_sdpipe.sync.furthest import take_over_furthest
-from lightning_sdpipe.sync.meetings import Meetings
+from lightning_sdpipe.sync.copy_most_advanced import take_over_furthest
+from lightning_sdpipe.sync.ordered_invitations import Meetings
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 

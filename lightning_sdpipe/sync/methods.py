@@ -31,7 +31,11 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
-from lightning_sdpipe.sync.exchanges import (
+from lightning_sdpipe.sync.background_averaging import FreeAveraging
+from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
+from lightning_sdpipe.sync.hybrid_groups import HybridGroups
+from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
+from lightning_sdpipe.sync.mover_choice import (
     ASYNCHRONOUS_PAIRS,
     CHANGING_GROUPS,
     CHANGING_PAIRS,
@@ -48,10 +52,6 @@ from lightning_sdpipe.sync.exchanges import (
     mover_among_groups,
     mover_in_a_ring,
 )
-from lightning_sdpipe.sync.free_averaging import FreeAveraging
-from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
-from lightning_sdpipe.sync.hybrid_groups import HybridGroups
-from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
 from lightning_sdpipe.sync.stale_synchronous import StaleSynchronous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
 from lightning_sdpipe.topology.group_generator import hosts_as_groups
@@ -220,7 +220,7 @@ def _pair(peers: Decentralized, pipeline: int, everybody: Group) -> Group:
 
 def refuse_exchange(sync: object, method: SyncMethod, exchange: Exchange) -> None:
     """Raises ConfigurationError if ``method`` cannot move its tensors so. A method of the user's own says what it can
-    do with an exchange as ``takes``, a :class:`~lightning_sdpipe.sync.exchanges.Takes`."""
+    do with an exchange as ``takes``, a :class:`~lightning_sdpipe.sync.mover_choice.Takes`."""
     check(sync, exchange, getattr(method, "takes", None))
 
 

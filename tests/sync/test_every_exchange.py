@@ -164,7 +164,7 @@ def test_what_is_not_refused_trains(
     stage: Stage, sync: Any, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "lightning_sdpipe.sync.exchanges.hosts_of_replicas", lambda groups, device: ["a", "a", "b", "b"]
+        "lightning_sdpipe.sync.mover_choice.hosts_of_replicas", lambda groups, device: ["a", "a", "b", "b"]
     )
     outcomes = stage.run(method_of(sync), exchange, start, train)
     expected, moved = exact(), (exact() - start(0)).norm()

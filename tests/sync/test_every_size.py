@@ -46,7 +46,7 @@ CASES = [
 def test_the_mean_is_kept(
     stages: dict[int, Stage], size: int, sync: Any, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_sdpipe.sync.exchanges.hosts_of_replicas", lambda groups, device: ["a"] * size)
+    monkeypatch.setattr("lightning_sdpipe.sync.mover_choice.hosts_of_replicas", lambda groups, device: ["a"] * size)
     outcomes = stages[size].run(method_of(sync), exchange, start, train)
     expected, moved = exact(size), (exact(size) - start(0)).norm()
     for paused in outcomes:

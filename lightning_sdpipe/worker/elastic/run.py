@@ -35,7 +35,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, CancelledError, Receive, Start
 from lightning_sdpipe.strategy.options import SDPipeOptions
-from lightning_sdpipe.sync.exchanges import among_groups
+from lightning_sdpipe.sync.mover_choice import among_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
 from lightning_sdpipe.topology.groups import ProcessGroups

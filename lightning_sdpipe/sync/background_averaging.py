@@ -25,7 +25,7 @@ from lightning_sdpipe.exchange.late import turn_into_changes
 from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.sync.exchanges import Begin
+from lightning_sdpipe.sync.mover_choice import Begin
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
