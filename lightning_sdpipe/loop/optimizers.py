@@ -82,7 +82,7 @@ class OptimizerProgress:
         self._buckets = buckets
 
     def digest(self) -> int:
-        """See :class:`~lightning_sdpipe.sync.synchronizer.Progress`; from sums of the tensors."""
+        """See :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`; from sums of the tensors."""
         states = [[optimizer.state.get(p, {}) for p in self._parameters()] for optimizer in self._optimizers()]
         sums = [
             [(name, _sum(value) if isinstance(value, Tensor) else repr(value)) for name, value in state.items()]
@@ -94,7 +94,7 @@ class OptimizerProgress:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
     def save(self) -> bytes:
-        """See :class:`~lightning_sdpipe.sync.synchronizer.Progress`."""
+        """See :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`."""
         states = [
             [_packed(optimizer.state.get(p, {}), p) for p in self._parameters()] for optimizer in self._optimizers()
         ]
@@ -104,7 +104,7 @@ class OptimizerProgress:
         return file.getvalue()
 
     def load(self, saved: bytes) -> None:
-        """See :class:`~lightning_sdpipe.sync.synchronizer.Progress`."""
+        """See :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`."""
         states, scale = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
         for optimizer, by_parameter in zip(self._optimizers(), states, strict=True):
             for p, state in zip(self._parameters(), by_parameter, strict=True):

@@ -30,7 +30,7 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
 
-class FreeAveraging(Synchronizer):
+class BackgroundAveraging(Synchronizer):
     """Averages beside training. Memory: three models besides.
 
     Args:

@@ -15,7 +15,7 @@ from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import Replicas
 
 
-def take_over_furthest(replica: Replica, among: Replicas, reached: int) -> None:
+def copy_most_advanced(replica: Replica, among: Replicas, reached: int) -> None:
     """All of ``among`` get the parameters of the first of those that have ``reached`` furthest, and the state of its
     optimizer and its loss scale too where some differ: otherwise equal gradients would be unequal steps from then on.
     (They do if some had no more data, or have drained their pipelines earlier, and clipped by other norms.)

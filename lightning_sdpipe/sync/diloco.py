@@ -24,7 +24,7 @@ from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.sync.mover_choice import OUTER, Takes, hosts_of
+from lightning_sdpipe.sync.mover_choice import OUTER, ExchangeSupport, hosts_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -62,7 +62,7 @@ class DiLoCo:
         return LocalSGD(every=1)  # workers ask when a round is due
 
     @property
-    def takes(self) -> Takes:
+    def takes(self) -> ExchangeSupport:
         return replace(OUTER, step=_MIXES) if self.mix else OUTER
 
     def build(self, replica: Replica) -> Synchronizer:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
-from lightning_sdpipe.sync.copy_most_advanced import take_over_furthest
+from lightning_sdpipe.sync.copy_most_advanced import copy_most_advanced
 from lightning_sdpipe.sync.mover_choice import hosts_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
@@ -85,7 +85,7 @@ class GradientAveraging(Synchronizer):
         self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:
-        take_over_furthest(self.replica, self.replica.groups.replicas(), self._rounds)
+        copy_most_advanced(self.replica, self.replica.groups.replicas(), self._rounds)
 
 
 def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds:

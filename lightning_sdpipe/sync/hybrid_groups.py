@@ -23,8 +23,8 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.replay import mean_of_groups
-from lightning_sdpipe.sync.copy_most_advanced import take_over_furthest
-from lightning_sdpipe.sync.ordered_invitations import Meetings
+from lightning_sdpipe.sync.copy_most_advanced import copy_most_advanced
+from lightning_sdpipe.sync.ordered_invitations import OrderedInvitations
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -55,7 +55,7 @@ class InPlace:
         """See :class:`SharedModel`."""
 
 
-class Published:
+class PublishedModel:
     """A copy of the model without the step that is being computed, which is added to it when it is ready. It costs the
     memory of the parameters twice."""
 
@@ -122,7 +122,7 @@ class HybridGroups(Synchronizer):
             replicas, payload = replica.groups.replicas(own_links), replica.exchange.payload
             self._mover = ShardedMean(replicas, self._groups, policy.sharded, payload)
             self._model: SharedModel = InPlace([])
-            self._meetings = Meetings(self._worker, self._carry_out, replica.timeout)
+            self._meetings = OrderedInvitations(self._worker, self._carry_out, replica.timeout)
             replica.client.on_invitation = self._meetings.invite
 
     @property
@@ -226,7 +226,7 @@ class HybridGroups(Synchronizer):
         if self._meets:
             self._refuse_other_groups()
             trained = self.replica.exchanged
-            self._model = Published(trained) if self._policy.asynchronous else InPlace(trained)
+            self._model = PublishedModel(trained) if self._policy.asynchronous else InPlace(trained)
             self._meetings.begin()
 
     def arrive(self) -> None:
@@ -244,7 +244,7 @@ class HybridGroups(Synchronizer):
     def catch_up(self) -> None:
         """The group's members take over the model of the one that has trained longest, and met others last."""
         if self._mates is not None:
-            take_over_furthest(self.replica, self._mates, self._trained * 2**40 + self._met)
+            copy_most_advanced(self.replica, self._mates, self._trained * 2**40 + self._met)
 
     def make_parameters_equal(self) -> None:
         """All get the mean of the groups' models."""

@@ -31,7 +31,7 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
-from lightning_sdpipe.sync.background_averaging import FreeAveraging
+from lightning_sdpipe.sync.background_averaging import BackgroundAveraging
 from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
@@ -46,7 +46,7 @@ from lightning_sdpipe.sync.mover_choice import (
     MEETINGS,
     RING,
     Begin,
-    Takes,
+    ExchangeSupport,
     check,
     mover_among_all,
     mover_among_groups,
@@ -76,7 +76,7 @@ class AllReduce:
         return NoSync()  # everybody meets everybody: there is nothing to decide
 
     @property
-    def takes(self) -> Takes:
+    def takes(self) -> ExchangeSupport:
         return GRADIENTS
 
     def build(self, replica: Replica) -> Synchronizer:
@@ -153,7 +153,7 @@ class ByPolicy:
     policy: PolicyConfig
 
     @property
-    def takes(self) -> Takes | None:
+    def takes(self) -> ExchangeSupport | None:
         """What it can do with an exchange."""
         match self.policy:
             case PHDPSGD(within="models"):
@@ -203,7 +203,7 @@ def _averaging(
     replica: Replica, every: int, mover: Mover, begin: Begin | None, meet: Callable[[Group], Group]
 ) -> Synchronizer:
     if replica.exchange.overlap == "free":
-        return FreeAveraging(replica, mover, meet, begin)
+        return BackgroundAveraging(replica, mover, meet, begin)
     return ModelAveraging(replica, every, mover, begin)
 
 
@@ -220,7 +220,7 @@ def _pair(peers: Decentralized, pipeline: int, everybody: Group) -> Group:
 
 def refuse_exchange(sync: object, method: SyncMethod, exchange: Exchange) -> None:
     """Raises ConfigurationError if ``method`` cannot move its tensors so. A method of the user's own says what it can
-    do with an exchange as ``takes``, a :class:`~lightning_sdpipe.sync.mover_choice.Takes`."""
+    do with an exchange as ``takes``, a :class:`~lightning_sdpipe.sync.mover_choice.ExchangeSupport`."""
     check(sync, exchange, getattr(method, "takes", None))
 
 

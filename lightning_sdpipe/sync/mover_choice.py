@@ -29,7 +29,7 @@ Begin = Callable[[Sequence[Tensor]], None]
 
 
 @dataclass(frozen=True)
-class Takes:
+class ExchangeSupport:
     """What a method can do with an exchange. Each string says why it cannot, and what to use instead; empty ones that
     it can.
 
@@ -52,41 +52,41 @@ class Takes:
 
 _PAIRS = "a pair exchanges one message each way, of which a hierarchy saves nothing: use hierarchy='flat'"
 
-GRADIENTS = Takes(
+GRADIENTS = ExchangeSupport(
     common=True,
     momentum=True,
     step="gradients travel while the backward goes on anyway, and a mean that came one step later would be of an older "
     "model: leave overlap out, or average models with LocalSGD(every=1), which takes overlap='step'",
     free="gradients are needed before the step: average models with LocalSGD(every=1), which takes overlap='free'",
 )
-CHANGING_GROUPS = Takes()
-CHANGING_PAIRS = Takes(hosts=_PAIRS)
-ASYNCHRONOUS_PAIRS = Takes(
+CHANGING_GROUPS = ExchangeSupport()
+CHANGING_PAIRS = ExchangeSupport(hosts=_PAIRS)
+ASYNCHRONOUS_PAIRS = ExchangeSupport(
     hosts=_PAIRS, free="neighbours are not waited for in any case: use overlap='step', which hides the transfer too"
 )
-MEETINGS = Takes(
+MEETINGS = ExchangeSupport(
     step="to hide meetings behind the next step use PHDPSGD(asynchronous=True)",
     free="to let nobody wait use PHDPSGD(asynchronous=True)",
     hosts="its groups are a hierarchy: use hierarchy='flat', and a group for each host, as without group_size",
 )
-RING = Takes(
+RING = ExchangeSupport(
     common=True,
     free="",
     hosts="a ring adds up nothing that a machine could add up first: use hierarchy='flat', or LocalSGD(every=1)",
     only_eight_bits="what so few bits leave out made models of a ring grow apart: use EightBit() or Half(), or "
     "LocalSGD, DiLoCo or AllReduce",
 )
-FREE_PAIRS = Takes(hosts=_PAIRS, free="")
-OUTER = Takes(
+FREE_PAIRS = ExchangeSupport(hosts=_PAIRS, free="")
+OUTER = ExchangeSupport(
     common=True, free="rounds are common to all workers: use overlap='step', or delay= to hide more updates behind them"
 )
-EVERYBODY = Takes(common=True, free="")
-EVERYBODY_NOW_AND_THEN = Takes(
+EVERYBODY = ExchangeSupport(common=True, free="")
+EVERYBODY_NOW_AND_THEN = ExchangeSupport(
     common=True, free="a thread that averages at its own pace has no use for every=: use overlap='step', or every=1"
 )
 
 
-def check(sync: object, exchange: Exchange, takes: Takes | None) -> None:
+def check(sync: object, exchange: Exchange, takes: ExchangeSupport | None) -> None:
     """Refuses what a method cannot do with ``exchange``.
 
     Args:

@@ -25,7 +25,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 
 
-class Meetings:
+class OrderedInvitations:
     """Those of ``worker``.
 
     Args:

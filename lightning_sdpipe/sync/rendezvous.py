@@ -27,7 +27,7 @@ from lightning_sdpipe.sync.equal_start import begin_equal
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 
 
-class Place(Enum):
+class SyncState(Enum):
     """See the table above."""
 
     TOGETHER = auto()
@@ -36,7 +36,7 @@ class Place(Enum):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class SyncPoint:
     """``position``: after how many batches of the epoch the workers meet. ``closing``: it is the end of the epoch,
     which everybody's last batch remains to be trained for."""
 
@@ -53,7 +53,7 @@ class Rendezvous:
     """
 
     def __init__(self, sync: Synchronizer) -> None:
-        self.place = Place.TOGETHER
+        self.place = SyncState.TOGETHER
         self._sync = sync
         self._replica = sync.replica
         self._unequal = False  # somebody has trained since the last pause
@@ -61,7 +61,7 @@ class Rendezvous:
 
     def join(self) -> None:
         """Takes part from now on; returns when every worker of the stage does. Nothing happens if it does already."""
-        if self.place is not Place.TOGETHER:
+        if self.place is not SyncState.TOGETHER:
             return
         self.tell_freezing(False)
         if self._unequal:  # all came together, but not for a pause
@@ -89,7 +89,7 @@ class Rendezvous:
                 "hook that does not depend on the rank or the rank's own data."
             )
 
-    def wait_for_others(self, position: int) -> Meeting:
+    def wait_for_others(self, position: int) -> SyncPoint:
         """This worker is out of data. Waits, without holding up anybody, until the others meet somewhere or are all out
         of data themselves. In the latter case everybody takes part again for its last batch."""
         self.join()
@@ -111,7 +111,7 @@ class Rendezvous:
         """Takes part again, wherever the others are."""
         self._replica.client.join()
         self._sync.enter()
-        self.place = Place.TRAINING
+        self.place = SyncState.TRAINING
 
     def come_together(self, position: int) -> None:
         """Waits until all workers of the stage are here. Nobody waits in the scheduler for one that waits here.
@@ -119,18 +119,18 @@ class Rendezvous:
         Raises:
             ConfigurationError: this worker has been announced, so that others may count on it; or they met elsewhere.
         """
-        if self.place is Place.TOGETHER:
+        if self.place is SyncState.TOGETHER:
             return
         if self._sync.announced:
             raise ConfigurationError(
                 "Something communicates with the other pipelines between the backward pass and the optimizer step, "
                 "where groups are being formed. Do it in on_train_batch_end, or before the backward pass."
             )
-        if self.place is Place.TRAINING:
+        if self.place is SyncState.TRAINING:
             self._leave()
         if self._agreed != position:
             self._meet_others(position)
-        self.place, self._agreed = Place.TOGETHER, None
+        self.place, self._agreed = SyncState.TOGETHER, None
 
     def pause(self, position: int) -> None:
         """Comes together and makes all replicas of the stage equal: floating-point buffers become their mean over the
@@ -143,7 +143,7 @@ class Rendezvous:
 
     def abandon(self) -> None:
         """Training has failed: there is nobody to meet any more."""
-        self.place, self._unequal, self._sync.announced = Place.TOGETHER, False, False
+        self.place, self._unequal, self._sync.announced = SyncState.TOGETHER, False, False
 
     def _meet_others(self, position: int) -> None:
         _meet(position, False, self._replica.groups.stage, self._replica.device)
@@ -156,15 +156,15 @@ class Rendezvous:
         self._sync.enter()
         with waiting_for(self._replica.groups.stage, "setting out"):  # nobody's first group may miss one
             dist.barrier(self._replica.groups.stage)
-        self.place = Place.TRAINING
+        self.place = SyncState.TRAINING
 
     def _leave(self) -> None:
         self._replica.client.leave()
-        self.place = Place.AWAY
+        self.place = SyncState.AWAY
         self._sync.arrive()
 
 
-def _meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: torch.device) -> Meeting:
+def _meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: torch.device) -> SyncPoint:
     """Waits for all members of ``group``, which have begun ``position`` batches each.
 
     A worker is ``out_of_data`` when one batch is left, which it keeps for the end of the epoch.
@@ -180,7 +180,7 @@ def _meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: to
         dist.all_reduce(places, dist.ReduceOp.MAX, group=group)
     furthest, nearest, last = (int(place) for place in places)
     if furthest == nowhere:
-        return Meeting(last, closing=True)
+        return SyncPoint(last, closing=True)
     if furthest != -nearest or last > furthest:
         raise ConfigurationError(
             f"Some workers came together after {-nearest} batches of this epoch and others after "
@@ -188,4 +188,4 @@ def _meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: to
             "and skipped epochs must depend on the number of the batch, not on the rank, its data or its clock; and a "
             "loader must give as many batches as its length says."
         )
-    return Meeting(furthest, closing=False)
+    return SyncPoint(furthest, closing=False)

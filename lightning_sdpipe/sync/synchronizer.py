@@ -55,7 +55,7 @@ class SyncStatistics:
         self.seconds_averaging += seconds_averaging
 
 
-class Progress(Protocol):
+class TrainingState(Protocol):
     """What a worker's training has come to besides its parameters: the state of its optimizer, and its loss scale."""
 
     def digest(self) -> int:
@@ -81,7 +81,7 @@ class Replica:
     watch: bool = True  # end the run when gradients of one replica are not finite, rather than average them
     exchange: Exchange = field(default_factory=Exchange)  # how tensors move
     loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by at the moment
-    progress: Progress | None = None  # None where there is nothing but parameters
+    progress: TrainingState | None = None  # None where there is nothing but parameters
     name_of: Callable[[nn.Parameter], str] = lambda parameter: f"of shape {tuple(parameter.shape)}"  # for messages
 
     @property

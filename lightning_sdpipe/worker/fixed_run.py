@@ -22,7 +22,7 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.sync.methods import on_hosts
 from lightning_sdpipe.sync.rendezvous import Rendezvous
-from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.hosts import roll_call
 from lightning_sdpipe.topology.mesh import Mesh
@@ -139,7 +139,9 @@ class FixedRun:
 
     # ------------------------------------------------------------ what they do
 
-    def replica(self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: Progress) -> Replica:
+    def replica(
+        self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: TrainingState
+    ) -> Replica:
         """This worker as one of the replicas of its stage."""
         assert self._membership is not None
         return Replica(

@@ -39,7 +39,7 @@ from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
 from lightning_sdpipe.pipeline.micro_batches import Portion, refuse_time_first
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.sync.rendezvous import Meeting, Place, Rendezvous
+from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint, SyncState
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.assembly import Assembled
@@ -100,7 +100,7 @@ class Training:
     _closes: bool = False  # Lightning asks for an optimizer step after this mini-batch
     _absent: bool = False
     _accumulated: bool = False  # gradients of earlier mini-batches wait for the next update
-    _meeting: Meeting | None = None  # where this worker, which is out of data, will find the others
+    _meeting: SyncPoint | None = None  # where this worker, which is out of data, will find the others
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class Training:
     @property
     def together(self) -> bool:
         """Are all workers of the stage at the same point of training?"""
-        return self.rendezvous.place is Place.TOGETHER
+        return self.rendezvous.place is SyncState.TOGETHER
 
     # ---------------------------------------------------------------- turns
 

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.sync.ordered_invitations import Meetings
+from lightning_sdpipe.sync.ordered_invitations import OrderedInvitations
 
 ME, OTHER = Worker(0, 0), Worker(0, 1)
 
@@ -53,8 +53,8 @@ def recorder() -> Recorder:
 
 
 @pytest.fixture
-def meetings(recorder: Recorder) -> Iterator[Meetings]:
-    meetings = Meetings(ME, recorder, timedelta(seconds=5))
+def meetings(recorder: Recorder) -> Iterator[OrderedInvitations]:
+    meetings = OrderedInvitations(ME, recorder, timedelta(seconds=5))
     meetings.begin()
     yield meetings
     thread = meetings._thread
@@ -65,7 +65,7 @@ def meetings(recorder: Recorder) -> Iterator[Meetings]:
         assert not thread.is_alive()
 
 
-def test_who_computes_serves_at_once(meetings: Meetings, recorder: Recorder) -> None:
+def test_who_computes_serves_at_once(meetings: OrderedInvitations, recorder: Recorder) -> None:
     meetings.invite(computing(3), None)
     meetings.invite(computing(4), None)
     recorder.wait_for(3, 4)
@@ -73,7 +73,7 @@ def test_who_computes_serves_at_once(meetings: Meetings, recorder: Recorder) -> 
 
 
 def test_an_invitation_that_was_decided_after_an_answer_waits_until_this_is_carried_out(
-    meetings: Meetings, recorder: Recorder
+    meetings: OrderedInvitations, recorder: Recorder
 ) -> None:
     meetings.invite(computing(2), None)
     meetings.invite(computing(6), 0)  # heard of before the answer, 5
@@ -83,7 +83,9 @@ def test_an_invitation_that_was_decided_after_an_answer_waits_until_this_is_carr
     assert recorder.done == [(2, False), (5, True), (6, False)]
 
 
-def test_who_is_standing_gives_its_step_but_not_before_it_is_there(meetings: Meetings, recorder: Recorder) -> None:
+def test_who_is_standing_gives_its_step_but_not_before_it_is_there(
+    meetings: OrderedInvitations, recorder: Recorder
+) -> None:
     meetings.invite(standing(1), None)
     meetings.invite(standing(2), None)
     assert recorder.done == []
@@ -97,7 +99,9 @@ def test_who_is_standing_gives_its_step_but_not_before_it_is_there(meetings: Mee
     assert recorder.done[3] == (4, True)
 
 
-def test_a_worker_that_leaves_carries_out_what_it_was_invited_to(meetings: Meetings, recorder: Recorder) -> None:
+def test_a_worker_that_leaves_carries_out_what_it_was_invited_to(
+    meetings: OrderedInvitations, recorder: Recorder
+) -> None:
     meetings.stand()
     meetings.go_on(7, active(1))
     meetings.invite(computing(2), 7)
@@ -108,7 +112,7 @@ def test_a_worker_that_leaves_carries_out_what_it_was_invited_to(meetings: Meeti
     recorder.wait_for(1, 2, 9)
 
 
-def test_a_failure_in_an_invitation_is_raised_where_the_training_asks_next(meetings: Meetings) -> None:
+def test_a_failure_in_an_invitation_is_raised_where_the_training_asks_next(meetings: OrderedInvitations) -> None:
     meetings.invite(computing(13), None)
     meetings.stand()
     with pytest.raises(WorkerFailedError, match="it broke off"):
@@ -116,7 +120,7 @@ def test_a_failure_in_an_invitation_is_raised_where_the_training_asks_next(meeti
 
 
 def test_a_wait_ends_and_names_the_meeting(recorder: Recorder) -> None:
-    meetings = Meetings(ME, recorder, timedelta(seconds=0.05))
+    meetings = OrderedInvitations(ME, recorder, timedelta(seconds=0.05))
     meetings.invite(computing(1), 3)
     meetings.stand()
     with pytest.raises(WorkerFailedError, match=r"waited 0.05 s until earlier meetings.*sequence=1"):

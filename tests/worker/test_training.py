@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
-from lightning_sdpipe.sync.rendezvous import Meeting, Place
+from lightning_sdpipe.sync.rendezvous import SyncPoint, SyncState
 from lightning_sdpipe.worker.training import Phase, Training
 
 
@@ -57,24 +57,24 @@ class TwoAhead:
 class Elsewhere:
     """Where the others are, as a test has it."""
 
-    def __init__(self, meetings: list[Meeting]) -> None:
-        self.place, self.meetings, self.calls = Place.TRAINING, meetings, []  # type: ignore[var-annotated]
+    def __init__(self, meetings: list[SyncPoint]) -> None:
+        self.place, self.meetings, self.calls = SyncState.TRAINING, meetings, []  # type: ignore[var-annotated]
 
     def join(self) -> None:
-        self.place = Place.TRAINING
+        self.place = SyncState.TRAINING
 
     def come_together(self, position: int) -> None:
         self.calls.append(position)
-        self.place = Place.TOGETHER
+        self.place = SyncState.TOGETHER
 
     pause = come_together
 
-    def wait_for_others(self, position: int) -> Meeting:
+    def wait_for_others(self, position: int) -> SyncPoint:
         self.calls.append(position)
         return self.meetings.pop(0)
 
 
-def training(meetings: list[Meeting] | None = None) -> tuple[Training, list[int]]:
+def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[int]]:
     """One, and the updates that it announces."""
     announced: list[int] = []
     module = nn.Linear(1, 1)
@@ -140,7 +140,7 @@ def test_it_fills_steps_and_drains_before_it_leaves() -> None:
 
 
 def test_an_absent_worker_counts_and_announces_nothing() -> None:
-    it, announced = training([Meeting(2, closing=False), Meeting(4, closing=True)])
+    it, announced = training([SyncPoint(2, closing=False), SyncPoint(4, closing=True)])
     it.begin_uneven()
     assert turn(it) is Phase.FILLING
     assert not it.without_batch(), "the others meet after the second batch"

@@ -27,7 +27,7 @@ from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.membership.stuck import MEETINGS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.sync.rendezvous import Meeting, Rendezvous
+from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
@@ -189,7 +189,7 @@ class ElasticRendezvous(Rendezvous):
         super().__init__(sync)
         self._meetings = meetings
 
-    def wait_for_others(self, position: int) -> Meeting:
+    def wait_for_others(self, position: int) -> SyncPoint:
         """Never happens: data are dealt."""
         raise ConfigurationError("In an elastic job data are dealt, so no pipeline runs out of its own.")
 

@@ -37,7 +37,7 @@ from lightning_sdpipe.scheduler.client.membership_client import Callbacks, Cance
 from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.sync.mover_choice import among_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
-from lightning_sdpipe.sync.synchronizer import Progress, Replica, Synchronizer
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.hosts import roll_call
 from lightning_sdpipe.topology.mesh import OnePipeline
@@ -186,7 +186,9 @@ class ElasticRun(FixedRun):
 
     # ------------------------------------------------------------ what they do
 
-    def replica(self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: Progress) -> Replica:
+    def replica(
+        self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: TrainingState
+    ) -> Replica:
         line = self._line.line
         self._meetings = Barriers(self._worker, line, self._epochs, self._point)
         self._here = self._meetings.present
