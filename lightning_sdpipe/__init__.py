@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_sdpipe.errors import ConfigurationError as ConfigurationError
+    from lightning_sdpipe.exchange.options import Exchange as Exchange
     from lightning_sdpipe.exchange.payloads import EightBit as EightBit
     from lightning_sdpipe.exchange.payloads import Full as Full
     from lightning_sdpipe.exchange.payloads import Half as Half
     from lightning_sdpipe.exchange.payloads import OneBit as OneBit
     from lightning_sdpipe.exchange.payloads import TopK as TopK
-    from lightning_sdpipe.exchange.value import Exchange as Exchange
     from lightning_sdpipe.partition.plan import Balanced as Balanced
     from lightning_sdpipe.strategy import SDPipeStrategy as SDPipeStrategy
     from lightning_sdpipe.sync import ADPSGD as ADPSGD
@@ -38,7 +38,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ConfigurationError": "lightning_sdpipe.errors",
     "EightBit": "lightning_sdpipe.exchange.payloads",
-    "Exchange": "lightning_sdpipe.exchange.value",
+    "Exchange": "lightning_sdpipe.exchange.options",
     "Full": "lightning_sdpipe.exchange.payloads",
     "Half": "lightning_sdpipe.exchange.payloads",
     "OneBit": "lightning_sdpipe.exchange.payloads",

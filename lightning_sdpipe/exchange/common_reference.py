@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.members import Place, Team
 from lightning_sdpipe.exchange.moving import pieces_of
-from lightning_sdpipe.exchange.parts import Place, Team
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 
@@ -31,7 +31,7 @@ BROKEN_OFF = (
 
 
 class CommonReference:
-    """A :class:`~lightning_sdpipe.exchange.coding.Coding` for gradients; :class:`CommonModel` is one for models.
+    """A :class:`~lightning_sdpipe.exchange.codec.Coding` for gradients; :class:`CommonModel` is one for models.
 
     Memory: a residual as large as what is exchanged, in float32, if the payload has feedback.
 

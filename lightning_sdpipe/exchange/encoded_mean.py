@@ -1,5 +1,5 @@
 """The weighted mean over the members of a group by encoded messages: scatter, reduce, gather (BAGUA §3.4), with what a
-:class:`~lightning_sdpipe.exchange.coding.Coding` makes of them; on request within each host first.
+:class:`~lightning_sdpipe.exchange.codec.Coding` makes of them; on request within each host first.
 
 A part that its owner refuses is exchanged in full precision afterwards: all members see that in its answer.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.coding import Coding, is_refusal, refusal
+from lightning_sdpipe.exchange.codec import Coding, is_refusal, refusal
+from lightning_sdpipe.exchange.members import Place, Team, owned
 from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
-from lightning_sdpipe.exchange.parts import Place, Team, owned
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.exchange.transfers import Transfers
 from lightning_sdpipe.policies.decisions import Group

@@ -31,7 +31,7 @@ from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
-from lightning_sdpipe.exchange.parts import Team
+from lightning_sdpipe.exchange.members import Team
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.topology.groups import Replicas

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.coding import refusal
-from lightning_sdpipe.exchange.parts import Place, Team
+from lightning_sdpipe.exchange.codec import refusal
+from lightning_sdpipe.exchange.members import Place, Team
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, Payload, Spread
 from lightning_sdpipe.exchange.payloads.modulo import largest_magnitudes
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
@@ -35,7 +35,7 @@ LARGEST_SHARE = 4.0
 
 
 class OwnReference:
-    """A :class:`~lightning_sdpipe.exchange.coding.Coding` for members with nothing in common.
+    """A :class:`~lightning_sdpipe.exchange.codec.Coding` for members with nothing in common.
 
     Args:
         payload: ``Full``, ``Half``, or ``EightBit`` without feedback, which goes modulo.

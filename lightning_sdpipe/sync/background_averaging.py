@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
-from lightning_sdpipe.exchange.late import turn_into_changes
 from lightning_sdpipe.exchange.moving import Mover
+from lightning_sdpipe.exchange.overlapped import turn_into_changes
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.mover_choice import Begin

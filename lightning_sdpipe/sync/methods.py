@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.moving import Mover
-from lightning_sdpipe.exchange.value import Exchange
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule

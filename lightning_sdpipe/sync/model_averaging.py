@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 
 from lightning_sdpipe.exchange.buckets import tensors_of
-from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.overlapped import Late
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.mover_choice import Begin, mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer

@@ -13,9 +13,9 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import moving, transfers
 from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.late import Late
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
+from lightning_sdpipe.exchange.overlapped import Late
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.exchange.ring_mean import RingMean

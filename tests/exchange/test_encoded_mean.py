@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import encoded_mean, moving, transfers
-from lightning_sdpipe.exchange.coding import Coding
+from lightning_sdpipe.exchange.codec import Coding
 from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, _by_host
+from lightning_sdpipe.exchange.members import Team, owned
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.own_reference import OwnReference
-from lightning_sdpipe.exchange.parts import Team, owned
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload, TopK
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, one_thread, together

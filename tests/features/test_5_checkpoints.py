@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lightning_sdpipe import AllReduce, SDPipeStrategy
 from lightning_sdpipe.checkpoints.distributed import is_distributed
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import OneBit
-from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.sync import NoSync
 from tests.features.running import (
     Regression,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.buckets import flatten
-from lightning_sdpipe.exchange.value import Exchange
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Ready, Tick, Worker

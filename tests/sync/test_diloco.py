@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.exchange.buckets import flatten
-from lightning_sdpipe.exchange.value import Exchange
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.sync import DiLoCo
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica

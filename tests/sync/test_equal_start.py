@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit
-from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.sync import AllReduce, Decentralized, DiLoCo, LocalSGD, SemiDecentralized
 from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous

@@ -13,8 +13,8 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange, Hierarchy, Overlap
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload, TopK
-from lightning_sdpipe.exchange.value import Exchange, Hierarchy, Overlap
 from lightning_sdpipe.sync import (
     ADPSGD,
     PHDPSGD,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit, Full
-from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.sync.methods import method_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange, Overlap
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Payload
-from lightning_sdpipe.exchange.value import Exchange, Overlap
 from lightning_sdpipe.sync import ADPSGD, DiLoCo, SemiDecentralized
 from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import Exchange, SDPipeStrategy
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.exchange.value import Overlap
+from lightning_sdpipe.exchange.options import Overlap
 from lightning_sdpipe.sync import NoSync
 from recipes.suites.faults.diary import Diary, Fault
 from recipes.suites.faults.elastic_world import Record, World

@@ -10,8 +10,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit
-from lightning_sdpipe.exchange.value import Exchange
 from lightning_sdpipe.sync import (
     ADPSGD,
     PHDPSGD,

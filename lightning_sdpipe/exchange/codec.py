@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange.parts import Place, Team
+from lightning_sdpipe.exchange.members import Place, Team
 
 REFUSAL = 255
 """A message of these bytes alone asks to exchange a part in full precision. They are a NaN in the values or in the

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit, Full
-from lightning_sdpipe.exchange.value import Exchange
 
 
 @pytest.mark.parametrize(
