@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange.members import Place, Team
+from lightning_sdpipe.exchange.members import Members, Offset
 
 REFUSAL = 255
 """A message of these bytes alone asks to exchange a part in full precision. They are a NaN in the values or in the
 header of every payload, and what holds a NaN is exchanged in full precision anyway."""
 
 
-class Coding(Protocol):
+class Codec(Protocol):
     """How the values of one worker are written for others.
 
     ``x`` are always values as :meth:`prepared`, and ``at`` is where they lie. An *outcome* is what :meth:`absorbed`
@@ -28,17 +28,17 @@ class Coding(Protocol):
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         """Of a message with ``n`` values."""
 
-    def meets(self, team: Team) -> None:
+    def meets(self, team: Members) -> None:
         """These are about to exchange."""
 
     def prepared(self, piece: Tensor, number: int) -> Tensor:
         """The values that are to be averaged; they are not changed."""
 
-    def offered(self, x: Tensor, at: Place) -> Tensor:
+    def offered(self, x: Tensor, at: Offset) -> Tensor:
         """A message with this worker's values of a part that another one owns."""
 
     def combined(
-        self, x: Tensor, at: Place, weight: float, others: Sequence[tuple[Tensor, float]], members: int
+        self, x: Tensor, at: Offset, weight: float, others: Sequence[tuple[Tensor, float]], members: int
     ) -> tuple[Tensor, Tensor] | None:
         """The mean of a part of one's own.
 
@@ -54,7 +54,7 @@ class Coding(Protocol):
             used, and the part has to be exchanged in full precision.
         """
 
-    def accepted(self, x: Tensor, at: Place, mine: Tensor, mean: Tensor) -> Tensor:
+    def accepted(self, x: Tensor, at: Offset, mine: Tensor, mean: Tensor) -> Tensor:
         """The outcome for a part that another worker owns, of this worker's message and of that with the mean."""
 
     def exact(self, x: Tensor, mean: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.members import Place, Team
+from lightning_sdpipe.exchange.members import Members, Offset
 from lightning_sdpipe.exchange.moving import pieces_of
 from lightning_sdpipe.exchange.payloads import ErrorFeedback, Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
@@ -31,7 +31,7 @@ BROKEN_OFF = (
 
 
 class CommonReference:
-    """A :class:`~lightning_sdpipe.exchange.codec.Coding` for gradients; :class:`CommonModel` is one for models.
+    """A :class:`~lightning_sdpipe.exchange.codec.Codec` for gradients; :class:`CommonModel` is one for models.
 
     Memory: a residual as large as what is exchanged, in float32, if the payload has feedback.
 
@@ -65,7 +65,7 @@ class CommonReference:
     def aborted(self) -> None:
         self.drop()
 
-    def meets(self, team: Team) -> None:
+    def meets(self, team: Members) -> None:
         """See the protocol. What was left out belongs to parts, which others own if members have gone.
 
         Raises:
@@ -92,13 +92,13 @@ class CommonReference:
             self._residuals[number].follow(self._scale)
         return piece
 
-    def offered(self, x: Tensor, at: Place) -> Tensor:
+    def offered(self, x: Tensor, at: Offset) -> Tensor:
         if not self.trains:
             return self._payload_of(x.dtype).message(torch.zeros_like(x))
         return self._payload_of(x.dtype).message(x, self._residual(x, at), self._draws.getrandbits(32))
 
     def combined(
-        self, x: Tensor, at: Place, weight: float, others: Sequence[tuple[Tensor, float]], members: int
+        self, x: Tensor, at: Offset, weight: float, others: Sequence[tuple[Tensor, float]], members: int
     ) -> tuple[Tensor, Tensor] | None:
         payload = self._payload_of(x.dtype)
         mean = torch.zeros_like(x, dtype=residual_dtype(x.dtype))
@@ -110,7 +110,7 @@ class CommonReference:
         payload.decode(answer, mean)
         return answer, mean
 
-    def accepted(self, x: Tensor, at: Place, mine: Tensor, mean: Tensor) -> Tensor:
+    def accepted(self, x: Tensor, at: Offset, mine: Tensor, mean: Tensor) -> Tensor:
         outcome = torch.empty_like(x, dtype=residual_dtype(x.dtype))
         self._payload_of(x.dtype).decode(mean, outcome)
         return outcome
@@ -130,7 +130,7 @@ class CommonReference:
     def _payload_of(self, dtype: torch.dtype) -> Payload:
         return self._payload.at(self.update).on(dtype)
 
-    def _residual(self, x: Tensor, at: Place) -> Tensor | None:
+    def _residual(self, x: Tensor, at: Offset) -> Tensor | None:
         if at.piece not in self._residuals or not self._payload_of(x.dtype).feedback:
             return None
         return self._residuals[at.piece].residual[at.start : at.start + len(x)]

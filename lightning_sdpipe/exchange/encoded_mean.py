@@ -1,5 +1,5 @@
 """The weighted mean over the members of a group by encoded messages: scatter, reduce, gather (BAGUA §3.4), with what a
-:class:`~lightning_sdpipe.exchange.codec.Coding` makes of them; on request within each host first.
+:class:`~lightning_sdpipe.exchange.codec.Codec` makes of them; on request within each host first.
 
 A part that its owner refuses is exchanged in full precision afterwards: all members see that in its answer.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import transfers
-from lightning_sdpipe.exchange.codec import Coding, is_refusal, refusal
-from lightning_sdpipe.exchange.members import Place, Team, owned
+from lightning_sdpipe.exchange.codec import Codec, is_refusal, refusal
+from lightning_sdpipe.exchange.members import Members, Offset, owned
 from lightning_sdpipe.exchange.moving import Pending, pieces_of, tag_of
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.exchange.transfers import Transfers
@@ -43,7 +43,7 @@ class EncodedMean:
     def __init__(
         self,
         replicas: Replicas,
-        coding: Coding,
+        coding: Codec,
         hosts: Sequence[str] | None = None,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
@@ -65,17 +65,17 @@ class EncodedMean:
             )
         return _Encoded(self, tensors, group)
 
-    def average(self, piece: Tensor, number: int, team: Team, tag: int) -> Tensor:
+    def average(self, piece: Tensor, number: int, team: Members, tag: int) -> Tensor:
         """The outcome for a flat ``piece``, which is not changed; every member calls it.
 
         Raises:
             WorkerFailedError: a member is gone, or a transfer has timed out.
         """
         self.coding.meets(team)
-        x, at = self.coding.prepared(piece, number), Place(number, 0)
+        x, at = self.coding.prepared(piece, number), Offset(number, 0)
         return self._by_hosts(x, at, team, tag) if self._hosts is not None else self._flat(x, at, team, tag)
 
-    def _flat(self, x: Tensor, at: Place, team: Team, tag: int) -> Tensor:
+    def _flat(self, x: Tensor, at: Offset, team: Members, tag: int) -> Tensor:
         coding, wide = self.coding, residual_dtype(x.dtype)
         if len(team.members) == 1:
             return coding.exact(x, x.to(wide) * team.weights[0])  # of a single host, which need not be 1
@@ -94,7 +94,7 @@ class EncodedMean:
                 chunk.outcome[chunk.spans[owner]] = coding.exact(part, self._in_full(part, owner, team, tag))
         return outcome
 
-    def _offer(self, chunk: _Chunk, team: Team, tag: int) -> None:
+    def _offer(self, chunk: _Chunk, team: Members, tag: int) -> None:
         """Begins to send others the parts that they own."""
         me, others = self._replicas.pipeline, team.without(self._replicas.pipeline)
         for owner in others:
@@ -103,7 +103,7 @@ class EncodedMean:
         chunk.arriving = {member: self._message(chunk.part(me)) for member in others}
         chunk.under_way = transfers.begin(chunk.mine, chunk.arriving, self._replicas, tag)
 
-    def _combine(self, chunk: _Chunk, team: Team, tag: int) -> None:
+    def _combine(self, chunk: _Chunk, team: Members, tag: int) -> None:
         """Averages one's own part when it has come from the others, and begins to send them the mean."""
         coding, me, others = self.coding, self._replicas.pipeline, team.without(self._replicas.pipeline)
         part, combined = chunk.part(me), None
@@ -118,7 +118,7 @@ class EncodedMean:
         chunk.arriving = {owner: self._message(chunk.part(owner)) for owner in others}
         chunk.under_way = transfers.begin(dict.fromkeys(others, answer), chunk.arriving, self._replicas, tag)
 
-    def _accept(self, chunk: _Chunk, team: Team, tag: int) -> None:
+    def _accept(self, chunk: _Chunk, team: Members, tag: int) -> None:
         """Takes the means of the others' parts when they have come."""
         chunk.under_way.wait()
         for owner, mean in chunk.arriving.items():
@@ -128,7 +128,7 @@ class EncodedMean:
                 taken = self.coding.accepted(part, chunk.place(owner), chunk.mine[owner], mean)
                 chunk.outcome[chunk.spans[owner]] = taken
 
-    def _in_full(self, x: Tensor, owner: int, team: Team, tag: int) -> Tensor:
+    def _in_full(self, x: Tensor, owner: int, team: Members, tag: int) -> Tensor:
         """The mean of a part."""
         me, others = self._replicas.pipeline, team.without(self._replicas.pipeline)
         wide = residual_dtype(x.dtype)
@@ -142,7 +142,7 @@ class EncodedMean:
         self._swap(dict.fromkeys(others, mean), {}, tag)
         return mean
 
-    def _by_hosts(self, x: Tensor, at: Place, team: Team, tag: int) -> Tensor:
+    def _by_hosts(self, x: Tensor, at: Offset, team: Members, tag: int) -> Tensor:
         """Each worker of a host averages its own part of it with its like on others. Where hosts have unequally many
         members, a worker of a small one has several parts."""
         assert self._hosts is not None
@@ -162,7 +162,7 @@ class EncodedMean:
         arriving = [transfers.begin({}, {own[number]: to}, self._replicas, tag) for number, to in told.items()]
         for number, span in spans.items():
             if own[number] == me:
-                between = Team(*_shares(owners[number], hosts, team))
+                between = Members(*_shares(owners[number], hosts, team))
                 outcome_of_host = self._flat(means[number], at.part(span), between, tag)
                 told[number] = coding.published(means[number], outcome_of_host)
                 self._swap({member: told[number] for member in local if member != me}, {}, tag)
@@ -172,7 +172,7 @@ class EncodedMean:
             outcome[span] = coding.adopted(x[span], told[number])
         return outcome
 
-    def _of_host(self, x: Tensor, owner: int, local: Sequence[int], team: Team, tag: int) -> Tensor:
+    def _of_host(self, x: Tensor, owner: int, local: Sequence[int], team: Members, tag: int) -> Tensor:
         """The mean over the members of this host, for the owner; nothing for others."""
         me, wide = self._replicas.pipeline, residual_dtype(x.dtype)
         if owner != me:
@@ -199,7 +199,7 @@ class EncodedMean:
 class _Chunk:
     """Consecutive values on their way to the mean; ``outcome`` is where that goes."""
 
-    def __init__(self, x: Tensor, at: Place, outcome: Tensor, team: Team, block: int) -> None:
+    def __init__(self, x: Tensor, at: Offset, outcome: Tensor, team: Members, block: int) -> None:
         self.outcome = outcome
         self.spans = owned(len(x), team.members, block)
         self.mine: dict[int, Tensor] = {}
@@ -213,7 +213,7 @@ class _Chunk:
     def part(self, owner: int) -> Tensor:
         return self._x[self.spans[owner]]
 
-    def place(self, owner: int) -> Place:
+    def place(self, owner: int) -> Offset:
         return self._at.part(self.spans[owner])
 
 
@@ -221,7 +221,7 @@ class _Encoded:
     def __init__(self, mover: EncodedMean, tensors: Sequence[Tensor], group: Group) -> None:
         self.seconds_waiting = 0.0
         self._mover = mover
-        self._team = Team.of(group)
+        self._team = Members.of(group)
         self._tag = tag_of(group)
         self._to_come = deque(enumerate(pieces_of(tensors)))
         self._first = True
@@ -259,7 +259,7 @@ def _by_host(members: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
 
 
 def _shares(
-    owners: Sequence[int], hosts: Sequence[Sequence[int]], team: Team
+    owners: Sequence[int], hosts: Sequence[Sequence[int]], team: Members
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """One owner of each host, in increasing order, and how much its host counts."""
     shares = {

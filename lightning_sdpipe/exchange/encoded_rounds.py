@@ -31,7 +31,7 @@ from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
-from lightning_sdpipe.exchange.members import Team
+from lightning_sdpipe.exchange.members import Members
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.topology.groups import Replicas
@@ -94,7 +94,7 @@ class EncodedRounds(GradientRounds):
         self._momenta: dict[int, Tensor] = {}
         self._scale_of_momenta = 1.0
         everybody = range(len(beside.ranks))
-        self._team = Team(tuple(everybody), (1.0,) * len(everybody))  # gradients are divided before they are added
+        self._team = Members(tuple(everybody), (1.0,) * len(everybody))  # gradients are divided before they are added
         self._arranged: set[int] = set()
         super().__init__(parameters, replicas, cap, watch)
 

@@ -11,14 +11,14 @@ from lightning_sdpipe.policies.decisions import Group
 
 
 @dataclass(frozen=True)
-class Team:
+class Members:
     """Who averages: pipelines in increasing order, and how much the model of each counts."""
 
     members: tuple[int, ...]
     weights: tuple[float, ...]
 
     @classmethod
-    def of(cls, group: Group) -> Team:
+    def of(cls, group: Group) -> Members:
         """The members of a group that the policy decided on."""
         return cls(tuple(worker.pipeline for worker in group.members), group.weights)
 
@@ -32,15 +32,15 @@ class Team:
 
 
 @dataclass(frozen=True)
-class Place:
+class Offset:
     """Where a flat tensor lies: in which piece of all that is moved, and how many values come before it there. So what
     is kept for it from one exchange to the next is found again."""
 
     piece: int
     start: int
 
-    def part(self, span: slice) -> Place:
-        return Place(self.piece, self.start + span.start)
+    def part(self, span: slice) -> Offset:
+        return Offset(self.piece, self.start + span.start)
 
 
 def parts(n: int, members: int) -> list[slice]:

@@ -20,7 +20,7 @@ TurnIntoChanges = Callable[[Mover, Sequence[Tensor], Group], None]
 """Turns copies of models into what these have to change by."""
 
 
-class Late:
+class Overlapped:
     """One exchange at a time of tensors that go on changing. Memory: as much as these, once; twice if the mover begins
     again after a failure.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.codec import refusal
-from lightning_sdpipe.exchange.members import Place, Team
+from lightning_sdpipe.exchange.members import Members, Offset
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, Modulo, Payload, Spread
 from lightning_sdpipe.exchange.payloads.modulo import largest_magnitudes
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
@@ -35,7 +35,7 @@ LARGEST_SHARE = 4.0
 
 
 class OwnReference:
-    """A :class:`~lightning_sdpipe.exchange.codec.Coding` for members with nothing in common.
+    """A :class:`~lightning_sdpipe.exchange.codec.Codec` for members with nothing in common.
 
     Args:
         payload: ``Full``, ``Half``, or ``EightBit`` without feedback, which goes modulo.
@@ -58,7 +58,7 @@ class OwnReference:
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         return (self._modulo or self._payload.on(dtype)).nbytes(n)
 
-    def meets(self, team: Team) -> None:
+    def meets(self, team: Members) -> None:
         """It does not matter who they are."""
 
     def prepared(self, piece: Tensor, number: int) -> Tensor:
@@ -68,7 +68,7 @@ class OwnReference:
         self._lengths[number] = len(piece)
         return piece
 
-    def offered(self, x: Tensor, at: Place) -> Tensor:
+    def offered(self, x: Tensor, at: Offset) -> Tensor:
         if self._modulo is None:
             return self._payload.on(x.dtype).message(x)
         theta = self._spread(at).theta
@@ -78,7 +78,7 @@ class OwnReference:
         return self._modulo.message(x, theta[first : first - (-len(x) // self.block)])
 
     def combined(
-        self, x: Tensor, at: Place, weight: float, others: Sequence[tuple[Tensor, float]], members: int
+        self, x: Tensor, at: Offset, weight: float, others: Sequence[tuple[Tensor, float]], members: int
     ) -> tuple[Tensor, Tensor] | None:
         combined = self._combined(x, weight, others, members)
         self.parts_in_full += combined is None
@@ -107,7 +107,7 @@ class OwnReference:
             return None
         return answer, taken.sub_(x)
 
-    def accepted(self, x: Tensor, at: Place, mine: Tensor, mean: Tensor) -> Tensor:
+    def accepted(self, x: Tensor, at: Offset, mine: Tensor, mean: Tensor) -> Tensor:
         change = x.new_empty(len(x), dtype=residual_dtype(x.dtype))
         if self._read(mean, x, change):
             raise RuntimeError(f"the mean of {len(x)} values at {at} is further from this worker's than its owner knew")
@@ -127,12 +127,12 @@ class OwnReference:
     def absorbed(self, piece: Tensor, number: int, outcome: Tensor) -> None:
         piece.add_(outcome)
         if self._modulo is not None:
-            self._spread(Place(number, 0)).observe(outcome)
+            self._spread(Offset(number, 0)).observe(outcome)
 
     def aborted(self) -> None:
         """Nothing is remembered but how far apart models were."""
 
-    def _spread(self, at: Place) -> Spread:
+    def _spread(self, at: Offset) -> Spread:
         return self._spreads.setdefault(at.piece, Spread(self.block))
 
     def _read(self, message: Tensor, reference: Tensor, into: Tensor) -> bool:

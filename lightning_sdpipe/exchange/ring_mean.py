@@ -35,7 +35,7 @@ class RingMean:
         self.replicas = replicas
         self.payload = payload
         self.weight = ring.weight_of_each(len(replicas.ranks))
-        self.copies: list[ring.Replicas] = []
+        self.copies: list[ring.NeighbourCopies] = []
         self.residuals: list[ErrorFeedback] = []
         self.draws = random.Random(replicas.pipeline)
 
@@ -43,7 +43,7 @@ class RingMean:
         """All workers have the same ``tensors`` now, and these are this one's neighbours."""
         if self.payload is None:
             return
-        self.copies = [ring.Replicas(p, dict.fromkeys(neighbours, p), self.weight) for p in pieces_of(tensors)]
+        self.copies = [ring.NeighbourCopies(p, dict.fromkeys(neighbours, p), self.weight) for p in pieces_of(tensors)]
         self.residuals = [ErrorFeedback(p) for p in pieces_of(tensors)] if self.payload.feedback else []
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:

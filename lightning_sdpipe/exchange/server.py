@@ -34,7 +34,7 @@ class Pulled:
     seconds_waiting: float  # until its next clock could begin
 
 
-class ParameterServer:
+class ServedParameters:
     """Serves from the moment it is made until every pipeline has left.
 
     Args:
@@ -154,7 +154,7 @@ class ParameterServer:
 
 @dataclass(frozen=True)
 class RemoteServer:
-    """The line of a pipeline to a :class:`ParameterServer` in another process.
+    """The line of a pipeline to a :class:`ServedParameters` in another process.
 
     Args:
         rank: its global rank.
@@ -167,7 +167,7 @@ class RemoteServer:
     name: str
 
     def push(self, pipeline: int, changes: Sequence[Tensor]) -> Pulled:
-        """See :meth:`ParameterServer.push`."""
+        """See :meth:`ServedParameters.push`."""
         self._send(_PUSH, changes)
         head = json.loads(p2p.receive_bytes(self.rank, self.group, _TAG, self.name))
         if "error" in head:
@@ -177,7 +177,7 @@ class RemoteServer:
         return Pulled(parameters, head["members"], head["waited"])
 
     def leave(self, pipeline: int, changes: Sequence[Tensor], pushes: bool = True) -> None:
-        """See :meth:`ParameterServer.leave`."""
+        """See :meth:`ServedParameters.leave`."""
         self._send(_LEAVE if pushes else _LEAVE_EMPTY, changes)
 
     def _send(self, kind: int, changes: Sequence[Tensor]) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 _BUCKET_ELEMENTS = 1 << 20
 
 
-class Track(NamedTuple):
+class MomentTensors(NamedTuple):
     """One parameter's tensors, all of its shape; the last two have the same memory layout."""
 
     param: Tensor
@@ -75,7 +75,7 @@ class Coefficients:
         return (1.0 - 1.0 / self.workers) * self.mean_rate * self.bias_before
 
 
-def advance(tracks: list[Track], by: Coefficients) -> None:
+def advance(tracks: list[MomentTensors], by: Coefficients) -> None:
     """Moves means and second moments over this step's gradients, up to what the wrapped step still adds.
 
     Afterwards `mean` is current, and `second_moment` is the bracket of the module's formula: the wrapped
@@ -123,7 +123,7 @@ def _step_towards(means: list[Tensor], grads: list[Tensor], rate: float, deviati
 _Bucket = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
-def _buckets(tracks: list[Track], grad_decay: float) -> Iterator[_Bucket]:
+def _buckets(tracks: list[MomentTensors], grad_decay: float) -> Iterator[_Bucket]:
     """Cuts and packs (gradients, means, second moments), all flat, into buckets that caches can hold."""
     grads: list[Tensor] = []
     means: list[Tensor] = []
@@ -147,7 +147,7 @@ def _buckets(tracks: list[Track], grad_decay: float) -> Iterator[_Bucket]:
         yield grads, means, seconds
 
 
-def _flat(track: Track, grad_decay: float) -> tuple[Tensor, Tensor, Tensor]:
+def _flat(track: MomentTensors, grad_decay: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient that enters the moments, the mean and the second moment as 1-D tensors in memory order."""
     param, grad, mean, second = track
     if grad_decay != 0.0:

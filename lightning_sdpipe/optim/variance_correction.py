@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Adam, NAdam, Optimizer, RAdam
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.optim.moments import Coefficients, Track, advance
+from lightning_sdpipe.optim.moments import Coefficients, MomentTensors, advance
 from lightning_sdpipe.optim.wrapper import OptimizerWrapper
 
 _ADAM_FAMILY = (Adam, NAdam, RAdam)  # AdamW is an Adam
@@ -103,7 +103,7 @@ class VarianceCorrection(OptimizerWrapper):
         """Prepares one group's second moments; returns the means of parameters that start with this step."""
         grad_decay = _decay_in_gradient(group)
         started: dict[Tensor, Tensor] = {}
-        alike: defaultdict[tuple[torch.device, torch.dtype, int, float], list[Track]] = defaultdict(list)
+        alike: defaultdict[tuple[torch.device, torch.dtype, int, float], list[MomentTensors]] = defaultdict(list)
         for param in group["params"]:
             grad = param.grad
             if grad is None:
@@ -119,7 +119,7 @@ class VarianceCorrection(OptimizerWrapper):
                 state.update(_adopt(state, group))
             state[_STEPS] += 1
             kind = (param.device, param.dtype, state[_STEPS], state[_WORKERS])
-            alike[kind].append(Track(param, grad, state[_MEAN], state["exp_avg_sq"]))
+            alike[kind].append(MomentTensors(param, grad, state[_MEAN], state["exp_avg_sq"]))
             state[_WORKERS] = self.num_workers
         beta2 = float(group["betas"][1])
         for (_, _, step, workers_before), tracks in alike.items():

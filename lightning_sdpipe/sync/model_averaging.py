@@ -9,7 +9,7 @@ import time
 
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover, finish
-from lightning_sdpipe.exchange.overlapped import Late
+from lightning_sdpipe.exchange.overlapped import Overlapped
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.mover_choice import Begin, mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -37,9 +37,11 @@ class ModelAveraging(Synchronizer):
         self._every = every
         self._mover = mover or mover_among_groups(replica)
         self._begin = begin
-        self._late: Late | None = None
+        self._late: Overlapped | None = None
         if replica.exchange.overlap == "step":
-            self._late = Late(self._mover, replica.timeout.total_seconds(), begins_again=replica.mover() is not None)
+            self._late = Overlapped(
+                self._mover, replica.timeout.total_seconds(), begins_again=replica.mover() is not None
+            )
         self._inequality = 1.0
         """k Σ w², averaged over the last groups."""
         self._groups = 0

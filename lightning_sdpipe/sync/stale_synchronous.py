@@ -11,7 +11,7 @@ import time
 
 from torch import Tensor
 
-from lightning_sdpipe.exchange.server import ParameterServer, RemoteServer
+from lightning_sdpipe.exchange.server import RemoteServer, ServedParameters
 from lightning_sdpipe.policies.admission import AdmissionRule, admission
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
@@ -33,7 +33,7 @@ class StaleSynchronous(Synchronizer):
         self._every = every
         self._channel = replica.groups.side_channel(replica.timeout)
         self._host = replica.stage % len(replica.ranks)
-        self._server: ParameterServer | RemoteServer | None = None
+        self._server: ServedParameters | RemoteServer | None = None
         self._pulled: list[Tensor] = []
         self._updates = 0
 
@@ -76,7 +76,7 @@ class StaleSynchronous(Synchronizer):
             admitted.join(pipeline)
         remote = {pipeline: other for pipeline, other in enumerate(replica.ranks) if pipeline != self._host}
         seconds = 0.9 * replica.timeout.total_seconds()  # so that its message comes before the transfers give up
-        self._server = ParameterServer(self._pulled, admitted, remote, self._channel, seconds)
+        self._server = ServedParameters(self._pulled, admitted, remote, self._channel, seconds)
 
     def arrive(self) -> None:
         assert self._server is not None
@@ -87,7 +87,7 @@ class StaleSynchronous(Synchronizer):
 
     def make_parameters_equal(self) -> None:
         server, replica = self._server, self.replica
-        if isinstance(server, ParameterServer):
+        if isinstance(server, ServedParameters):
             for bucket, value in zip(replica.exchanged, server.close(), strict=True):
                 bucket.buffer.copy_(value)
         self._server = None

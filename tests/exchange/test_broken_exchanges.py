@@ -15,7 +15,7 @@ from lightning_sdpipe.exchange.common_reference import CommonModel, CommonRefere
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
-from lightning_sdpipe.exchange.overlapped import Late
+from lightning_sdpipe.exchange.overlapped import Overlapped
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.exchange.ring_mean import RingMean
@@ -168,7 +168,7 @@ def test_what_is_not_common_any_more_is_not_used(
 def test_a_late_mean_that_breaks_off_changes_nothing(crew: Crew, break_off: Callable[[int | None], None]) -> None:
     def fail(rank: int) -> None:
         model = start(rank) + values(rank, SIZE)
-        late = Late(EncodedMean(crew.replicas(rank), OwnReference(EightBit(block=64))), 20)
+        late = Overlapped(EncodedMean(crew.replicas(rank), OwnReference(EightBit(block=64))), 20)
         late.begin([model], everybody(1))
         model.add_(1.0)
         before = model.clone()

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange import encoded_mean, moving, transfers
-from lightning_sdpipe.exchange.codec import Coding
+from lightning_sdpipe.exchange.codec import Codec
 from lightning_sdpipe.exchange.common_reference import CommonModel, CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, _by_host
-from lightning_sdpipe.exchange.members import Team, owned
+from lightning_sdpipe.exchange.members import Members, owned
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload, TopK
@@ -49,7 +49,7 @@ def models(rank: int, dtype: torch.dtype = torch.float32, apart: float = 1.0) ->
 
 def exchanged(
     crew: Crew,
-    make: Callable[[int], Coding],
+    make: Callable[[int], Codec],
     model: Callable[[int], list[Tensor]],
     hosts: Sequence[str] | None = None,
     members: Sequence[int] = range(N),
@@ -309,4 +309,4 @@ def test_what_has_no_common_reference_is_refused() -> None:
 
 def test_integers_are_refused(crew: Crew) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot carry torch\.int64"):
-        EncodedMean(crew.replicas(0), OwnReference(EightBit())).average(torch.arange(4), 0, Team((0,), (1.0,)), 0)
+        EncodedMean(crew.replicas(0), OwnReference(EightBit())).average(torch.arange(4), 0, Members((0,), (1.0,)), 0)

@@ -19,7 +19,7 @@ from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
-from lightning_sdpipe.exchange.overlapped import Late
+from lightning_sdpipe.exchange.overlapped import Overlapped
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.pairs import PairMean
 from lightning_sdpipe.exchange.payloads import Full, OneBit
@@ -113,7 +113,7 @@ def test_movers_give_each_member_the_weighted_mean(
             if rank in members and not late:
                 finish(mover.start(tensors, decided))
             elif rank in members:
-                exchange = Late(mover, 20.0)
+                exchange = Overlapped(mover, 20.0)
                 exchange.begin(tensors, decided)
                 torch._foreach_add_(tensors, 1.0)  # what is trained meanwhile
                 exchange.end()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.server import ParameterServer, RemoteServer
+from lightning_sdpipe.exchange.server import RemoteServer, ServedParameters
 from lightning_sdpipe.policies.admission import AdmissionRule, admission
 from tests.workers import run_workers
 
@@ -19,7 +19,7 @@ SIZES = (5, 2)
 START = [torch.arange(size, dtype=torch.float32) for size in SIZES]
 
 
-def line(rank: int, pipelines: int, rule: AdmissionRule, timeout: float) -> ParameterServer | RemoteServer:
+def line(rank: int, pipelines: int, rule: AdmissionRule, timeout: float) -> ServedParameters | RemoteServer:
     """Rank 0 serves; rank is pipeline."""
     group = dist.group.WORLD
     assert group is not None
@@ -28,7 +28,7 @@ def line(rank: int, pipelines: int, rule: AdmissionRule, timeout: float) -> Para
     admitted = admission(rule, pipelines)
     for pipeline in range(pipelines):
         admitted.join(pipeline)
-    return ParameterServer(START, admitted, {p: p for p in range(1, pipelines)}, group, timeout)
+    return ServedParameters(START, admitted, {p: p for p in range(1, pipelines)}, group, timeout)
 
 
 def changes(pipeline: int, clock: int) -> list[Tensor]:
@@ -49,7 +49,7 @@ def train(
         own = sum(10.0**rank * (k + 1) for k in range(clock + 1))
         assert (pulled.parameters[0] - START[0] >= own).all(), "its own changes are missing"
     server.leave(rank, [torch.zeros(size) for size in SIZES])
-    final = [t.clone() for t in server.close()] if isinstance(server, ParameterServer) else []
+    final = [t.clone() for t in server.close()] if isinstance(server, ServedParameters) else []
     dist.barrier()
     return begun, ended, final
 

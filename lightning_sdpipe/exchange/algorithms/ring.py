@@ -42,7 +42,7 @@ def average(x: Tensor, neighbours: Iterable[Tensor], weight: float) -> None:
     x.add_(change)
 
 
-class Replicas:
+class NeighbourCopies:
     """One worker's copies of its own model and of its neighbours', for one flat buffer.
 
     Memory: the buffer as often as it has neighbours, and once more; and once while a message is made. Cut a long

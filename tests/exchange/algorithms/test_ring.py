@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange.algorithms.ring import Replicas, average, weight_of_each
+from lightning_sdpipe.exchange.algorithms.ring import NeighbourCopies, average, weight_of_each
 from lightning_sdpipe.exchange.payloads import EightBit, ErrorFeedback, Payload
 from lightning_sdpipe.policies import peers
 from lightning_sdpipe.policies.mixing import mixing_radius
@@ -47,7 +47,9 @@ class Ring:
         self.weight = weight_of_each(size)
         self.payload = payload
         self.replicas = [
-            Replicas(self.models[place], {other: self.models[other] for other in peers.ring(place, size)}, self.weight)
+            NeighbourCopies(
+                self.models[place], {other: self.models[other] for other in peers.ring(place, size)}, self.weight
+            )
             for place in range(size)
         ]
         self.feedbacks = [ErrorFeedback(x) if payload.feedback else None for x in self.models]
@@ -144,13 +146,13 @@ def test_models_of_sixteen_bits_are_averaged_in_float32() -> None:
     x = torch.full((4,), 1.0, dtype=torch.bfloat16)
     average(x, [torch.full((4,), 1.0 + 2**-7, dtype=torch.bfloat16)] * 2, 1 / 3)
     assert torch.equal(x, torch.full((4,), 1.0 + 2**-7, dtype=torch.bfloat16))
-    replicas = Replicas(x, {1: x}, 0.5)
+    replicas = NeighbourCopies(x, {1: x}, 0.5)
     assert replicas.difference(x).dtype == torch.float32
 
 
 def test_difference_is_the_formula_for_two() -> None:
     own, other, x = (torch.randn(5, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in range(3))
-    z: Tensor = Replicas(own, {1: other}, weight_of_each(2)).difference(x)
+    z: Tensor = NeighbourCopies(own, {1: other}, weight_of_each(2)).difference(x)
     torch.testing.assert_close(z, x + other / 2 - 3 * own / 2)
-    z = Replicas(own, {1: other, 2: x}, weight_of_each(5)).difference(x)
+    z = NeighbourCopies(own, {1: other, 2: x}, weight_of_each(5)).difference(x)
     torch.testing.assert_close(z, x + other / 3 + x / 3 - 5 * own / 3)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import finish
-from lightning_sdpipe.exchange.overlapped import Late
+from lightning_sdpipe.exchange.overlapped import Overlapped
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.membership_client import Skip
 from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
@@ -128,7 +128,7 @@ def test_who_is_left_alone_keeps_what_it_has() -> None:
 def test_what_a_mean_changes_is_right_though_pieces_were_taken_over_before_it_broke() -> None:
     model = torch.zeros(3)
     mover: Any = FaultTolerantMean(Epochs({4: 1}), Line(group(9, 0, 1)))  # type: ignore[arg-type]
-    late = Late(mover, 10.0, begins_again=True)
+    late = Overlapped(mover, 10.0, begins_again=True)
     late.begin([model], group(4, 0, 1, 2))
     model += 10  # trained meanwhile
     late.end()
