@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
-from lightning_sdpipe.membership.terms import Terms
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler import policy_file

@@ -23,9 +23,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from lightning_sdpipe.dealing.accounts import Account
 from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
-from lightning_sdpipe.dealing.shares import shares
+from lightning_sdpipe.dealing.pipeline_progress import Account
+from lightning_sdpipe.dealing.proportional import shares
 from lightning_sdpipe.policies.events import Widened, Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_unflatten
 
 from lightning_sdpipe.data.joint import JointBatches
 from lightning_sdpipe.data.shards import why_sharded
-from lightning_sdpipe.dealing.shares import micro_batches_by_speed
+from lightning_sdpipe.dealing.proportional import micro_batches_by_speed
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split

@@ -9,14 +9,14 @@ silent, fails, or departs. The rules:
    leads. So the leader changes only when it goes.
 3. *The start.* The first pipelines begin together when ``start_pipelines`` are there, or ``gather`` seconds after the
    first if these are at least ``min_pipelines``. Everybody who comes later is given the state of a member
-   (``donations.py``), and is a member when all its stages have it. If the donor goes, another one gives it. If there is
-   no member left, the run is over, or a new start is made from the newest checkpoint (``resume``), also by a new
-   scheduler that is told of one before anything else.
+   (``state_transfers.py``), and is a member when all its stages have it. If the donor goes, another one gives it. If
+   there is no member left, the run is over, or a new start is made from the newest checkpoint (``resume``), also by a
+   new scheduler that is told of one before anything else.
 4. *Enough.* With fewer than ``min_pipelines`` nobody begins another turn. Newcomers count, all of whose stages are
    there: they need a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
 5. *One job per number.* Who enrols for a pipeline that is there waits until that one is heard of (then it is refused)
    or gone (then it takes its place, when it asks again).
-6. *Meetings* (``meetings.py``) wait for the members, and for newcomers whose state has been taken in that stage: they
+6. *Meetings* (``barriers.py``) wait for the members, and for newcomers whose state has been taken in that stage: they
    are about to be where the others are.
 7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others. A pipeline's
    failure is forgotten when it has come back and met others. A SchedulerError counts for nothing: whoever was lost, the
@@ -42,12 +42,12 @@ import msgspec
 
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership import members as w
-from lightning_sdpipe.membership.donations import Donations
-from lightning_sdpipe.membership.meetings import Meetings
+from lightning_sdpipe.membership.barriers import Meetings
+from lightning_sdpipe.membership.elastic_config import Terms, differences
 from lightning_sdpipe.membership.members import Epoch, Member, MemberDecision, MemberEvent
-from lightning_sdpipe.membership.returning import Returning
-from lightning_sdpipe.membership.silence import Reach
-from lightning_sdpipe.membership.terms import Terms, differences
+from lightning_sdpipe.membership.recovery import Returning
+from lightning_sdpipe.membership.state_transfers import Donations
+from lightning_sdpipe.membership.unreachable import Reach
 from lightning_sdpipe.policies.events import Worker
 
 MOST_PIPELINES = 1024

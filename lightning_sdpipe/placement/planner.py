@@ -24,9 +24,9 @@ from lightning_sdpipe.placement.model import StageTraffic, traffic_of
 from lightning_sdpipe.placement.network import Network
 from lightning_sdpipe.placement.search import Found, search
 from lightning_sdpipe.placement.throughput import CutJob, PlacementJob, Spans, Sync
-from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate.pipelines import Work
 from lightning_sdpipe.simulate.run import simulate

@@ -9,7 +9,8 @@ wait those of the lowest iteration have partners that come.
 ``staleness`` bounds how old a model may be (``versions.py``). A pair that may not begin its next step is held, with all
 others that are held, until those that are behind it are ready, which then average with it: STALENESS. Their partners of
 that iteration do not wait for them. Since the pairs are the same for all stages, the last stage can decide for all, and
-the others replay (``replay.py``): so the bound holds in every stage, and held workers wait for others that compute.
+the others replay (``following_stages.py``): so the bound holds in every stage, and held workers wait for others that
+compute.
 
 :class:`AsynchronousADPSGDPolicy` is the algorithm as its authors describe it (AD-PSGD, Lian et al. 2018): a
 ready worker averages at once with a random neighbour, whatever that neighbour is doing. The group then has a
@@ -24,11 +25,11 @@ import functools
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.decisions import Decision, Reason
-from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.following_stages import Part, Planned, Replay
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
-from lightning_sdpipe.policies.replay import Part, Planned, Replay
+from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.policies.versions import Versions
 
 

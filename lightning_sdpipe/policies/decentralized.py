@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies import peers as places
+from lightning_sdpipe.policies import pairing as places
 from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
 from lightning_sdpipe.policies.events import Worker

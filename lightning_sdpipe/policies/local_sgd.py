@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.following_stages import Part, Planned, Replay
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
-from lightning_sdpipe.policies.replay import Part, Planned, Replay
 from lightning_sdpipe.policies.versions import Versions
 
 
@@ -33,8 +33,8 @@ class LocalSGDPolicy(GroupPolicy):
     """All active workers of a stage average in every iteration that ``every`` divides, and never else.
 
     ``every`` 1 is all-reduce; None is never. Who averages is decided on the last stage, and the others replay it
-    (``replay.py``). Otherwise, if a pipeline joined while others average, its stages at different moments, one stage
-    might wait for it and another not, and so pipelines for each other.
+    (``following_stages.py``). Otherwise, if a pipeline joined while others average, its stages at different moments,
+    one stage might wait for it and another not, and so pipelines for each other.
     """
 
     def __init__(self, num_stages: int, num_pipelines: int, *, every: int | None) -> None:

@@ -22,7 +22,8 @@ A meeting gives every group the mean of the groups' models; so each member weigh
 members.
 
 **Several stages.** If every stage drew for itself, group A's stage 0 could wait for B's while B's stage 1 waits for
-A's, and neither pipeline would move. So the last stage decides, and the others replay what it decided (``replay.py``).
+A's, and neither pipeline would move. So the last stage decides, and the others replay what it decided
+(``following_stages.py``).
 
 Times come from a profile (``times``) or, until there is one, from what the workers report; before anything is known all
 groups count as equally fast.
@@ -37,12 +38,12 @@ import msgspec
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.decisions import Decision, Reason
-from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.events import Progress, Worker
+from lightning_sdpipe.policies.following_stages import Part, Planned, Replay, mean_of_groups
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.mixing import draw, similarities
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, checked_groups, refusal
-from lightning_sdpipe.policies.replay import Part, Planned, Replay, mean_of_groups
+from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.policies.versions import Versions
 
 MEMORY = 16

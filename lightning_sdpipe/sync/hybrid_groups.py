@@ -21,8 +21,8 @@ from lightning_sdpipe.exchange.sharded_mean import ShardedMean
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.following_stages import mean_of_groups
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
-from lightning_sdpipe.policies.replay import mean_of_groups
 from lightning_sdpipe.sync.copy_most_advanced import copy_most_advanced
 from lightning_sdpipe.sync.ordered_invitations import OrderedInvitations
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer

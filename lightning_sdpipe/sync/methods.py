@@ -25,8 +25,8 @@ from lightning_sdpipe.policies.admission import AdmissionRule
 from lightning_sdpipe.policies.decentralized import Decentralized, with_neighbours
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
+from lightning_sdpipe.policies.pairing import random_pair, shift_one
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
-from lightning_sdpipe.policies.peers import random_pair, shift_one
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized

@@ -20,7 +20,7 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, TopK
 from lightning_sdpipe.exchange.ring_mean import RingMean
-from lightning_sdpipe.policies.peers import ring
+from lightning_sdpipe.policies.pairing import ring
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import Replicas
 from lightning_sdpipe.topology.hosts import hosts_of_replicas

@@ -10,7 +10,7 @@ equal models only if each takes them, and its steps, in the same order. So an in
 And a worker goes on from its boundary when it has carried out all invitations that were decided before.
 
 Nothing deadlocks: whoever carries a meeting out waits for members that still have meetings of lower numbers, or end a
-step for which they need nobody who waits for this one (``policies/phd_psgd.py``, ``policies/replay.py``).
+step for which they need nobody who waits for this one (``policies/phd_psgd.py``, ``policies/following_stages.py``).
 """
 
 from __future__ import annotations

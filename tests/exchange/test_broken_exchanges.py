@@ -21,7 +21,7 @@ from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.exchange.ring_mean import RingMean
 from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.decentralized import with_neighbours
-from lightning_sdpipe.policies.peers import ring
+from lightning_sdpipe.policies.pairing import ring
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, one_thread, together

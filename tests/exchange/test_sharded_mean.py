@@ -12,7 +12,7 @@ from lightning_sdpipe.exchange import moving, transfers
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.payloads import EightBit
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
-from lightning_sdpipe.policies.replay import mean_of_groups
+from lightning_sdpipe.policies.following_stages import mean_of_groups
 from tests.exchange.test_group_mean import group, replicas, values
 from tests.workers import run_workers
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.membership import members as w
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.membership.members import Epoch, Member, MemberDecision, MemberEvent, Met
 from lightning_sdpipe.membership.membership import Membership
-from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
 
 LONG = settings.default.max_examples >= 10_000  # --hypothesis-profile=long

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from lightning_sdpipe.membership.silence import (
+from lightning_sdpipe.membership.unreachable import (
     EPOCHS,
     IN_A_ROW,
     LONGEST_PAUSE,

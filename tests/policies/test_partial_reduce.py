@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Delays, Static
 from lightning_sdpipe.policies import Broken, Decision, Event, Group, GroupPolicy, Joined, Left, Ready, Reason, Worker
-from lightning_sdpipe.policies.draws import uniform
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.mixing import (
     largest_learning_rate,
@@ -25,6 +24,7 @@ from lightning_sdpipe.policies.mixing import (
 )
 from lightning_sdpipe.policies.partial_reduce import QUEUED, PartialReduce, fewest_groups, weights
 from lightning_sdpipe.policies.registry import build
+from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.simulate import Work, jittered, simulate
 from tests.policies.scripted import NaiveSyncGraph, brief, join_all
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.membership.members import Donate, Epoch, Exchanging, Met, Receive
-from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.local_sgd import LocalSGD

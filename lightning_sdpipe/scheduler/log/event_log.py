@@ -22,9 +22,9 @@ import msgspec
 from lightning_sdpipe.dealing.dealer import Dealer
 from lightning_sdpipe.dealing.leases import Asked, Expected, Lease, LeaseEvent, Returned, Told, Trained
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.membership.members import MemberDecision, MemberEvent
 from lightning_sdpipe.membership.membership import Membership
-from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Decision
 from lightning_sdpipe.policies.events import Event, Widened

@@ -7,7 +7,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
-from lightning_sdpipe.membership.silence import Silence
+from lightning_sdpipe.membership.unreachable import Silence
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.server.lifelines import NONCE_BYTES
@@ -19,7 +19,7 @@ MOST_LINES = 1 << 16
 
 class Liveness:
     """``limit`` is in seconds; what silence for so long means is decided by
-    :class:`~lightning_sdpipe.membership.silence.Silence`."""
+    :class:`~lightning_sdpipe.membership.unreachable.Silence`."""
 
     def __init__(self, limit: float) -> None:
         self.incarnations: dict[Worker, int] = {}
@@ -80,7 +80,7 @@ class Liveness:
         self, now: float, members: Collection[int], replaced: Collection[int]
     ) -> list[tuple[Worker, int, float]]:
         """Who is lost because of silence, and for how many seconds that has lasted; see
-        :meth:`~lightning_sdpipe.membership.silence.Silence.look`. Call it when :attr:`next_look` has come."""
+        :meth:`~lightning_sdpipe.membership.unreachable.Silence.look`. Call it when :attr:`next_look` has come."""
         silence = self._silence
         if now - silence.due > self._limit / 4:
             # We were away ourselves (a machine asleep, a stopped process): first hear what has come meanwhile.

@@ -12,7 +12,7 @@ from types import TracebackType
 import zmq
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
-from lightning_sdpipe.membership.terms import Terms
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import protocol as m

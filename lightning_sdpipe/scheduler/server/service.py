@@ -17,8 +17,8 @@ from collections import Counter
 
 from lightning_sdpipe.dealing.dealer import Dealer
 from lightning_sdpipe.dealing.leases import Asked, LeaseEvent, Segment, Told, Trained
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.membership.membership import MOST_PIPELINES, Membership
-from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Answered, Joined, Left, Lost, Progress, Ready, Tick, Worker

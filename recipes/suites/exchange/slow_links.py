@@ -22,7 +22,7 @@ from lightning_sdpipe.exchange.payloads import EightBit, Half, OneBit, Payload
 from lightning_sdpipe.exchange.ring_mean import RingMean
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.decentralized import with_neighbours
-from lightning_sdpipe.policies.peers import ring, shift_one
+from lightning_sdpipe.policies.pairing import ring, shift_one
 from lightning_sdpipe.topology.groups import Replicas
 from recipes.suites.namespaces import INTERFACE, NotAllowed, address, enter, hosts
 from recipes.suites.processes import in_processes

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from lightning_sdpipe.exchange.algorithms.ring import NeighbourCopies, average, weight_of_each
 from lightning_sdpipe.exchange.payloads import EightBit, ErrorFeedback, Payload
-from lightning_sdpipe.policies import peers
+from lightning_sdpipe.policies import pairing
 from lightning_sdpipe.policies.mixing import mixing_radius
 
 
 def matrix(size: int) -> list[list[float]]:
     weight = weight_of_each(size)
-    rows = [[weight if other in peers.ring(place, size) else 0.0 for other in range(size)] for place in range(size)]
+    rows = [[weight if other in pairing.ring(place, size) else 0.0 for other in range(size)] for place in range(size)]
     for place, row in enumerate(rows):
         row[place] = 1 - sum(row)
     return rows
@@ -25,7 +25,7 @@ def test_rings_mix_as_their_matrices_say(size: int, rho: float) -> None:
     expected = torch.tensor(matrix(size), dtype=torch.float64) @ torch.stack(models)
     before = [x.clone() for x in models]
     for place, x in enumerate(models):
-        average(x, [before[other] for other in peers.ring(place, size)], weight_of_each(size))
+        average(x, [before[other] for other in pairing.ring(place, size)], weight_of_each(size))
     torch.testing.assert_close(torch.stack(models), expected)
 
 
@@ -48,7 +48,7 @@ class Ring:
         self.payload = payload
         self.replicas = [
             NeighbourCopies(
-                self.models[place], {other: self.models[other] for other in peers.ring(place, size)}, self.weight
+                self.models[place], {other: self.models[other] for other in pairing.ring(place, size)}, self.weight
             )
             for place in range(size)
         ]
@@ -117,7 +117,7 @@ def test_sending_models_themselves_would_not_converge() -> None:
             without.payload.decode(without.payload.message(x), values)
             sent.append(values)
         for place, x in enumerate(without.models):
-            x.copy_(sum((sent[other] for other in peers.ring(place, 8)), sent[place]) / 3)
+            x.copy_(sum((sent[other] for other in pairing.ring(place, 8)), sent[place]) / 3)
     spread = [float((torch.stack(r.models) - torch.stack(r.models).mean(0)).std()) for r in (ring, without)]
     assert without.distance() > 5 * ring.distance()
     assert spread[0] == pytest.approx(spread[1], rel=0.5)

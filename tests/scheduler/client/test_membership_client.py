@@ -17,8 +17,8 @@ import pytest
 
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.membership.members import Enrolled
-from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import settings
 
-from lightning_sdpipe.membership.terms import Terms
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e

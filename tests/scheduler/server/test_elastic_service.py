@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment, Told
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.membership.members import Epoch, Member
-from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import PolicyConfig, Worker, registry
 from lightning_sdpipe.policies.events import Widened
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized

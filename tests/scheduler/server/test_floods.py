@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.membership.members import Enrolled, Epoch, Meets, Member, Resumed
 from lightning_sdpipe.membership.membership import Membership
-from lightning_sdpipe.membership.returning import Returning
-from lightning_sdpipe.membership.terms import Terms
+from lightning_sdpipe.membership.recovery import Returning
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.events import Broken
 from lightning_sdpipe.policies.local_sgd import NoSync

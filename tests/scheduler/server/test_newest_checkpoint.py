@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.membership.members import (
     Departed,
     Died,
@@ -17,7 +18,6 @@ from lightning_sdpipe.membership.members import (
     RunOver,
     Started,
 )
-from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint

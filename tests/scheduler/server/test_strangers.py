@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sdpipe.membership.terms import Terms
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.connection import ask_status

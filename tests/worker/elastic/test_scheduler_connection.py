@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.membership.members import Epoch
-from lightning_sdpipe.membership.terms import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.membership.terms import Terms
+from lightning_sdpipe.membership.elastic_config import Terms
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient

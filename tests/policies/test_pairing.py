@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.policies.peers import random_pair, ring, shift_one
+from lightning_sdpipe.policies.pairing import random_pair, ring, shift_one
 
 
 def test_neighbours_of_a_ring() -> None:
@@ -44,5 +44,5 @@ def test_in_half_as_many_rounds_each_of_one_half_meets_each_of_the_other(size: i
 
 
 def test_schedulers_can_ask_without_torch() -> None:
-    code = "import sys, lightning_sdpipe.policies.peers; assert 'torch' not in sys.modules"
+    code = "import sys, lightning_sdpipe.policies.pairing; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

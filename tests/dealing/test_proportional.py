@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.dealing.shares import micro_batches_by_speed, shares
+from lightning_sdpipe.dealing.proportional import micro_batches_by_speed, shares
 from lightning_sdpipe.errors import ConfigurationError
 
 SPEEDS = st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 10)), min_size=1, max_size=6)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_sdpipe.membership.silence import Silence
+from lightning_sdpipe.membership.unreachable import Silence
 from lightning_sdpipe.policies import Worker
 
 LIMIT = 5.0
