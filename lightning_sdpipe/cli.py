@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler import policy_file
@@ -216,7 +216,7 @@ def _scheduler(options: argparse.Namespace) -> int:
         log=options.log,
         log_limit=options.log_limit << 20,
         journal=options.journal,
-        elastic=Terms(
+        elastic=ElasticConfig(
             options.min_pipelines,
             options.start_pipelines,
             options.gather,

@@ -24,8 +24,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
-from lightning_sdpipe.dealing.pipeline_progress import Account
-from lightning_sdpipe.dealing.proportional import shares
+from lightning_sdpipe.dealing.pipeline_progress import PipelineProgress
+from lightning_sdpipe.dealing.proportional import proportional_shares
 from lightning_sdpipe.policies.events import Widened, Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 
@@ -42,7 +42,7 @@ class Dealer:
     def __init__(self, num_stages: int, num_pipelines: int) -> None:
         self._num_stages = num_stages
         self._num_pipelines = num_pipelines
-        self._accounts = [Account() for _ in range(num_pipelines)]
+        self._accounts = [PipelineProgress() for _ in range(num_pipelines)]
         self._left: list[list[range]] = [[] for _ in range(num_pipelines)]
         """Of each home shard what is not dealt, in order."""
         self._retired = 0
@@ -88,7 +88,7 @@ class Dealer:
                 return []
             case Widened(num_pipelines):
                 for _ in range(num_pipelines - len(self._accounts)):
-                    account = Account()
+                    account = PipelineProgress()
                     account.present = False  # until it asks, tells, or is expected
                     account.begin(now)
                     self._accounts.append(account)
@@ -149,7 +149,7 @@ class Dealer:
 
     # ---------------------------------------------------------------- segments
 
-    def _account(self, worker: Worker, done: Done) -> Account:
+    def _account(self, worker: Worker, done: Done) -> PipelineProgress:
         if not (0 <= worker.stage < self._num_stages and 0 <= worker.pipeline < len(self._accounts)):
             raise RefusedEvent(
                 f"worker {worker} does not exist in {self._num_stages} stages × {len(self._accounts)} pipelines"
@@ -158,7 +158,7 @@ class Dealer:
             raise RefusedEvent(f"worker {worker} says that it has trained {done}, which cannot be")
         return self._accounts[worker.pipeline]
 
-    def _numbered(self, pipeline: int) -> Account:
+    def _numbered(self, pipeline: int) -> PipelineProgress:
         if not 0 <= pipeline < len(self._accounts):
             raise RefusedEvent(f"pipeline {pipeline} does not exist among {len(self._accounts)}")
         return self._accounts[pipeline]
@@ -345,10 +345,10 @@ class Dealer:
             for i, account in enumerate(self._accounts)
             if account.present
         }
-        quotas = shares(sum(len(part) for parts in self._left for part in parts), free)
+        quotas = proportional_shares(sum(len(part) for parts in self._left for part in parts), free)
         return {i: quota for (_, i), quota in quotas.items()}
 
-    def _even(self, account: Account) -> float:
+    def _even(self, account: PipelineProgress) -> float:
         """The progress before its next batch if all are equally fast."""
         assert self.segment is not None
         return float(self._num_pipelines * (self.segment.start + account.leased))

@@ -10,7 +10,7 @@ SHORTEST = 1e-6
 """Seconds of a batch; no clock is finer."""
 
 
-class Account:
+class PipelineProgress:
     """One pipeline's leases in this segment, and what is known of its speed."""
 
     __slots__ = ("asked", "base", "leased", "leases", "present", "seconds", "told", "trained")

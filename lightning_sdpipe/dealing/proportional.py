@@ -12,7 +12,7 @@ from lightning_sdpipe.errors import ConfigurationError
 Key = TypeVar("Key", int, tuple[bool, int])
 
 
-def shares(pieces: int, workers: Mapping[Key, tuple[float, float]]) -> dict[Key, int]:
+def proportional_shares(pieces: int, workers: Mapping[Key, tuple[float, float]]) -> dict[Key, int]:
     """Gives each of ``pieces`` to the worker that finishes it first, which makes the last of them end soonest.
 
     Args:
@@ -63,5 +63,7 @@ def micro_batches_by_speed(seconds: Sequence[float], total: int, least: int = 1,
         )
     if not all(math.isfinite(s) and s > 0 for s in seconds):
         raise ConfigurationError(f"seconds={list(seconds)} is not allowed; give finite numbers above 0")
-    more = shares(total - least * len(seconds), {i: ((least + bubble) * s, s) for i, s in enumerate(seconds)})
+    more = proportional_shares(
+        total - least * len(seconds), {i: ((least + bubble) * s, s) for i, s in enumerate(seconds)}
+    )
     return [least + more[i] for i in range(len(seconds))]

@@ -16,7 +16,7 @@ REMEMBERED = 64
 """Meetings of a stage whose answers are kept."""
 
 
-class Meetings:
+class DecidedBarriers:
     """Of all stages."""
 
     def __init__(self, num_stages: int) -> None:

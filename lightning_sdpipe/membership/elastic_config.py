@@ -9,7 +9,7 @@ import msgspec
 from lightning_sdpipe.policies.policy import check_integer, refusal
 
 
-class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a run; times in seconds. :mod:`lightning_sdpipe.membership.membership` says what they mean."""
 
     min_pipelines: int = 1

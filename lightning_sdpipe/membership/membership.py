@@ -42,11 +42,11 @@ import msgspec
 
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership import members as w
-from lightning_sdpipe.membership.barriers import Meetings
-from lightning_sdpipe.membership.elastic_config import Terms, differences
+from lightning_sdpipe.membership.barriers import DecidedBarriers
+from lightning_sdpipe.membership.elastic_config import ElasticConfig, differences
 from lightning_sdpipe.membership.members import Epoch, Member, MemberDecision, MemberEvent
-from lightning_sdpipe.membership.recovery import Returning
-from lightning_sdpipe.membership.state_transfers import Donations
+from lightning_sdpipe.membership.recovery import MemberRecovery
+from lightning_sdpipe.membership.state_transfers import StateTransfers
 from lightning_sdpipe.membership.unreachable import Reach
 from lightning_sdpipe.policies.events import Worker
 
@@ -78,7 +78,7 @@ class _Pipeline:
 class Membership:
     """Decides for one run of pipelines of ``num_stages`` stages; ``now`` is when it begins to listen."""
 
-    def __init__(self, num_stages: int, terms: Terms, now: float = 0.0) -> None:
+    def __init__(self, num_stages: int, terms: ElasticConfig, now: float = 0.0) -> None:
         self.terms = terms
         self.epoch = Epoch(0, (), "nobody has come yet")
         self.holds = ""
@@ -95,9 +95,9 @@ class Membership:
         self._held_since = math.inf
         self._failures: dict[int, str] = {}
         """Of each pipeline the last, without its numbers (a wrong index, a rank), until it meets others again."""
-        self._returning: Returning | None = None
-        self.donations = Donations(num_stages)
-        self.meetings = Meetings(num_stages)
+        self._returning: MemberRecovery | None = None
+        self.donations = StateTransfers(num_stages)
+        self.meetings = DecidedBarriers(num_stages)
         self._reach = Reach(terms.apart)
         self._newest: w.Published | None = None
         self.resumed: w.Published | None = None
@@ -486,7 +486,7 @@ class Membership:
         if self._returning is None:
             if self.epoch.number > 0:
                 return self._resumed_late(worker, member, now)
-            self._returning = Returning(event, now + self.terms.recovery_grace, self._num_stages)
+            self._returning = MemberRecovery(event, now + self.terms.recovery_grace, self._num_stages)
             self._expected = dict(event.fingerprint)
             for pipeline, here in self._pipelines.items():  # newcomers, who must not start now
                 self._returning.early += [
@@ -506,7 +506,7 @@ class Membership:
         self._bury(member, late)
         return [*decisions, w.Ended(worker, member.incarnation, late)]
 
-    def _heard_while_recovering(self, event: MemberEvent, returning: Returning) -> list[MemberDecision]:
+    def _heard_while_recovering(self, event: MemberEvent, returning: MemberRecovery) -> list[MemberDecision]:
         if isinstance(event, w.Died | w.Failed | w.Departed):
             member = Member(event.worker.pipeline, event.incarnation)
             if returning.goes(member):
@@ -519,7 +519,7 @@ class Membership:
         returning.keep(event)
         return []
 
-    def _end_recovery(self, returning: Returning, now: float) -> list[MemberDecision]:
+    def _end_recovery(self, returning: MemberRecovery, now: float) -> list[MemberDecision]:
         self._returning = None
         self._settled = now
         decisions: list[MemberDecision] = []

@@ -10,7 +10,7 @@ from lightning_sdpipe.membership.members import Enrolled, Member, MemberEvent, P
 from lightning_sdpipe.policies.events import Worker
 
 
-class Returning:
+class MemberRecovery:
     """From the first who resumes, whose event it is made of, until all are back or ``until`` has come."""
 
     def __init__(self, first: Resumed, until: float, num_stages: int) -> None:

@@ -18,7 +18,7 @@ MOST_AHEAD = 64
 
 
 @dataclass
-class Donation:
+class StateTransfer:
     """Of ``donor`` to ``pipeline``."""
 
     donor: int
@@ -41,12 +41,12 @@ class Donation:
         return len(self.said) == num_stages and all(state == "taken" for state, _ in self.said.values())
 
 
-class Donations:
+class StateTransfers:
     """Those under way, by newcomer."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
-        self._under_way: dict[int, Donation] = {}
+        self._under_way: dict[int, StateTransfer] = {}
         self._failed: dict[int, set[int]] = {}
         """Donors that have failed a newcomer."""
         self._count = 0
@@ -55,7 +55,7 @@ class Donations:
         """Numbers up to that are those of an earlier scheduler."""
         self._count = max(self._count, count)
 
-    def of(self, pipeline: int) -> Donation | None:
+    def of(self, pipeline: int) -> StateTransfer | None:
         """What ``pipeline`` receives."""
         return self._under_way.get(pipeline)
 
@@ -75,7 +75,7 @@ class Donations:
         gives = [donation.donor for donation in self._under_way.values()]
         failed, age = self._failed.get(pipeline, set()), {i: age for age, i in enumerate(members)}
         donor = min(members, key=lambda i: (i in failed, age[i] == 0, gives.count(i), -age[i]))
-        self._under_way[pipeline] = donation = Donation(donor, pipeline, self._next(), 0)
+        self._under_way[pipeline] = donation = StateTransfer(donor, pipeline, self._next(), 0)
         return [self._proposal(donation)]
 
     def hear(self, stage: int, donor: int, transfer: str, update: int, state: str) -> list[MemberDecision]:
@@ -95,7 +95,7 @@ class Donations:
             return [self._proposal(donation)]
         return [self.told(donation)] if donation.taken(self._num_stages) else []
 
-    def told(self, donation: Donation) -> Receive:
+    def told(self, donation: StateTransfer) -> Receive:
         """What the newcomer is told."""
         return Receive(donation.pipeline, donation.donor, donation.transfer, donation.at_update)
 
@@ -136,11 +136,11 @@ class Donations:
         mine = [donation for donation in self._under_way.values() if donation.donor == worker.pipeline]
         return [self._proposal(donation) for donation in mine if worker.stage not in donation.said]
 
-    def under_way(self) -> Mapping[int, Donation]:
+    def under_way(self) -> Mapping[int, StateTransfer]:
         """By newcomer."""
         return self._under_way
 
-    def _named(self, transfer: str) -> Donation | None:
+    def _named(self, transfer: str) -> StateTransfer | None:
         return next((d for d in self._under_way.values() if d.transfer == transfer), None)
 
     def _next(self) -> int:
@@ -148,5 +148,5 @@ class Donations:
         return self._count
 
     @staticmethod
-    def _proposal(donation: Donation) -> Donate:
+    def _proposal(donation: StateTransfer) -> Donate:
         return Donate(donation.donor, donation.pipeline, donation.transfer, donation.at_update, donation.number)

@@ -26,7 +26,7 @@ import functools
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.following_stages import Part, Planned, Replay
+from lightning_sdpipe.policies.following_stages import FollowingStages, Part, PlannedGroup
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.policies.seeded_hash import uniform
@@ -118,7 +118,7 @@ class BoundedADPSGDPolicy(ADPSGDPolicy):
         super().__init__(num_stages, num_pipelines, seed=seed)
         self._last = num_stages - 1
         self.versions = [Versions(num_pipelines, staleness) for _ in range(num_stages)]
-        self._replays = [Replay(j, self.participants, self.versions[j], self._last) for j in range(self._last)]
+        self._replays = [FollowingStages(j, self.participants, self.versions[j], self._last) for j in range(self._last)]
         self._held: set[int] = set()
         """Those that wait, on the last stage, for others that are behind them."""
 
@@ -188,7 +188,7 @@ class BoundedADPSGDPolicy(ADPSGDPolicy):
         group = self.participants.group(stage, sorted(together), reason)
         versions.met(group.sequence, together)
         for replay in self._replays:
-            replay.plan(Planned(parts, {}, reason))
+            replay.plan(PlannedGroup(parts, {}, reason))
         decisions: list[Decision] = [group]
         for pipeline in sorted(together):  # their partners of this iteration need not wait for them
             decisions += self._settle_those_who_wait_for(stage, pipeline)

@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedGroup:
     """A meeting that the last stage has decided. ``computing`` are the pipelines of groups that were not ready."""
 
     parts: tuple[Part, ...]
@@ -50,11 +50,11 @@ class Planned:
 class _Due:
     """A meeting that has not gone out in this stage."""
 
-    planned: Planned
+    planned: PlannedGroup
     stepped: set[int] = field(default_factory=set)
 
 
-class Replay:
+class FollowingStages:
     """The meetings that are still to come in ``stage``; ``last`` is the stage that decides."""
 
     def __init__(self, stage: int, participants: Participants, versions: Versions, last: int) -> None:
@@ -65,7 +65,7 @@ class Replay:
         self._unheard: set[int] = set()
         """Pipelines whose last stage has not reported since the scheduler was started anew."""
 
-    def plan(self, meeting: Planned) -> None:
+    def plan(self, meeting: PlannedGroup) -> None:
         """The last stage has decided it."""
         self._due.append(_Due(meeting))
 
@@ -143,7 +143,7 @@ class Replay:
                 due.stepped.add(part.group)
                 self._versions.stepped(part.group)
 
-    def _goes_out(self, planned: Planned, present: Sequence[tuple[Part, Sequence[int]]]) -> Decision:
+    def _goes_out(self, planned: PlannedGroup, present: Sequence[tuple[Part, Sequence[int]]]) -> Decision:
         active = self._participants.active[self._stage]
         asleep = {k: [p for p in pipelines if p in active] for k, pipelines in planned.computing.items()}
         asleep = {k: pipelines for k, pipelines in asleep.items() if pipelines}

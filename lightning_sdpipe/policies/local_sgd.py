@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.following_stages import Part, Planned, Replay
+from lightning_sdpipe.policies.following_stages import FollowingStages, Part, PlannedGroup
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
 from lightning_sdpipe.policies.versions import Versions
@@ -42,7 +42,7 @@ class LocalSGDPolicy(GroupPolicy):
         self._every = every
         self._last = num_stages - 1
         self._versions = [Versions(num_pipelines, None) for _ in range(self._last)]
-        self._replays = [Replay(j, self.participants, v, self._last) for j, v in enumerate(self._versions)]
+        self._replays = [FollowingStages(j, self.participants, v, self._last) for j, v in enumerate(self._versions)]
 
     def widened(self, num_pipelines: int) -> None:
         for versions in self._versions:
@@ -77,6 +77,6 @@ class LocalSGDPolicy(GroupPolicy):
             waiting = dict(self.participants.waiting[self._last])
             parts = tuple(Part(p, {p: iteration}, stays=False, steps=True) for p, iteration in waiting.items())
             for replay in self._replays:
-                replay.plan(Planned(parts, {}, reason))
+                replay.plan(PlannedGroup(parts, {}, reason))
             decisions.append(self.participants.group(self._last, list(waiting), reason))
         return decisions + [group for replay in self._replays for group in replay.turn()]

@@ -39,7 +39,7 @@ import msgspec
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Progress, Worker
-from lightning_sdpipe.policies.following_stages import Part, Planned, Replay, mean_of_groups
+from lightning_sdpipe.policies.following_stages import FollowingStages, Part, PlannedGroup, mean_of_groups
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.mixing import draw, similarities
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, checked_groups, refusal
@@ -161,7 +161,7 @@ class PHDPSGDPolicy(GroupPolicy):
         self._last = num_stages - 1
         self._models = config.within == "models"
         self.versions = [Versions(len(groups), config.staleness) for _ in range(num_stages)]
-        self._replays = [Replay(j, self.participants, self.versions[j], self._last) for j in range(self._last)]
+        self._replays = [FollowingStages(j, self.participants, self.versions[j], self._last) for j in range(self._last)]
         self._wanted: dict[int, set[int]] = {}
         """Of each group that is ready and waits: whom it still has to meet."""
         self._held: set[int] = set()
@@ -262,7 +262,7 @@ class PHDPSGDPolicy(GroupPolicy):
     def _alone(self, pipeline: int, group: int) -> Decision:
         iteration = self.participants.waiting[self._last][pipeline]
         for replay in self._replays:
-            replay.plan(Planned((Part(group, {pipeline: iteration}, False, False),), {}, Reason.WORKER_LOST))
+            replay.plan(PlannedGroup((Part(group, {pipeline: iteration}, False, False),), {}, Reason.WORKER_LOST))
         return self.participants.group(self._last, [pipeline], Reason.WORKER_LOST)
 
     def _becomes_ready(self, group: int) -> list[Decision]:
@@ -351,7 +351,7 @@ class PHDPSGDPolicy(GroupPolicy):
         self.versions[last].met(group.sequence, [*go, *stay], computing)
         asleep = {k: tuple(self._groups[k]) for k in computing}
         for replay in self._replays:
-            replay.plan(Planned(tuple(parts), asleep, reason))
+            replay.plan(PlannedGroup(tuple(parts), asleep, reason))
         return group
 
     def _replay(self) -> list[Decision]:

@@ -83,7 +83,7 @@ class RecencyForest:
             v, round_ = grandparent, displaced
 
 
-class Meeting(NamedTuple):
+class Encounter(NamedTuple):
     """Workers that count as having met in a round: in a group, or (None) since they entered the run together."""
 
     round: int
@@ -91,7 +91,7 @@ class Meeting(NamedTuple):
     group: Group | None
 
 
-def components(meetings: Iterable[Meeting], active: Collection[int]) -> list[set[int]]:
+def components(meetings: Iterable[Encounter], active: Collection[int]) -> list[set[int]]:
     """``active`` workers by who is joined by a chain of active ones that met, largest component first."""
     forest = RecencyForest(1 + max(active, default=0))
     for _, members, _ in meetings:
@@ -102,7 +102,7 @@ def components(meetings: Iterable[Meeting], active: Collection[int]) -> list[set
     return sorted(by_root.values(), key=lambda component: (-len(component), min(component)))
 
 
-def rounds_since_connected(meetings: Sequence[Meeting], active: Collection[int], now: int) -> int | None:
+def rounds_since_connected(meetings: Sequence[Encounter], active: Collection[int], now: int) -> int | None:
     """The least r such that ``meetings`` from round ``now`` - r on connect ``active``; None if all of them do not. They
     are ordered by round."""
     forest, needed = RecencyForest(1 + max(active, default=0)), len(active) - 1
@@ -115,7 +115,7 @@ def rounds_since_connected(meetings: Sequence[Meeting], active: Collection[int],
     return None
 
 
-def rounds_since_met(meetings: Iterable[Meeting], now: int) -> dict[tuple[int, int], int]:
+def rounds_since_met(meetings: Iterable[Encounter], now: int) -> dict[tuple[int, int], int]:
     """For each pair that was in one group: how many rounds before ``now`` it last was; ``meetings`` oldest first."""
     return {
         pair: now - made
@@ -125,7 +125,7 @@ def rounds_since_met(meetings: Iterable[Meeting], now: int) -> dict[tuple[int, i
     }
 
 
-def spectral_radius(meetings: Iterable[Meeting], active: Collection[int]) -> float:
+def spectral_radius(meetings: Iterable[Encounter], active: Collection[int]) -> float:
     """ρ of P-Reduce's theorem 1 for the groups among ``meetings``; the spectral gap is 1 - ρ. Needs numpy.
 
     0 when every group is everybody; 1 when nothing mixes (or nothing has happened yet).
@@ -150,7 +150,7 @@ class SyncGraph:
         self.active: set[int] = set()
         self._num_workers = num_workers
         self._known: set[int] = set()
-        self._history: deque[Meeting] = deque()
+        self._history: deque[Encounter] = deque()
         """Of the window, oldest first."""
         self._entering: list[int] | None = None
         """Those that have joined since the last group, and whom they count as having met."""
@@ -181,7 +181,7 @@ class SyncGraph:
             self._known.add(worker)
             if self._entering is None or not self.active:
                 self._entering = [min(self.active)] if self.active else []
-                self._insert(Meeting(self.round - 1, self._entering, None))
+                self._insert(Encounter(self.round - 1, self._entering, None))
             self._entering.append(worker)
         self.active.add(worker)
         self._is_stale()
@@ -200,7 +200,7 @@ class SyncGraph:
         self._entering = None
         for group in groups:
             members = [worker.pipeline for worker in group.members]
-            self._history.append(Meeting(self.round, members, group))
+            self._history.append(Encounter(self.round, members, group))
             if self._thinning is not None:
                 self._thinning.record(self.round, members)
             elif not self._forest_is_stale:
@@ -237,7 +237,7 @@ class SyncGraph:
         self._refresh()
         return self._forest.root(worker) if self._thinning is None else self._thinning.component(worker)
 
-    def meetings(self) -> list[Meeting]:
+    def meetings(self) -> list[Encounter]:
         """Of the last P rounds, oldest first: what connects the stage."""
         expired = self.round - self.rounds
         return [meeting for meeting in self._history if meeting.round > expired]
@@ -255,7 +255,7 @@ class SyncGraph:
                 graph.add_edge(u, v, round=made, count=count + 1)
         return graph
 
-    def _insert(self, meeting: Meeting) -> None:
+    def _insert(self, meeting: Encounter) -> None:
         """Put an entry into the history, which stays ordered by round."""
         place = len(self._history)
         while place > 0 and self._history[place - 1].round > meeting.round:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.dealing.proportional import micro_batches_by_speed, shares
+from lightning_sdpipe.dealing.proportional import micro_batches_by_speed, proportional_shares
 from lightning_sdpipe.errors import ConfigurationError
 
 SPEEDS = st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 10)), min_size=1, max_size=6)
@@ -25,7 +25,7 @@ def one_by_one(pieces: int, workers: dict[int, tuple[float, float]]) -> dict[int
 @given(st.integers(0, 200), SPEEDS)
 def test_each_piece_goes_to_who_finishes_it_first(pieces: int, speeds: list[tuple[float, float]]) -> None:
     workers = dict(enumerate(speeds))
-    ours, simple = shares(pieces, workers), one_by_one(pieces, workers)
+    ours, simple = proportional_shares(pieces, workers), one_by_one(pieces, workers)
     assert sum(ours.values()) == pieces
 
     def end(given: dict[int, int]) -> float:
@@ -35,12 +35,12 @@ def test_each_piece_goes_to_who_finishes_it_first(pieces: int, speeds: list[tupl
 
 
 def test_millions_of_pieces_are_divided_at_once() -> None:
-    assert shares(1_750_000_000, {0: (0.0, 1.0), 1: (0.0, 2.0), 2: (0.0, 4.0)}) == {
+    assert proportional_shares(1_750_000_000, {0: (0.0, 1.0), 1: (0.0, 2.0), 2: (0.0, 4.0)}) == {
         0: 1_000_000_000,
         1: 500_000_000,
         2: 250_000_000,
     }
-    assert shares(5, {}) == {}
+    assert proportional_shares(5, {}) == {}
 
 
 def test_micro_batches_follow_the_speed_and_their_sum_is_constant() -> None:

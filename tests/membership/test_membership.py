@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.membership import members as w
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Epoch, Member, MemberDecision, MemberEvent, Met
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import Worker
@@ -24,7 +24,7 @@ class Run:
     """A scheduler's core, spoken to by name; it is looked for contradictions after each event."""
 
     def __init__(self, stages: int = 1, **terms: float) -> None:
-        self.core = Membership(stages, Terms(**{"settle": 0.0, **terms}))  # type: ignore[arg-type]
+        self.core = Membership(stages, ElasticConfig(**{"settle": 0.0, **terms}))  # type: ignore[arg-type]
         self.stages = stages
         self.incarnations: dict[int, int] = {}
 
@@ -462,7 +462,7 @@ def test_nobody_starts_anew_before_members_of_an_older_run_can_make_themselves_h
 )
 def test_terms_that_cannot_be_met_are_refused(terms: dict[str, int], name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
-        Terms(**terms)  # type: ignore[arg-type]
+        ElasticConfig(**terms)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------ all histories
@@ -545,7 +545,9 @@ def keep_the_promises(seed: int) -> None:
     stages, now = rng.randint(1, 3), 0.0
     core = Membership(
         stages,
-        Terms(rng.randint(1, 2), rng.choice([None, 2, 3]), 5.0, 40.0, 6.0, rng.choice([0.0, 1.0]), rng.random() < 0.8),
+        ElasticConfig(
+            rng.randint(1, 2), rng.choice([None, 2, 3]), 5.0, 40.0, 6.0, rng.choice([0.0, 1.0]), rng.random() < 0.8
+        ),
     )
     promises = Promises(core)
     for _ in range(rng.randint(5, 120)):

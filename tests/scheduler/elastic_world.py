@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Donate, Epoch, Exchanging, Met, Receive
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
@@ -88,7 +88,7 @@ class World:
         self.stages, self.pipelines = rng.randint(1, 2), rng.randint(1, 4)
         least = rng.randint(1, min(2, self.pipelines))
         start = rng.choice([None, self.pipelines])
-        self.terms = Terms(
+        self.terms = ElasticConfig(
             least, start, gather=6.0, hold_limit=1e6, recovery_grace=4.0, settle=0.6, resume=True, apart=2.0
         )
         self.overlaps = rng.random() < 0.5

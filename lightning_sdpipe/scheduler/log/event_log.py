@@ -22,7 +22,7 @@ import msgspec
 from lightning_sdpipe.dealing.dealer import Dealer
 from lightning_sdpipe.dealing.leases import Asked, Expected, Lease, LeaseEvent, Returned, Told, Trained
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import MemberDecision, MemberEvent
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import registry
@@ -59,7 +59,7 @@ class Beginning(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="form
     num_pipelines: int
     at: float
     time: str
-    elastic: Terms | None = None
+    elastic: ElasticConfig | None = None
     after: int = 0
     """Events of this scheduler in files before this one."""
 

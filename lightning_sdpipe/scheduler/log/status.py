@@ -16,7 +16,7 @@ from lightning_sdpipe.policies import mixing, sync_graph
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Broken, Event, Joined, Left, Lost, Progress, Ready, Worker
 from lightning_sdpipe.policies.policy import Unit
-from lightning_sdpipe.policies.sync_graph import Meeting, SyncGraph
+from lightning_sdpipe.policies.sync_graph import Encounter, SyncGraph
 
 BROKEN_REMEMBERED = 1024
 """Groups that broke last, each of which is counted once though every member says so."""
@@ -93,8 +93,8 @@ class StageStatus(msgspec.Struct, frozen=True):
         size = sum(len(row.pipelines) for row in groups) / len(groups)
         return mixing.largest_learning_rate(1.0, len(self.active()), size, rho)
 
-    def _meetings(self) -> list[Meeting]:
-        return [Meeting(row.round, row.pipelines, _group(row)) for row in self.groups if row.round >= self.since]
+    def _meetings(self) -> list[Encounter]:
+        return [Encounter(row.round, row.pipelines, _group(row)) for row in self.groups if row.round >= self.since]
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from types import TracebackType
 import zmq
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import protocol as m
@@ -53,7 +53,7 @@ class Server:
         log: Path | None = None,
         log_limit: int = LIMIT,
         journal: Path | None = None,
-        elastic: Terms | None = None,
+        elastic: ElasticConfig | None = None,
         lifeline_port: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -17,7 +17,7 @@ from collections import Counter
 
 from lightning_sdpipe.dealing.dealer import Dealer
 from lightning_sdpipe.dealing.leases import Asked, LeaseEvent, Segment, Told, Trained
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.membership import MOST_PIPELINES, Membership
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Decision, Group
@@ -82,7 +82,7 @@ class SchedulerService:
         *,
         worker_timeout: float = 30.0,
         recovery_grace: float = 10.0,
-        elastic: Terms | None = None,
+        elastic: ElasticConfig | None = None,
         now: float = 0.0,
         log: EventLog | None = None,
     ) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Enrolled
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
@@ -42,7 +42,7 @@ from lightning_sdpipe.scheduler.server.server import Server
 from tests.scheduler.live_scheduler import serving
 
 SAME = {"model": "linear", "version": "1"}
-SOON = Terms(settle=0.0)
+SOON = ElasticConfig(settle=0.0)
 T_INF = SemiDecentralized(window=float("inf"))
 
 
@@ -75,7 +75,9 @@ class Fleet:
 
 
 @contextmanager
-def running(policy: PolicyConfig = T_INF, pipelines: int = 2, terms: Terms = SOON, **options: Any) -> Iterator[Fleet]:
+def running(
+    policy: PolicyConfig = T_INF, pipelines: int = 2, terms: ElasticConfig = SOON, **options: Any
+) -> Iterator[Fleet]:
     options = {"worker_timeout": 5.0, **options}
     with serving(policy, options.pop("stages", 1), pipelines, elastic=terms, **options) as server, ExitStack() as stack:
         yield Fleet(server, stack)
@@ -138,7 +140,7 @@ def comes(fleet: Fleet, donors: list[MembershipClient], pipeline: int, incarnati
 
 def test_a_newcomer_is_given_a_state_and_everybody_hears_of_the_new_epoch(tmp_path: Path) -> None:
     log = tmp_path / "scheduler.jsonl"
-    with running(terms=Terms(settle=0.0, start_pipelines=2), log=log) as fleet:
+    with running(terms=ElasticConfig(settle=0.0, start_pipelines=2), log=log) as fleet:
         first, second = fleet.start(0, 1)
         third = comes(fleet, [first, second], 5, 900)
         for client in (first, second, third):
@@ -159,7 +161,7 @@ def test_a_newcomer_is_given_a_state_and_everybody_hears_of_the_new_epoch(tmp_pa
 
 
 def test_groups_name_a_process_group_that_all_members_hold() -> None:
-    with running(terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+    with running(terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         clients = fleet.start(0, 1)
         sessions = [fleet.session(client) for client in clients]
         joined = threading.Thread(target=lambda: at_once(*[session.join for session in sessions]))
@@ -182,7 +184,7 @@ def test_groups_name_a_process_group_that_all_members_hold() -> None:
 
 
 def test_who_is_left_of_a_broken_group_tries_again_and_who_has_its_result_goes_on() -> None:
-    with running(pipelines=3, terms=Terms(settle=0.0, start_pipelines=3)) as fleet:
+    with running(pipelines=3, terms=ElasticConfig(settle=0.0, start_pipelines=3)) as fleet:
         clients = fleet.start(0, 1, 2)
         sessions = [fleet.session(client) for client in clients]
         for client in clients:
@@ -204,7 +206,7 @@ def test_who_is_left_of_a_broken_group_tries_again_and_who_has_its_result_goes_o
 
 
 def test_meetings_carry_what_each_says_and_do_not_wait_for_the_dead() -> None:
-    with running(pipelines=3, terms=Terms(settle=0.0, start_pipelines=3)) as fleet:
+    with running(pipelines=3, terms=ElasticConfig(settle=0.0, start_pipelines=3)) as fleet:
         clients = fleet.start(0, 1, 2)
         for client in clients:
             client.holds([1])
@@ -221,11 +223,11 @@ def test_meetings_carry_what_each_says_and_do_not_wait_for_the_dead() -> None:
 
 
 def test_a_wait_in_vain_names_who_is_missing() -> None:
-    with running(terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+    with running(terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         first, _ = fleet.start(0, 1)
         with pytest.raises(SchedulerError, match=r"waited 0.5 s for the others at pause.*\(stage 0, pipeline 1\)"):
             first.meet("pause", timeout=0.5)
-    with running(terms=Terms(3, settle=0.0)) as fleet:
+    with running(terms=ElasticConfig(3, settle=0.0)) as fleet:
         alone = fleet.client(0, 7)
         with pytest.raises(SchedulerError, match=r"starts when 3 pipelines are there; pipeline 0 waits"):
             alone.enrol(SAME, timeout=0.5)
@@ -251,7 +253,7 @@ def test_a_job_that_differs_or_claims_a_number_that_is_taken_is_refused() -> Non
 
 def test_a_process_that_was_declared_lost_must_end() -> None:
     ended = threading.Event()
-    with running(stages=2, terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+    with running(stages=2, terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         told = Callbacks(ended=lambda reason: ended.set())
         last = fleet.client(0, 7, told=told)
         first = fleet.client(0, 7, stage=1)
@@ -267,7 +269,7 @@ def test_a_process_that_was_declared_lost_must_end() -> None:
 
 
 def test_silence_is_noticed_too() -> None:
-    with running(worker_timeout=0.6, terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+    with running(worker_timeout=0.6, terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         first, second = fleet.start(0, 1)
         silent = threading.Event()
         second._line._beat = lambda: silent.wait() and None  # type: ignore[assignment,return-value]
@@ -277,7 +279,7 @@ def test_silence_is_noticed_too() -> None:
 
 
 def test_below_the_least_nobody_begins_a_turn_until_there_are_enough_again() -> None:
-    with running(terms=Terms(2, settle=0.0)) as fleet:
+    with running(terms=ElasticConfig(2, settle=0.0)) as fleet:
         first, second = fleet.start(0, 1)
         assert first.held_up == ""
         second.close()
@@ -288,7 +290,7 @@ def test_below_the_least_nobody_begins_a_turn_until_there_are_enough_again() -> 
 
 def test_leases_of_the_dead_are_dealt_to_the_living() -> None:
     segment = Segment(1, 0, 0, 6)
-    with running(terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+    with running(terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         clients = fleet.start(0, 1)
         sessions = [fleet.session(client) for client in clients]
         for client in clients:
@@ -312,7 +314,7 @@ def test_leases_of_the_dead_are_dealt_to_the_living() -> None:
 
 def test_the_run_is_over_when_all_have_finished_and_nobody_may_come_then() -> None:
     over = threading.Event()
-    with running(terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+    with running(terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         first, second = fleet.start(0, 1)
         first.depart(finished=True)
         first.close()
@@ -326,7 +328,7 @@ def test_the_run_is_over_when_all_have_finished_and_nobody_may_come_then() -> No
 
 
 def test_two_pipelines_that_fail_alike_end_the_run_with_the_reason() -> None:
-    with running(pipelines=3, terms=Terms(settle=0.0, start_pipelines=3)) as fleet:
+    with running(pipelines=3, terms=ElasticConfig(settle=0.0, start_pipelines=3)) as fleet:
         clients = fleet.start(0, 1, 2)
         clients[0].failed("ValueError: a bug")
         wait_for(lambda: clients[2].epoch.lost == (0,))
@@ -338,7 +340,7 @@ def test_two_pipelines_that_fail_alike_end_the_run_with_the_reason() -> None:
 
 def test_a_scheduler_that_is_started_again_hears_of_the_run_from_its_members() -> None:
     with ExitStack() as stack:
-        terms = Terms(start_pipelines=2, settle=0.0)
+        terms = ElasticConfig(start_pipelines=2, settle=0.0)
         with serving(T_INF, 1, 2, elastic=terms, worker_timeout=5.0) as server:
             address = server.address
             fleet = Fleet(server, stack)
@@ -349,7 +351,7 @@ def test_a_scheduler_that_is_started_again_hears_of_the_run_from_its_members() -
             sessions = [fleet.session(client) for client in clients]
             at_once(*[session.join for session in sessions])
             sessions[0].ready(3)
-        with serving(T_INF, 1, 2, bind=address, elastic=Terms(settle=1.5), worker_timeout=5.0) as server:
+        with serving(T_INF, 1, 2, bind=address, elastic=ElasticConfig(settle=1.5), worker_timeout=5.0) as server:
             for client in clients:
                 wait_for(lambda c=client: c.epoch.number == 2)  # type: ignore[misc]
             assert clients[0].epoch.reason == "the scheduler was started again"
@@ -362,7 +364,7 @@ def test_a_scheduler_that_is_started_again_hears_of_the_run_from_its_members() -
 
 
 def test_a_process_that_is_killed_is_gone_at_once_though_its_children_live() -> None:
-    with running(terms=Terms(settle=0.0, start_pipelines=2), worker_timeout=30.0) as fleet:
+    with running(terms=ElasticConfig(settle=0.0, start_pipelines=2), worker_timeout=30.0) as fleet:
         first = fleet.client(0, 100)
         script = f"""
 import os, sys, time
@@ -412,7 +414,7 @@ def test_the_store_waits_counts_and_can_be_cancelled() -> None:
 
 def test_with_keys_membership_is_encrypted_and_lifelines_need_their_nonce() -> None:
     keys, worker_keys = make_keys()
-    with running(keys=keys, terms=Terms(settle=0.0, start_pipelines=2)) as fleet:
+    with running(keys=keys, terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         clients = [fleet.client(i, 100 + i, credentials=worker_keys) for i in (0, 1)]
         at_once(*[lambda c=c: c.enrol(SAME) for c in clients])  # type: ignore[misc]
         clients[1].close()

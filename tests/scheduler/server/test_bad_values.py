@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import settings
 
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -71,7 +71,7 @@ def request_of(rng: random.Random, kind: type[Any], worker: Worker, session: int
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
 def test_every_type_with_any_values(kind: type[Any], elastic: bool) -> None:
     rng = random.Random(kind.__name__)
-    terms = Terms(1, 2, 5.0, 60.0) if elastic else None
+    terms = ElasticConfig(1, 2, 5.0, 60.0) if elastic else None
     service = SchedulerService(SemiDecentralized(window=0.05), STAGES, PIPELINES, worker_timeout=1e9, elastic=terms)
     now, sent, heard = 0.0, 0, 0
     workers = [Worker(stage, pipeline) for stage in range(STAGES) for pipeline in range(PIPELINES)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment, Told
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Epoch, Member
 from lightning_sdpipe.policies import PolicyConfig, Worker, registry
 from lightning_sdpipe.policies.events import Widened
@@ -24,7 +24,7 @@ class ElasticDialogue:
     """Talks to a service of two planned pipelines as their processes would."""
 
     def __init__(self, config: PolicyConfig = T_INF, stages: int = 1, log: EventLog | None = None) -> None:
-        terms = Terms(start_pipelines=2, settle=0.0, recovery_grace=4.0)
+        terms = ElasticConfig(start_pipelines=2, settle=0.0, recovery_grace=4.0)
         self.service = SchedulerService(config, stages, 2, worker_timeout=8.0, elastic=terms, log=log)
         self.number = 0
 

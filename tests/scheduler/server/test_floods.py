@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Enrolled, Epoch, Meets, Member, Resumed
 from lightning_sdpipe.membership.membership import Membership
-from lightning_sdpipe.membership.recovery import Returning
+from lightning_sdpipe.membership.recovery import MemberRecovery
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.events import Broken
 from lightning_sdpipe.policies.local_sgd import NoSync
@@ -97,7 +97,7 @@ class Members:
     """A service whose two pipelines train, the second of which makes things up."""
 
     def __init__(self) -> None:
-        self.service = SchedulerService(SemiDecentralized(window=0.05), 1, 2, elastic=Terms(1, 2, settle=0.0))
+        self.service = SchedulerService(SemiDecentralized(window=0.05), 1, 2, elastic=ElasticConfig(1, 2, settle=0.0))
         self.number = 0
         for pipeline in range(2):
             self.say(e.Enrol, pipeline, {"model": "a"})
@@ -149,12 +149,12 @@ def test_the_reason_of_a_failure_is_cut() -> None:
 
 
 def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:
-    returning = Returning(Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5),), ""), ()), 10.0, 1)
+    returning = MemberRecovery(Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5),), ""), ()), 10.0, 1)
     for number in range(1000):
         returning.keep(Enrolled(Worker(0, 1), 6, {"model": f"{number}"}))
         returning.keep(Meets(Worker(0, 1), 6, f"epoch {number}", b""))
     assert returning.early == [Enrolled(Worker(0, 1), 6, {"model": "999"}), Meets(Worker(0, 1), 6, "epoch 999", b"")]
-    membership = Membership(1, Terms(1, 2, recovery_grace=10.0))
+    membership = Membership(1, ElasticConfig(1, 2, recovery_grace=10.0))
     membership.on(Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5), Member(1, 6)), ""), ()), 0.0)
     for pipeline in range(1 << 20, (1 << 20) + 100):
         membership.on(Enrolled(Worker(0, pipeline), 6, {}), 0.1)

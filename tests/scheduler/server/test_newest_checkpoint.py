@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import (
     Departed,
     Died,
@@ -30,7 +30,7 @@ class Scheduler:
     """Of one pipeline, with a journal that outlives it."""
 
     def __init__(self, directory: Path, resume: bool) -> None:
-        service = SchedulerService(SemiDecentralized(), 1, 1, elastic=Terms(settle=0.0, resume=resume))
+        service = SchedulerService(SemiDecentralized(), 1, 1, elastic=ElasticConfig(settle=0.0, resume=resume))
         self.decided: list[MemberDecision] = []
         assert service.elastic is not None
         self.elastic, self.now = service.elastic, 0.0

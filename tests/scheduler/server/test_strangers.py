@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.connection import ask_status
@@ -68,7 +68,7 @@ def test_another_account_of_the_machine_gains_nothing_and_the_run_goes_on() -> N
         Path(name).chmod(0o755)
         scheduler_file, worker_file = write_keys(Path(name))
         keys, own = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
-        with serving(NoSync(), 1, 2, keys=keys, elastic=Terms(settle=0.0)) as server:
+        with serving(NoSync(), 1, 2, keys=keys, elastic=ElasticConfig(settle=0.0)) as server:
             member = MembershipClient(server.address, Worker(0, 0), 100, credentials=own, timeout=20)
             assert isinstance(member.enrol({"model": "a"}), Start)
             assert server.service.elastic is not None

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
@@ -41,7 +41,7 @@ class Other:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[ElasticConnection, Other]]:
-    with serving(NoSync(), 1, 2, elastic=Terms(start_pipelines=2, settle=0.0)) as server:
+    with serving(NoSync(), 1, 2, elastic=ElasticConfig(start_pipelines=2, settle=0.0)) as server:
         where = SchedulerAddress(server.address, None)
         other = Other(server.address)
         membership = ElasticConnection(where, Worker(0, 0), 100, 10.0, Callbacks(), lambda: None)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.membership.elastic_config import Terms
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
@@ -21,7 +21,7 @@ SIZE = 3
 
 
 def test_replicas_find_each_other_through_the_scheduler() -> None:
-    terms = Terms(start_pipelines=SIZE, settle=0.0)
+    terms = ElasticConfig(start_pipelines=SIZE, settle=0.0)
     sums: list[float] = []
 
     def replica(address: str, pipeline: int) -> None:
@@ -44,7 +44,7 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
 
 
 def test_waits_end_when_they_are_cancelled_or_in_vain() -> None:
-    with serving(NoSync(), 1, 1, elastic=Terms(settle=0.0)) as server:
+    with serving(NoSync(), 1, 1, elastic=ElasticConfig(settle=0.0)) as server:
         client = MembershipClient(server.address, Worker(0, 0), 7, timeout=20)
         try:
             client.enrol({})
