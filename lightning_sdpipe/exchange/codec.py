@@ -18,7 +18,7 @@ header of every payload, and what holds a NaN is exchanged in full precision any
 class Codec(Protocol):
     """How the values of one worker are written for others.
 
-    ``x`` are always values as :meth:`prepared`, and ``at`` is where they lie. An *outcome* is what :meth:`absorbed`
+    ``x`` are always values as :meth:`prepared`, and ``at`` is where they lie. An *outcome* is what :meth:`apply`
     makes the new values of; float32, or float64 for float64.
     """
 
@@ -34,10 +34,10 @@ class Codec(Protocol):
     def prepared(self, piece: Tensor, number: int) -> Tensor:
         """The values that are to be averaged; they are not changed."""
 
-    def offered(self, x: Tensor, at: Offset) -> Tensor:
+    def encode_part(self, x: Tensor, at: Offset) -> Tensor:
         """A message with this worker's values of a part that another one owns."""
 
-    def combined(
+    def reduce_part(
         self, x: Tensor, at: Offset, weight: float, others: Sequence[tuple[Tensor, float]], members: int
     ) -> tuple[Tensor, Tensor] | None:
         """The mean of a part of one's own.
@@ -54,19 +54,19 @@ class Codec(Protocol):
             used, and the part has to be exchanged in full precision.
         """
 
-    def accepted(self, x: Tensor, at: Offset, mine: Tensor, mean: Tensor) -> Tensor:
+    def decode_mean(self, x: Tensor, at: Offset, mine: Tensor, mean: Tensor) -> Tensor:
         """The outcome for a part that another worker owns, of this worker's message and of that with the mean."""
 
     def exact(self, x: Tensor, mean: Tensor) -> Tensor:
         """The outcome, if the mean is known in full precision."""
 
-    def published(self, x: Tensor, outcome: Tensor) -> Tensor:
+    def share(self, x: Tensor, outcome: Tensor) -> Tensor:
         """What workers of the same host, whose mean ``x`` is, need to know of the outcome."""
 
-    def adopted(self, x: Tensor, published: Tensor) -> Tensor:
+    def apply_shared(self, x: Tensor, published: Tensor) -> Tensor:
         """The outcome for one of them, with values ``x`` of its own."""
 
-    def absorbed(self, piece: Tensor, number: int, outcome: Tensor) -> None:
+    def apply(self, piece: Tensor, number: int, outcome: Tensor) -> None:
         """Changes the model, and what is remembered, by the outcome."""
 
     def aborted(self) -> None:

@@ -92,12 +92,12 @@ class CommonReference:
             self._residuals[number].follow(self._scale)
         return piece
 
-    def offered(self, x: Tensor, at: Offset) -> Tensor:
+    def encode_part(self, x: Tensor, at: Offset) -> Tensor:
         if not self.trains:
             return self._payload_of(x.dtype).message(torch.zeros_like(x))
         return self._payload_of(x.dtype).message(x, self._residual(x, at), self._draws.getrandbits(32))
 
-    def combined(
+    def reduce_part(
         self, x: Tensor, at: Offset, weight: float, others: Sequence[tuple[Tensor, float]], members: int
     ) -> tuple[Tensor, Tensor] | None:
         payload = self._payload_of(x.dtype)
@@ -110,7 +110,7 @@ class CommonReference:
         payload.decode(answer, mean)
         return answer, mean
 
-    def accepted(self, x: Tensor, at: Offset, mine: Tensor, mean: Tensor) -> Tensor:
+    def decode_mean(self, x: Tensor, at: Offset, mine: Tensor, mean: Tensor) -> Tensor:
         outcome = torch.empty_like(x, dtype=residual_dtype(x.dtype))
         self._payload_of(x.dtype).decode(mean, outcome)
         return outcome
@@ -118,13 +118,13 @@ class CommonReference:
     def exact(self, x: Tensor, mean: Tensor) -> Tensor:
         return mean
 
-    def published(self, x: Tensor, outcome: Tensor) -> Tensor:
+    def share(self, x: Tensor, outcome: Tensor) -> Tensor:
         return outcome
 
-    def adopted(self, x: Tensor, published: Tensor) -> Tensor:
+    def apply_shared(self, x: Tensor, published: Tensor) -> Tensor:
         return published
 
-    def absorbed(self, piece: Tensor, number: int, outcome: Tensor) -> None:
+    def apply(self, piece: Tensor, number: int, outcome: Tensor) -> None:
         piece.copy_(outcome)
 
     def _payload_of(self, dtype: torch.dtype) -> Payload:
@@ -167,5 +167,5 @@ class CommonModel(CommonReference):
         super().prepared(piece, number)
         return piece - self._base[number]
 
-    def absorbed(self, piece: Tensor, number: int, outcome: Tensor) -> None:
+    def apply(self, piece: Tensor, number: int, outcome: Tensor) -> None:
         piece.copy_(self._base[number].add_(outcome))

@@ -99,7 +99,7 @@ class EncodedMean:
         me, others = self._replicas.pipeline, team.without(self._replicas.pipeline)
         for owner in others:
             if len(part := chunk.part(owner)):
-                chunk.mine[owner] = self.coding.offered(part, chunk.place(owner))
+                chunk.mine[owner] = self.coding.encode_part(part, chunk.place(owner))
         chunk.arriving = {member: self._message(chunk.part(me)) for member in others}
         chunk.under_way = transfers.begin(chunk.mine, chunk.arriving, self._replicas, tag)
 
@@ -110,7 +110,7 @@ class EncodedMean:
         chunk.under_way.wait()
         if len(part):
             messages = [(chunk.arriving[member], team.weight(member)) for member in sorted(others)]
-            combined = coding.combined(part, chunk.place(me), team.weight(me), messages, len(team.members))
+            combined = coding.reduce_part(part, chunk.place(me), team.weight(me), messages, len(team.members))
         if combined is not None:
             chunk.outcome[chunk.spans[me]] = combined[1]
         answer = refusal(coding.nbytes(len(part), part.dtype), part.device) if combined is None else combined[0]
@@ -125,7 +125,7 @@ class EncodedMean:
             if is_refusal(mean):
                 chunk.refused = sorted([*chunk.refused, owner])
             elif len(part := chunk.part(owner)):
-                taken = self.coding.accepted(part, chunk.place(owner), chunk.mine[owner], mean)
+                taken = self.coding.decode_mean(part, chunk.place(owner), chunk.mine[owner], mean)
                 chunk.outcome[chunk.spans[owner]] = taken
 
     def _in_full(self, x: Tensor, owner: int, team: Members, tag: int) -> Tensor:
@@ -164,12 +164,12 @@ class EncodedMean:
             if own[number] == me:
                 between = Members(*_shares(owners[number], hosts, team))
                 outcome_of_host = self._flat(means[number], at.part(span), between, tag)
-                told[number] = coding.published(means[number], outcome_of_host)
+                told[number] = coding.share(means[number], outcome_of_host)
                 self._swap({member: told[number] for member in local if member != me}, {}, tag)
         for transfer in arriving:
             transfer.wait()
         for number, span in spans.items():
-            outcome[span] = coding.adopted(x[span], told[number])
+            outcome[span] = coding.apply_shared(x[span], told[number])
         return outcome
 
     def _of_host(self, x: Tensor, owner: int, local: Sequence[int], team: Members, tag: int) -> Tensor:
@@ -242,7 +242,7 @@ class _Encoded:
     def commit(self) -> None:
         number, piece = self._to_come.popleft()
         with self._mover.lock or nullcontext():
-            self._mover.coding.absorbed(piece, number, self._outcome)
+            self._mover.coding.apply(piece, number, self._outcome)
 
     def abort(self) -> None:
         if self._to_come:

@@ -151,7 +151,7 @@ class EncodedRounds(GradientRounds):
             coding.follow(scale)
             coding.update = update
             coding.trains = trains or self._hosts is not None  # a host's mean is of those on it that train
-            coding.absorbed(tensor, number, self._mover.average(tensor, number, self._team, TAG))
+            coding.apply(tensor, number, self._mover.average(tensor, number, self._team, TAG))
 
         return cast(dist.Work, self._background.do(average))
 

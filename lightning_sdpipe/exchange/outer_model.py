@@ -164,7 +164,7 @@ class OuterModel(CommonReference):
         super().prepared(piece, number)
         return piece - self.outer[number].base
 
-    def absorbed(self, piece: Tensor, number: int, outcome: Tensor) -> None:
+    def apply(self, piece: Tensor, number: int, outcome: Tensor) -> None:
         self.outer[number].step(outcome)
         self.take_over(piece, number)
 

@@ -68,7 +68,7 @@ class OwnReference:
         self._lengths[number] = len(piece)
         return piece
 
-    def offered(self, x: Tensor, at: Offset) -> Tensor:
+    def encode_part(self, x: Tensor, at: Offset) -> Tensor:
         if self._modulo is None:
             return self._payload.on(x.dtype).message(x)
         theta = self._spread(at).theta
@@ -77,7 +77,7 @@ class OwnReference:
         first = at.start // self.block
         return self._modulo.message(x, theta[first : first - (-len(x) // self.block)])
 
-    def combined(
+    def reduce_part(
         self, x: Tensor, at: Offset, weight: float, others: Sequence[tuple[Tensor, float]], members: int
     ) -> tuple[Tensor, Tensor] | None:
         combined = self._combined(x, weight, others, members)
@@ -107,7 +107,7 @@ class OwnReference:
             return None
         return answer, taken.sub_(x)
 
-    def accepted(self, x: Tensor, at: Offset, mine: Tensor, mean: Tensor) -> Tensor:
+    def decode_mean(self, x: Tensor, at: Offset, mine: Tensor, mean: Tensor) -> Tensor:
         change = x.new_empty(len(x), dtype=residual_dtype(x.dtype))
         if self._read(mean, x, change):
             raise RuntimeError(f"the mean of {len(x)} values at {at} is further from this worker's than its owner knew")
@@ -118,13 +118,13 @@ class OwnReference:
     def exact(self, x: Tensor, mean: Tensor) -> Tensor:
         return mean - x
 
-    def published(self, x: Tensor, outcome: Tensor) -> Tensor:
+    def share(self, x: Tensor, outcome: Tensor) -> Tensor:
         return x + outcome
 
-    def adopted(self, x: Tensor, published: Tensor) -> Tensor:
+    def apply_shared(self, x: Tensor, published: Tensor) -> Tensor:
         return published - x
 
-    def absorbed(self, piece: Tensor, number: int, outcome: Tensor) -> None:
+    def apply(self, piece: Tensor, number: int, outcome: Tensor) -> None:
         piece.add_(outcome)
         if self._modulo is not None:
             self._spread(Offset(number, 0)).observe(outcome)

@@ -93,13 +93,13 @@ class AsynchronousPairs(Synchronizer):
             return PairMean(replicas, self._lock)
         return EncodedMean(replicas, OwnReference(self.replica.exchange.payload), lock=self._lock)
 
-    def enter(self) -> None:
+    def start(self) -> None:
         self._published = [bucket.buffer.clone() for bucket in self.replica.exchanged]
         self._computed_on = [tensor.clone() for tensor in self._published]
         self._thread = threading.Thread(target=self._serve, name="AD-PSGD averaging", daemon=True)
         self._thread.start()
 
-    def arrive(self) -> None:
+    def stop(self) -> None:
         assert self._thread is not None
         self._settle()
         self._invitations.put(None)  # the client has heard of all invitations when it has left
@@ -114,7 +114,7 @@ class AsynchronousPairs(Synchronizer):
         self._publish()
         self._take_published()  # what was averaged since the last step: enter() begins from the model
 
-    def catch_up(self) -> None:
+    def resynchronise(self) -> None:
         self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:

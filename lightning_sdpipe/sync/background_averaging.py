@@ -88,7 +88,7 @@ class BackgroundAveraging(Synchronizer):
                 base.copy_(published)
         self.statistics.count(members, 0.0, time.perf_counter() - start)
 
-    def enter(self) -> None:
+    def start(self) -> None:
         self._published = [tensor.clone() for tensor in self._tensors()]
         self._computed_on = [tensor.clone() for tensor in self._published]
         if self._begin is not None:
@@ -97,7 +97,7 @@ class BackgroundAveraging(Synchronizer):
         self._thread = threading.Thread(target=self._run, name="averaging freely", daemon=True)
         self._thread.start()
 
-    def arrive(self) -> None:
+    def stop(self) -> None:
         """Returns when all workers have arrived."""
         assert self._thread is not None
         self._arrived.set()
@@ -112,7 +112,7 @@ class BackgroundAveraging(Synchronizer):
         for tensor, published in zip(self._tensors(), self._published, strict=True):
             tensor.copy_(published)
 
-    def catch_up(self) -> None:
+    def resynchronise(self) -> None:
         self.make_parameters_equal()
 
     def _tensors(self) -> list[Tensor]:

@@ -172,7 +172,7 @@ class OuterAveraging(Synchronizer):
                 waited += self._begin(self._fragments[number], group)
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
-    def enter(self) -> None:
+    def start(self) -> None:
         """All replicas are equal."""
         self._rounds = 0
         laid_out = [bucket.parameters for bucket in self.replica.exchanged]
@@ -188,11 +188,11 @@ class OuterAveraging(Synchronizer):
         if self._kept:
             self._lay_out_momenta()
 
-    def arrive(self) -> None:
+    def stop(self) -> None:
         for fragment in self._fragments:
             fragment.take_over()
 
-    def catch_up(self) -> None:
+    def resynchronise(self) -> None:
         self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:

@@ -70,18 +70,18 @@ class GradientAveraging(Synchronizer):
         """Nothing to do: equal parameters took an equal step."""
         self._update += 1
 
-    def enter(self) -> None:
+    def start(self) -> None:
         self._buckets.arrange()  # what trains may have changed
         self._rounds = 0
 
-    def arrive(self) -> None:
+    def stop(self) -> None:
         nothing: list[Tensor | None] = [None] * len(self.replica.trained)
         while True:  # until all pipelines are here
             self._buckets.complete(nothing, trains=False)
             if self._buckets.wait().members == 0:
                 break
 
-    def catch_up(self) -> None:
+    def resynchronise(self) -> None:
         self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:

@@ -218,7 +218,7 @@ class HybridGroups(Synchronizer):
 
     # ---------------------------------------------------------------- pauses
 
-    def enter(self) -> None:
+    def start(self) -> None:
         self._trained = self._met = self._last_meeting = 0
         self._averaged = None
         if self._rounds is not None:
@@ -229,7 +229,7 @@ class HybridGroups(Synchronizer):
             self._model = PublishedModel(trained) if self._policy.asynchronous else InPlace(trained)
             self._meetings.begin()
 
-    def arrive(self) -> None:
+    def stop(self) -> None:
         if self._meets:
             self._meetings.end()
             self._model.take()  # of meetings since the last boundary
@@ -241,14 +241,14 @@ class HybridGroups(Synchronizer):
             if self._rounds.wait().members == 0:
                 break
 
-    def catch_up(self) -> None:
+    def resynchronise(self) -> None:
         """The group's members take over the model of the one that has trained longest, and met others last."""
         if self._mates is not None:
             copy_most_advanced(self.replica, self._mates, self._trained * 2**40 + self._met)
 
     def make_parameters_equal(self) -> None:
         """All get the mean of the groups' models."""
-        self.catch_up()
+        self.resynchronise()
         if self._meets:
             weights = dict(zip((p for group in self._groups for p in group), mean_of_groups(self._groups), strict=True))
             everybody = self.replica.everybody([weights[pipeline] for pipeline in range(len(self.replica.ranks))])

@@ -90,17 +90,17 @@ class ModelAveraging(Synchronizer):
             self._weigh(group)
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
-    def enter(self) -> None:
+    def start(self) -> None:
         """See the base class."""
         if self._begin is not None:
             self._begin(tensors_of(self.replica.exchanged))
 
-    def arrive(self) -> None:
+    def stop(self) -> None:
         """Finishes what is under way: others wait for it."""
         if self._late is not None:
             self._late.end()
 
-    def catch_up(self) -> None:
+    def resynchronise(self) -> None:
         """Without a pause replicas would have nothing in common."""
         if self._begin is not None:
             self.make_parameters_equal()

@@ -65,7 +65,7 @@ class Rendezvous:
             return
         self.tell_freezing(False)
         if self._unequal:  # all came together, but not for a pause
-            self._sync.catch_up()
+            self._sync.resynchronise()
         self._set_out()
         self._unequal = True
 
@@ -96,7 +96,7 @@ class Rendezvous:
         self._leave()
         meeting = _meet(position, True, self._replica.groups.stage, self._replica.device)
         if meeting.closing:
-            self._sync.catch_up()
+            self._sync.resynchronise()
             self._set_out()
         else:
             self._agreed = meeting.position
@@ -110,7 +110,7 @@ class Rendezvous:
     def rejoin(self) -> None:
         """Takes part again, wherever the others are."""
         self._replica.client.join()
-        self._sync.enter()
+        self._sync.start()
         self.place = SyncState.TRAINING
 
     def come_together(self, position: int) -> None:
@@ -153,7 +153,7 @@ class Rendezvous:
         if among is not None:
             begin_equal(self._replica, among)
         self._replica.client.join()
-        self._sync.enter()
+        self._sync.start()
         with waiting_for(self._replica.groups.stage, "setting out"):  # nobody's first group may miss one
             dist.barrier(self._replica.groups.stage)
         self.place = SyncState.TRAINING
@@ -161,7 +161,7 @@ class Rendezvous:
     def _leave(self) -> None:
         self._replica.client.leave()
         self.place = SyncState.AWAY
-        self._sync.arrive()
+        self._sync.stop()
 
 
 def _meet(position: int, out_of_data: bool, group: dist.ProcessGroup, device: torch.device) -> SyncPoint:

@@ -62,7 +62,7 @@ class StaleSynchronous(Synchronizer):
         spent = time.perf_counter() - start
         self.statistics.count(pulled.members, pulled.seconds_waiting, spent - pulled.seconds_waiting)
 
-    def enter(self) -> None:
+    def start(self) -> None:
         replica = self.replica
         self._updates = 0
         self._pulled = [bucket.buffer.clone() for bucket in replica.exchanged]
@@ -78,11 +78,11 @@ class StaleSynchronous(Synchronizer):
         seconds = 0.9 * replica.timeout.total_seconds()  # so that its message comes before the transfers give up
         self._server = ServedParameters(self._pulled, admitted, remote, self._channel, seconds)
 
-    def arrive(self) -> None:
+    def stop(self) -> None:
         assert self._server is not None
         self._server.leave(self.replica.pipeline, self._changes(), self._updates % self._every != 0)
 
-    def catch_up(self) -> None:
+    def resynchronise(self) -> None:
         self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:

@@ -163,7 +163,7 @@ class Synchronizer:
 
     @property
     def equal_at_start(self) -> Replicas | None:
-        """Those replicas that must have the same parameters when they :meth:`enter` together; None if it is no
+        """Those replicas that must have the same parameters when they :meth:`start` together; None if it is no
         matter."""
         return None
 
@@ -176,13 +176,13 @@ class Synchronizer:
         """The optimizer has stepped. Returns when the next iteration may start."""
         self.statistics.count(members=1)
 
-    def enter(self) -> None:
+    def start(self) -> None:
         """This worker takes part from now on; the others will, too."""
 
-    def arrive(self) -> None:
+    def stop(self) -> None:
         """This worker stops taking part, while others may train on."""
 
-    def catch_up(self) -> None:
+    def resynchronise(self) -> None:
         """What all workers, which are together, do before they take part again without a pause in between."""
 
     def make_parameters_equal(self) -> None:

@@ -279,14 +279,14 @@ def refused(rank: int) -> list[str]:
     messages.append(str(different.value))
     for wrong in (PHDPSGD(groups=[[0], [1]]), PHDPSGD(group_size=1, asynchronous=True)):  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError) as others:
-            HybridGroups(replica, wrong).enter()
+            HybridGroups(replica, wrong).start()
         messages.append(str(others.value))
     client.policy = registry.to_json(PHDPSGD(within="models"))
     with pytest.raises(ConfigurationError, match="within='models', and this run has within='gradients'"):
-        HybridGroups(replica, PHDPSGD()).enter()
+        HybridGroups(replica, PHDPSGD()).start()
     client.policy = registry.to_json(PHDPSGD())
     with pytest.raises(ConfigurationError) as asynchronous:
-        HybridGroups(replica, PHDPSGD(asynchronous=True)).enter()
+        HybridGroups(replica, PHDPSGD(asynchronous=True)).start()
     return [*messages, str(asynchronous.value)]
 
 

@@ -114,7 +114,7 @@ class Barriers:
         floating, integers = split(tensors)
         met = self.meet(_NOT + pack(integers))
         while True:
-            averaged = self.weigh(floating, met, dict.fromkeys(met.pipelines, 1 / len(met.pipelines)))
+            averaged = self.weighted_sum(floating, met, dict.fromkeys(met.pipelines, 1 / len(met.pipelines)))
             done = self.meet((_AVERAGED if averaged else _NOT) + pack(integers))
             if done.pipelines == met.pipelines and all(said.startswith(_AVERAGED) for said in done.values):
                 break
@@ -122,7 +122,7 @@ class Barriers:
         unpack_max(integers, [said[1:] for said in met.values])
         return met
 
-    def weigh(self, tensors: Sequence[Tensor], met: Met, weights: Mapping[int, float]) -> bool:
+    def weighted_sum(self, tensors: Sequence[Tensor], met: Met, weights: Mapping[int, float]) -> bool:
         """Makes ``tensors`` their sum by ``weights`` on those pipelines of ``met``; all of them must call it.
 
         Returns:
@@ -197,7 +197,7 @@ class ElasticRendezvous(Rendezvous):
         self._meetings.meet()
 
     def _leave(self) -> None:
-        self._sync.arrive()  # first: who has left cannot try again what breaks
+        self._sync.stop()  # first: who has left cannot try again what breaks
         super()._leave()
 
     def _set_out(self) -> None:

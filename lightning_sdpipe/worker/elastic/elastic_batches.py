@@ -60,7 +60,7 @@ class ElasticBatchSource(DealtBatchSource):
         """While stage 0 waits between two turns: does what is asked."""
         if self._waits_between_turns:
             while (word := self.asked()) is not None:
-                self.words.say(word)
+                self.words.send(word)
                 self.act(word)
 
     def _between_turns(self) -> None:
@@ -76,9 +76,9 @@ class ElasticBatchSource(DealtBatchSource):
             if waits:
                 self._wait()
             self._waits_between_turns = False
-            self.words.say(Command(CommandKind.GO))
+            self.words.send(Command(CommandKind.GO))
         else:
-            while (word := self.words.hear()).kind is not CommandKind.GO:
+            while (word := self.words.receive()).kind is not CommandKind.GO:
                 self.act(word)
             if waits:
                 self._wait()

@@ -128,7 +128,7 @@ def begin_together(meetings: Barriers, tensors: Sequence[Tensor], says: bytes, g
         members = sorted(set.intersection(*map(set, gather(met.pipelines))))
         source = members[0]
         copies = [tensor.detach().clone() for tensor in floating]
-        copied = meetings.weigh(copies, met, {pipeline: float(pipeline == source) for pipeline in members})
+        copied = meetings.weighted_sum(copies, met, {pipeline: float(pipeline == source) for pipeline in members})
         done = meetings.meet(_DONE if copied else _NOT)
         if all(gather(all(value == _DONE for value in done.values))):
             break

@@ -325,7 +325,7 @@ class ElasticRun(FixedRun):
 
     def _act(self, word: Command) -> None:
         if word.kind is CommandKind.LEAVE:
-            self._training.sync.arrive()  # others may wait for what is under way
+            self._training.sync.stop()  # others may wait for what is under way
             raise SIGTERMException
         with self._checkpoints.of_this_stage():
             state = state_transfer.snapshot(self._trainer)

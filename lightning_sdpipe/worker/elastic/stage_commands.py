@@ -44,13 +44,13 @@ class CommandChannel:
         self._first = mesh.rank(0, pipeline)
         self._group = groups.pipeline
 
-    def say(self, word: Command) -> None:
+    def send(self, word: Command) -> None:
         """Stage 0 tells the others. It does not wait for them to act."""
         if not self._alone:
             text = word.text.encode("ascii")
             self._pass_on(torch.tensor([word.kind, len(text), *text.ljust(_BYTES, b"\0")], dtype=torch.uint8))
 
-    def hear(self) -> Command:
+    def receive(self) -> Command:
         """Waits for what stage 0 says."""
         heard = self._pass_on(torch.empty(_BYTES + 2, dtype=torch.uint8)).tolist()
         return Command(CommandKind(heard[0]), bytes(heard[2 : 2 + heard[1]]).decode("ascii"))
