@@ -1,0 +1,84 @@
+"""Names that users import, or write into a configuration: they stay where they are when modules move."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PUBLIC = {
+    "lightning_sdpipe": (
+        *("SDPipeStrategy", "ConfigurationError", "Balanced", "Exchange"),
+        *("Full", "Half", "EightBit", "OneBit", "TopK"),
+        *("ADPSGD", "AllReduce", "Decentralized", "DiLoCo", "HetPipe", "LocalSGD", "NoSync", "ParameterServer"),
+        *("PHDPSGD", "PartialReduce", "SemiDecentralized"),
+    ),
+    "lightning_sdpipe.strategy": ("SDPipeStrategy",),
+    "lightning_sdpipe.sync": (
+        *("ADPSGD", "AllReduce", "Decentralized", "DiLoCo", "HetPipe", "LocalSGD", "NoSync", "ParameterServer"),
+        *("PHDPSGD", "PartialReduce", "SemiDecentralized"),
+    ),
+    "lightning_sdpipe.sync.model_averaging": ("ModelAveraging",),
+    "lightning_sdpipe.sync.synchronizer": ("Synchronizer",),
+    "lightning_sdpipe.optim": ("FrozenVariance", "VarianceCorrection"),
+    "lightning_sdpipe.exchange.payloads": ("EightBit", "ErrorFeedback", "Full", "Half", "OneBit", "Payload", "TopK"),
+    "lightning_sdpipe.exchange.moving": ("Mover", "Pending", "finish", "pieces_of", "tag_of"),
+    "lightning_sdpipe.exchange.transfers": ("begin",),
+    "lightning_sdpipe.policies": (
+        *("Decision", "Event", "Group", "GroupPolicy", "Participants", "Policy", "PolicyConfig", "Reason"),
+        *("RefusedEvent", "Worker", "check_integer", "refusal"),
+        *("Answered", "Broken", "Joined", "Left", "Lost", "Progress", "Ready", "Restarted", "Tick"),
+    ),
+    "lightning_sdpipe.policies.policy": ("PolicyConfig",),
+    "lightning_sdpipe.policies.semi_decentralized": ("SemiDecentralized",),
+    "lightning_sdpipe.policies.sync_graph": (),
+    "lightning_sdpipe.heterogeneity": ("Delays", "EmulatedBlock", "Heterogeneity", "Slowed", "Static", "Trace"),
+    "lightning_sdpipe.heterogeneity.delays": ("Delays",),
+    "lightning_sdpipe.heterogeneity.slowdowns": ("Slowed", "Static", "Trace"),
+    "lightning_sdpipe.simulate": ("Pipelines", "Run", "Schedule", "Slowness", "Work", "jittered", "simulate"),
+    "lightning_sdpipe.configuration": ("check",),
+    "lightning_sdpipe.sweep": ("SweepTable",),
+    "lightning_sdpipe.pipeline.data": ("stand_in",),
+    "lightning_sdpipe.errors": ("ConfigurationError", "NonFiniteError", "SchedulerError", "WorkerFailedError"),
+    "lightning_sdpipe.cli": ("main",),
+}
+
+PROGRAMS = (  # python -m
+    "lightning_sdpipe.checkpoints.consolidate",
+    "lightning_sdpipe.cli",
+    "lightning_sdpipe.heterogeneity.synthetic",
+    "lightning_sdpipe.partition",
+    "lightning_sdpipe.scheduler",
+    "lightning_sdpipe.simulate",
+)
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_names_of_users_stay(module: str) -> None:
+    missing = [name for name in PUBLIC[module] if not hasattr(import_module(module), name)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_stay(program: str) -> None:
+    found = find_spec(program)
+    assert found is not None
+    assert found.submodule_search_locations is None or find_spec(f"{program}.__main__") is not None
+
+
+def test_the_package_lists_its_names() -> None:
+    assert set(import_module("lightning_sdpipe").__all__) == set(PUBLIC["lightning_sdpipe"])
+
+
+def test_configurations_name_what_is_there() -> None:
+    """Every ``_target_`` of the package in ``conf/``."""
+    lines = [line for path in (ROOT / "conf").rglob("*.yaml") for line in path.read_text().splitlines()]
+    targets = {line.partition("_target_:")[2].split()[0] for line in lines if "_target_: lightning_sdpipe" in line}
+    assert targets
+    for target in targets:
+        module, _, name = target.rpartition(".")
+        assert name in PUBLIC.get(module, ()), f"{target} is not in the list of public names"
