@@ -4,7 +4,7 @@ Gradients are averaged within a group before every step, so its pipelines stay e
 their models with other groups (§3.4). On the last stage:
 
 1. A group is *ready* when all its members that take part are. Its model counts as one step newer from then on.
-2. If others wait for it, it meets them at once. Otherwise it draws a partner by the graph of ``meeting_graph.py``, in
+2. If others wait for it, it meets them at once. Otherwise it draws a partner by the weights of ``mixing.py``, in
    the steps that ``every`` divides, and goes on alone in the others. If the partner waits, they meet now; else the
    group waits for the partner's next boundary. Nobody waits by draw for a group that waits itself, so there is no ring.
 3. If some are *behind* it (``versions.py``), it waits for exactly these instead, and meets them: STALENESS.
