@@ -21,8 +21,8 @@ silent, fails, or departs. The rules:
 7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others. A pipeline's
    failure is forgotten when it has come back and met others. A SchedulerError counts for nothing: whoever was lost, the
    scheduler for instance, causes several. Nor does what a newcomer fails with while others train.
-8. *Out of reach* (``unreachable.py``). Pipelines that find no process group in common make another one, and say whom they
-   cannot reach; if that goes on, one of them is put out.
+8. *Out of reach* (``unreachable.py``). Pipelines that find no process group in common make another one, and say
+   whom they cannot reach; if that goes on, one of them is put out.
 9. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
    of the newest epoch that anybody heard of. Who is not in that one has been replaced, and must end. Nobody starts anew
    within its first ``settle`` seconds, in which members make themselves heard.

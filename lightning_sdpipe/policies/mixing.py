@@ -6,40 +6,12 @@ of the second largest eigenvalue of the mean of W. Three workers of equal speed 
 twice as slow, 0.625.
 
 This is for looking at a run, not for deciding, so that the scheduler needs no numpy.
-
-PHD-PSGD's weighted probabilistic graph: which group meets which, and how fast that mixes (paper §3.3).
-
-The paper draws groups of similar speed more often, without a formula. Here
-
-    w_ij = (min(t_i, t_j) / max(t_i, t_j))^γ,    P_ij = w_ij / Σ_k w_ik,
-
-with t_i the seconds of a step of group i. γ = 0 draws evenly; γ = 1 gives the paper's example (§5.2): times of 1, 1, 2
-and 2 yield 0.5 within the two pairs and 0.25 across. As every ready group draws once, group i draws at the rate
-r_i = 1/t_i, so that i and j meet in the share q_ij = (r_i P_ij + r_j P_ji) / Σ r of all meetings, each of which is a
-mean of two. The expected mixing matrix is E[W] = I - ½ L, with L the Laplacian of q.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-
-def similarities(times: Sequence[float], group: int, gamma: float) -> list[float]:
-    """w of one group with each, 0 with itself."""
-    own = times[group]
-    return [0.0 if j == group else (min(own, other) / max(own, other)) ** gamma for j, other in enumerate(times)]
-
-
-def draw(weights: Sequence[tuple[int, float]], number: float) -> int:
-    """The one of ``weights`` (who, how much) that ``number`` in [0, 1) falls on."""
-    left = number * sum(weight for _, weight in weights)
-    for who, weight in weights:
-        left -= weight
-        if left < 0:
-            return who
-    return weights[-1][0]
-
 
 Matrix = list[list[float]]
 

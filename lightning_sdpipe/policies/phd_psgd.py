@@ -4,7 +4,7 @@ Gradients are averaged within a group before every step, so its pipelines stay e
 their models with other groups (§3.4). On the last stage:
 
 1. A group is *ready* when all its members that take part are. Its model counts as one step newer from then on.
-2. If others wait for it, it meets them at once. Otherwise it draws a partner by the weights of ``mixing.py``, in
+2. If others wait for it, it meets them at once. Otherwise it draws a partner by the weights of ``pairing.py``, in
    the steps that ``every`` divides, and goes on alone in the others. If the partner waits, they meet now; else the
    group waits for the partner's next boundary. Nobody waits by draw for a group that waits itself, so there is no ring.
 3. If some are *behind* it (``versions.py``), it waits for exactly these instead, and meets them: STALENESS.
@@ -41,7 +41,7 @@ from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.policies.following_stages import FollowingStages, Part, PlannedGroup, mean_of_groups
 from lightning_sdpipe.policies.group_policy import GroupPolicy
-from lightning_sdpipe.policies.mixing import draw, similarities
+from lightning_sdpipe.policies.pairing import draw, similarities
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, checked_groups, refusal
 from lightning_sdpipe.policies.seeded_hash import uniform
 from lightning_sdpipe.policies.versions import Versions
