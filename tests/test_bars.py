@@ -32,7 +32,7 @@ SHAPES = {
     "modules with too many imports": 3,
     "class names used twice": 4,
     "short modules with one importer": 19,
-    "reaches into another object's privates": 50,
+    "reaches into another object's privates": 26,
     "circles": 2,
 }
 """How many there may be. These numbers are only ever made smaller."""
@@ -50,21 +50,21 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1750, 18),
     "placement": (2725, 24),
     "policies": (2383, 25),
-    "recipes": (7099, 99),
+    "recipes": (7100, 99),
     "scheduler": (4798, 38),
     "simulate": (612, 6),
-    "strategy": (870, 6),
+    "strategy": (813, 6),
     "supervision": (1432, 15),
     "sync": (1681, 16),
     "top": (739, 7),
     "topology": (520, 7),
-    "worker": (2366, 24),
+    "worker": (2461, 25),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
 FOREIGN = {"_apply", "_buffers", "_device", "_interval", "_modules", "_parameters", "_store", "_values", "_version"}
 """Private names of torch and Lightning that the package has, too."""
-FREE_ARGUMENTS = {"SDPipeOptions.__init__"}  # users' options
+FREE_ARGUMENTS = {"SDPipeStrategy.__init__"}  # users' options
 
 
 @cache

@@ -18,9 +18,7 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 # From the top down: what is further left imports what is further right.
 HOUSE = (
     *("cli", "supervision", "sweep", "configuration", "check"),
-    *("strategy", "worker.elastic", "worker.fixed_run"),
-    *("strategy.options", "strategy.option_checks"),  # what a user says: the workers read it, the strategy has it
-    *("worker", "loop", "checkpoints", "sync", "data"),
+    *("strategy", "worker", "loop", "checkpoints", "sync", "data"),
     *("placement", "pipeline", "partition", "exchange", "scheduler", "simulate", "membership", "dealing", "policies"),
     *("optim", "heterogeneity", "topology", "random_streams", "p2p", "errors"),
 )

@@ -122,7 +122,7 @@ class CheckpointHooks(Collectives):
         try:
             self._save_checkpoint(checkpoint, filepath, storage_options)
         except NotWrittenError as error:
-            if self.on_checkpoint_error == "stop":
+            if self.options.on_checkpoint_error == "stop":
                 raise
             log.error("training goes on, but %s.", error)
             self._lacks_checkpoint = True

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torchmetrics import Metric
@@ -21,7 +22,6 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.tcp_store import open_store
@@ -30,15 +30,17 @@ from lightning_sdpipe.worker.elastic.run import ElasticRun
 from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.launching.environment import keep_gloo_on_loopback
 from lightning_sdpipe.worker.launching.launcher import give_up
+from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.scheduler_connection import RunConnection
 from lightning_sdpipe.worker.training import Training
 
 _T = TypeVar("_T")
 
 
-class Collectives(SDPipeOptions):
+class Collectives(DDPStrategy):
     """Lightning's collectives, for workers that need not be at the same point of training."""
 
+    options: Options
     _assembled: Assembled | None = None
     _training: Training | None = None
     brought_home: Mapping[str, Any] = {}
@@ -55,8 +57,9 @@ class Collectives(SDPipeOptions):
         assert environment is not None
         if dist.is_initialized():
             return
-        one_machine = (self if self._job is None else self._job).num_nodes == 1
-        if one_machine and self._job is None:  # pipelines of an elastic run may be on others
+        job = self.options.job
+        one_machine = (self if job is None else job).num_nodes == 1
+        if one_machine and job is None:  # pipelines of an elastic run may be on others
             keep_gloo_on_loopback(environment)
         place = environment.main_address, environment.main_port, self.global_rank, self.world_size
         _init_dist_connection(
@@ -64,15 +67,15 @@ class Collectives(SDPipeOptions):
             self._process_group_backend,
             timeout=self._timeout,
             device_id=None if self.root_device.type == "cpu" else self.root_device,
-            store=PrefixStore("sdpipe", open_store(*place, one_machine, self._run_timeout)),
+            store=PrefixStore("sdpipe", open_store(*place, one_machine, self.options.run_timeout)),
         )
 
     # ------------------------------------------------ what this worker has of a run
 
     @cached_property
     def _run(self) -> FixedRun:
-        end = self._give_up
-        return FixedRun(self, end) if self._job is None else ElasticRun(self, self._job, end)
+        kind = FixedRun if self.options.job is None else ElasticRun
+        return kind(self.options, self, self._give_up)
 
     def _give_up(self) -> None:  # a method, since a lambda cannot be pickled for "spawn" and "forkserver"
         told_to_end = self.lightning_module is not None and self._trainer.received_sigterm
@@ -139,7 +142,7 @@ class Collectives(SDPipeOptions):
 
     @cached_property
     def _whereabouts(self) -> CollectiveGuard:
-        return CollectiveGuard(self.num_stages, self._metrics)
+        return CollectiveGuard(self.options.num_stages, self._metrics)
 
     def _metrics(self) -> list[Metric]:
         return [part for part in self.module.modules() if isinstance(part, Metric)]

@@ -12,8 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_sdpipe.errors import ConfigurationError, nearest
-
-LOOPED = ("interleaved_1f1b", "zero_bubble")  # schedules that give a worker several stages
+from lightning_sdpipe.worker.options import LOOPED
 
 # How to write what is easily written otherwise.
 _FOR_EXAMPLE = {

@@ -1,261 +1,199 @@
-"""The Lightning strategy: its hooks, in the order of a run's life, each a few calls into the packages beside it."""
+"""The Lightning strategy: its options, and its hooks during a run, each a few calls into the packages beside it."""
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, tie_again, to_cpu
-from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.checkpoints.whole_module import make_whole, tie_again, to_cpu
 from lightning_sdpipe.data.loader import PipelineLoader
-from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.loop import loop
-from lightning_sdpipe.loop.adaptation import adapt
-from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
-from lightning_sdpipe.loop.epoch_callback import EpochCallback
-from lightning_sdpipe.loop.joint import JointBatchSource
-from lightning_sdpipe.loop.loss_scale import current_scale
-from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
-from lightning_sdpipe.loop.optimizers import (
-    OptimizerProgress,
-    corrected,
-    follow,
-    refuse_unfit,
-    refuse_unfit_momentum,
-)
-from lightning_sdpipe.loop.planning import Planning, plan_on_rank_zero
-from lightning_sdpipe.loop.plateau import refuse_own_values
+from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
+from lightning_sdpipe.loop.optimizers import follow
 from lightning_sdpipe.loop.predictions import collect, deal_batches
-from lightning_sdpipe.loop.python_state import PythonState
-from lightning_sdpipe.loop.refusals import (
-    refuse_new_parameters,
-    refuse_several_optimizers,
-    refuse_unsupported,
-)
-from lightning_sdpipe.loop.resume_position import Split, split_of
-from lightning_sdpipe.loop.stream_switches import StreamSwitches
+from lightning_sdpipe.loop.refusals import refuse_new_parameters
+from lightning_sdpipe.loop.resume_position import split_of
 from lightning_sdpipe.partition import plan
-from lightning_sdpipe.partition.materialise import Initialisation
-from lightning_sdpipe.partition.same_memory import same_memory
-from lightning_sdpipe.pipeline.data import shared_seed
-from lightning_sdpipe.strategy.checkpoint_hooks import CheckpointHooks
-from lightning_sdpipe.sync.methods import deals
-from lightning_sdpipe.topology.groups import backends, prepare_world
-from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.assembly import Assembled, assemble
-from lightning_sdpipe.worker.launching.environment import naming_the_port
-from lightning_sdpipe.worker.launching.launcher import end_after_failure, launcher_for
-from lightning_sdpipe.worker.training import Training
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.strategy import option_checks
+from lightning_sdpipe.strategy.setup_hooks import SetupHooks
+from lightning_sdpipe.sync.synchronizer import SyncMethod
+from lightning_sdpipe.worker.assembly import Assembled
+from lightning_sdpipe.worker.launching import elastic_job
+from lightning_sdpipe.worker.launching.elastic_job import ElasticEnvironment
+from lightning_sdpipe.worker.launching.launcher import end_after_failure
+from lightning_sdpipe.worker.options import Schedule, resolve
 
 
-class SDPipeStrategy(CheckpointHooks):
+class SDPipeStrategy(SetupHooks):
     """Pipeline and data parallel training on unequal workers (SDPipe, VLDB 2023).
 
     ``devices × num_nodes`` workers form N pipelines of ``num_stages`` stages. Each stage runs its part of the user's
     own steps; the replicas of a stage keep together as ``sync`` says, by default by averaging parameters in groups.
-    The arguments are those of :class:`~lightning_sdpipe.strategy.options.SDPipeOptions`.
+    ``options`` is what the arguments below came to, as :class:`~lightning_sdpipe.worker.options.Options`.
+
+    Args:
+        num_stages: M, the stages of a pipeline; must divide the number of workers.
+        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default. Or the values of a
+            policy of your own, or its import path, as in ``"my_package.policies:RoundRobin"``.
+        exchange: how tensors move between the replicas of a stage, as
+            ``Exchange(EightBit(), overlap="step", hierarchy="hosts")``; in full precision, at once and between any two
+            workers alike by default.
+        schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
+            optimizer steps, and so do ``"interleaved_1f1b"`` and ``"zero_bubble"``, which cut the model into
+            ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
+            up to M − 1 steps late.
+        stages_per_worker: how many stages, ``num_stages`` apart, a worker runs under these two schedules.
+        num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; ``num_stages`` by default.
+            ``"pipedream"`` does not split mini-batches.
+        partition: ``"uniform"`` (equally many blocks), ``"parameters"``, ``"balanced"`` (by measured times) or
+            :class:`~lightning_sdpipe.partition.plan.Balanced` with options, or the number of blocks of each stage;
+            ``"placed"`` for those that ``placement`` names.
+        blocks: paths of the modules that form the chain, in the order in which they run, if the automatic choice does
+            not fit; ``*`` stands for one part of a path.
+        placement: file that says which device runs which stage of which pipeline, as ``sdpipe place`` writes it; by
+            default consecutive ranks form a pipeline.
+        data: ``"dealt"``: batches go to the pipelines by their speed, so that an epoch is as fast as all of them
+            together; ``"sharded"``: each pipeline trains its own shard; ``"auto"``: dealt where ``sync`` and the loader
+            allow it, sharded elsewhere.
+        batch_by_speed: with ``sync=AllReduce()``, all pipelines train one batch of N times the size together, each as
+            many of its ``N × num_micro_batches`` micro-batches as its speed allows.
+        delays: what slows workers down while they train, to study stragglers; from
+            :mod:`lightning_sdpipe.heterogeneity`.
+        scheduler: address of a scheduler that runs already (``sdpipe scheduler``), whose policy then holds instead of
+            that of ``sync``; the environment variable ``SDPIPE_SCHEDULER`` by default. Else rank 0 starts one.
+        scheduler_key_file: the workers' keys for it, as ``sdpipe keygen`` made them; ``SDPIPE_KEY_FILE`` by default.
+        log_dir: directory on rank 0's machine that gets ``scheduler.jsonl``, with every event and decision of the
+            scheduler that rank 0 starts; ``sdpipe replay`` reads it.
+        variance_correction: correct the second moments of an optimizer of the Adam family for the averaging of models
+            (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the number of pipelines.
+        dynamic_shapes: a block's output shape may differ between batches of equal shapes.
+        save_distributed_checkpoint: every rank writes its own part of a checkpoint, a directory then, instead of rank 0
+            all of a file; with ``"async"`` in the background.
+        gather_module: give every worker the whole module again when a run has ended (with another start method than
+            ``"popen"``, the user's process only); by default if it was whole before, and not built on ``meta``.
+        on_nonfinite: ``"stop"`` ends the run when the loss, the gradients or the parameters of a pipeline are not
+            finite, before its model reaches the others; in 16-bit mixed precision, where losses and gradients may
+            overflow, only when parameters are not. ``"continue"`` does not look.
+        on_checkpoint_error: ``"stop"`` ends the run when a checkpoint cannot be written (a full disk); ``"continue"``
+            says so each time, and keeps the last one that is whole. By default elastic runs continue, and others stop.
+        timeout: how long any transfer or answer may take before the run ends with an error.
+        start_method: how the other processes of a machine start; as for
+            :class:`~lightning.pytorch.strategies.DDPStrategy`, like all that follow.
+        process_group_backend: ``"gloo"``, ``"nccl"`` or both by kind of device; as the accelerator asks by default.
+        accelerator: set by the Trainer, as are the next two.
+        parallel_devices: of this machine.
+        cluster_environment: knows who starts processes, and where they meet.
+        checkpoint_io: writes and reads checkpoint files.
+        precision_plugin: instead of ``Trainer(precision=...)``.
+
+    Raises:
+        ConfigurationError: at the first moment at which something is known not to work.
     """
 
-    _plan: tuple[nn.Module, plan.Plan] | None = None
-    _undo: Sequence[Callable[[], None]] = ()
-    _failed = _gathers = False
-    _turns: DealtBatchSource | JointBatchSource | None = None
+    def __init__(
+        self,
+        num_stages: int = 1,
+        sync: SyncMethod | PolicyConfig | str | None = None,
+        schedule: Schedule = "1f1b",
+        stages_per_worker: int = 2,
+        num_micro_batches: int | None = None,
+        partition: plan.Partition | Literal["placed"] = "uniform",
+        blocks: Sequence[str] | None = None,
+        *,
+        exchange: Exchange | None = None,
+        placement: str | Path | None = None,
+        data: Literal["auto", "dealt", "sharded"] = "auto",
+        batch_by_speed: bool = False,
+        delays: Heterogeneity | None = None,
+        scheduler: str | None = None,
+        scheduler_key_file: str | Path | None = None,
+        log_dir: str | Path | None = None,
+        variance_correction: bool = False,
+        dynamic_shapes: bool = False,
+        save_distributed_checkpoint: bool | Literal["async"] = False,
+        gather_module: bool | None = None,
+        on_nonfinite: Literal["stop", "continue"] = "stop",
+        on_checkpoint_error: Literal["stop", "continue"] | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **unknown: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
+        option_checks.check(given, unknown, get_type_hints(SDPipeStrategy.__init__))
+        job = elastic_job.from_environment(os.environ)
+        self.options = resolve(given, job)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=None if parallel_devices is None else list(parallel_devices),
+            cluster_environment=cluster_environment if job is None else ElasticEnvironment(job),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
 
-    @cached_property
-    def _initialisation(self) -> Initialisation:
-        return Initialisation()
-
-    # ------------------------------------------------------------------ launch
+    # ----------------------------------------------------------------- options
 
     @property
-    def mesh(self) -> Mesh:
-        """Who is which worker. Where devices are placed, that is known once the ranks have met."""
-        return self._run.mesh
-
-    def _configure_launcher(self) -> None:
-        self._run.check()
-        timeout = self._run_timeout.total_seconds()
-        self._launcher = launcher_for(self, self._start_method, self._check_module, timeout)
-
-    def _check_module(self) -> None:
-        module = self.lightning_module
-        if module is not None and not is_overridden("configure_model", module):  # else there is no model yet
-            plan.check(module, self.blocks, self.total_stages, self.partition, self._in_flight)
-
-    def setup_environment(self) -> None:
-        environment = self.cluster_environment
-        assert environment is not None
-        with naming_the_port(environment):
-            super().setup_environment()
-        prepare_world(self.root_device)
-        self._run.open()
-        self._data_seed = shared_seed()
-
-    def _get_process_group_backend(self) -> str:
-        """Both kinds of tensors travel: headers and metrics are on the CPU."""
-        device, default = self.root_device, super()._get_process_group_backend()
-        return backends(device, self.parallel_devices or [], self._process_group_backend, default)
-
-    # ------------------------------------------------------------------- setup
-
-    def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
-        assert self.model is not None
-        self._failed = False
-        self.accelerator.setup(trainer)
-        refuse_unsupported(trainer)
-        self._run.check_trainer(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self._cut(trainer)
-        self._prepare_training(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        self._run.set_out(trainer)
-
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: what it builds on ``meta`` gets its initial values when it is cut."""
-        with self._initialisation.recording():
-            yield
-
-    def _plan_stages(self, trainer: Trainer) -> plan.Plan:
-        """A module is cut once: each rank has let go of the other stages when it runs again."""
-        if self._plan is None or self._plan[0] is not self.module:
-            planning = Planning(
-                trainer,
-                self.total_stages,
-                self.partition,
-                self.blocks,
-                self.num_micro_batches,
-                self.root_device,
-                self._whereabouts,
-                self._run_timeout.total_seconds(),
-                self._in_flight,
-            )
-            self._plan = self.module, plan_on_rank_zero(planning)
-        return self._plan[1]
-
-    def _cut(self, trainer: Trainer) -> None:
-        """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
-        memory = same_memory(self.module)
-        stages = self._plan_stages(trainer)
-        self._gathers = is_whole(self.module) if self.gather_module is None else self.gather_module
-        self._assembled = assemble(
-            self.module, stages, self.groups, self.pipeline_options, self._initialisation, self.root_device, memory
-        )
-        ownership = self._assembled.ownership
-        self._checkpoints = Checkpoints(self.module, ownership, self.groups, self.save_distributed_checkpoint)
-        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
-            self._checkpoints.check()
-
-    def _prepare_training(self, trainer: Trainer) -> None:
-        """Makes what the hooks below call, and Lightning's loop and callbacks fit for it."""
-        parts = self._parts
-        scaled = getattr(self.precision_plugin, "scaler", None) is not None
-        watch = self.on_nonfinite == "stop"
-        where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
-        draws = StreamSwitches(
-            trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, parts.ownership, self._position
-        )
-        buckets = parts.freezing.buckets
-        progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
-        self._state = PythonState(
-            trainer, parts.ownership, self.groups, self.root_device, self._first_failure, parts.changed_late
-        )
-        self._training = Training(
-            trainer,
-            parts,
-            self._method.build(self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)),
-            self.membership.client,
-            self.groups,
-            draws,
-            self._whereabouts,
-            NonfiniteWatch(where, buckets, self.root_device, losses=not scaled) if watch else None,
-            self._first_failure,
-            lambda: self._turns.portion if isinstance(self._turns, JointBatchSource) else None,
-            self._run.rendezvous,
-            self._state,
-        )
-        self._undo = [
-            draws.undo,
-            *adapt(
-                trainer,
-                self.groups,
-                parts.ownership,
-                parts.pipeline,
-                buckets,
-                self._whereabouts,
-                self._training.readiness,
-                lambda: self._checkpoints.whole_groups(self.optimizers[0]),
-                lambda: self._checkpoints.whole_groups_shown(self.optimizers),
-                self._state.hand_on,
-                parts.logged_late,
-            ),
-        ]
-        self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]
-        checks = ClockChecks(loop.clocks(trainer), self.broadcast)
-        self._turns = self._turns_by_speed(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
-        if self._turns is not None:
-            self._undo = [*self._undo, self._turns.close]
-        loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
-        pause, share, underway = self._training.pause, self._run.share, lambda: self.training.underway
-        EpochCallback(
-            self.groups, pause, share, self._random_states, checks, self._first_failure, underway, draws
-        ).put_first(trainer)
+    def num_stages(self) -> int:
+        """M, the stages of a pipeline."""
+        return self.options.num_stages
 
     @property
-    def _why_alike(self) -> str | None:
-        """Why no worker may have a learning rate of its own; None if pipelines may."""
-        if self.training.sync.gradients is not None and self.mesh.num_pipelines > 1:
-            return f"replicas stay equal under sync={self.sync!r}"
-        return "stages other than the last have none" if self.num_stages > 1 else None
+    def num_micro_batches(self) -> int:
+        """Parts of a mini-batch that are in the pipeline at the same time."""
+        return self.options.num_micro_batches
 
-    def _scale_of_gradients(self) -> float:
-        """When they are exchanged: without a flush they are divided by the loss scale before."""
-        return current_scale(self.precision_plugin) if self._parts.pipeline.flushes else 1.0
+    @property
+    def sync(self) -> SyncMethod | PolicyConfig | str:
+        """The synchronisation method, as it was given."""
+        return self.options.sync
 
-    def _turns_by_speed(self, trainer: Trainer, checks: ClockChecks) -> DealtBatchSource | JointBatchSource | None:
-        def seed() -> int:
-            return self._data_seed
+    @property
+    def exchange(self) -> Exchange:
+        """How tensors move between the replicas of a stage."""
+        return self.options.exchange
 
-        def origin() -> Split | None:
-            return self._loaded_split
+    @property
+    def delays(self) -> Heterogeneity:
+        """What slows workers down while they train."""
+        return self.options.delays
 
-        def anybody(mine: bool) -> bool:
-            return self.reduce_boolean_decision(mine, all=False)
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """Of this machine: those of the Trainer, or of them those of an elastic job."""
+        return super().parallel_devices
 
-        if self.batch_by_speed:
-            return JointBatchSource(trainer, self.groups, self._parts.delays, *self.division, seed, origin)
-        if not deals(self.data, self._method, self.mesh.num_pipelines, self.membership.client.policy):
-            return None
-        asked = self.data == "dealt"
-        in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
-        return self._run.dealt_turns(trainer, self.training, checks, Dealing(seed, origin, asked, anybody, in_step))
-
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        with refuse_several_optimizers():
-            super().setup_optimizers(trainer)
-        (optimizer,) = self.optimizers
-        refuse_unfit(optimizer, self.precision_plugin, self.num_stages)
-        refuse_unfit_momentum(optimizer, self.exchange.payload)
-        if self.variance_correction:
-            self.optimizers = [corrected(optimizer, self.training.sync.models_averaged, self.sync)]
-        self._checkpoints.take_part_of(self.optimizers[0])
-
-    def model_to_device(self) -> None:
-        """Nothing: :func:`keep_only` has moved this stage's part, and the rest stays on ``meta``."""
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        job = self.options.job
+        if job is not None and devices:
+            if (said := job.overrides(len(devices), self.num_nodes)) is not None:
+                rank_zero_info(said)
+            devices = job.devices(devices)
+        self._parallel_devices = devices
 
     # -------------------------------------------------------------------- data
 
@@ -283,9 +221,6 @@ class SDPipeStrategy(CheckpointHooks):
                 self._turns.deal(dataloader, self._split)
         return loader
 
-    def _position(self) -> int | None:
-        return None if self._turns is None else self._turns.position
-
     def _seed_of_epoch(self) -> tuple[int, ...]:
         return self._data_seed, self.module.trainer.current_epoch
 
@@ -312,7 +247,7 @@ class SDPipeStrategy(CheckpointHooks):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if self.variance_correction:
+        if self.options.variance_correction:
             follow(self.optimizers[0], self.training.sync.models_averaged)
         return self.training.update(optimizer, closure, model=model, **kwargs)
 
@@ -348,7 +283,7 @@ class SDPipeStrategy(CheckpointHooks):
     @property
     def has_results(self) -> bool:
         """Whether this worker's stage is the last one, where steps come to their end and what they return exists."""
-        return self._worker.stage == self.num_stages - 1
+        return self._worker.stage == self.options.num_stages - 1
 
     # ---------------------------------------------------------------- the end
 
@@ -387,7 +322,7 @@ class SDPipeStrategy(CheckpointHooks):
 
     def _make_whole(self, parts: Assembled) -> None:
         """As other strategies leave the module: whole, in all processes that go on."""
-        ends_here = self._start_method != "popen"  # all but one process of each machine
+        ends_here = self.options.start_method != "popen"  # all but one process of each machine
         keepers = [rank for rank in range(self.world_size) if not ends_here or rank % self.num_processes == 0]
         if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
             with self._first_failure():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,8 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.heterogeneity.delays import Delays
-from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
+from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.loop.freezing import Freezing
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation, materialise
@@ -28,19 +26,7 @@ from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import StageRunner
 from lightning_sdpipe.topology.groups import ProcessGroups
-
-
-@dataclass(frozen=True)
-class AssemblyOptions:
-    """How the pipelines run; see :class:`~lightning_sdpipe.strategy.SDPipeStrategy` for each."""
-
-    num_stages: int
-    schedule: str = "1f1b"
-    stages_per_worker: int = 1
-    num_micro_batches: int = 1
-    dynamic_shapes: bool = False
-    delays: Heterogeneity = field(default_factory=Delays)
-    timeout: timedelta | None = None
+from lightning_sdpipe.worker.options import Options
 
 
 @dataclass(frozen=True)
@@ -73,7 +59,7 @@ def assemble(
     module: LightningModule,
     plan: Plan,
     groups: ProcessGroups,
-    options: AssemblyOptions,
+    options: Options,
     initialisation: Initialisation,
     device: torch.device,
     memory: SameMemory | None = None,
@@ -91,7 +77,7 @@ def assemble(
     chain, spans = plan.chain, plan.module_spans
     ownership = assign_owners(module, chain, spans, options.num_stages, plan.readers, memory)
     by_stage = assign_owners(module, chain, spans, readers=plan.readers, memory=memory)
-    shared = SharedParameters(module, ownership, by_stage, groups, options.timeout)
+    shared = SharedParameters(module, ownership, by_stage, groups, options.run_timeout)
     materialise(module, ownership, worker, initialisation)
     keep_only(module, ownership, worker, device)
     move_the_rest(module, device)
@@ -109,7 +95,7 @@ def assemble(
     cut_model = CutModel(module, chain, [spans[number] for number in numbers], device)
     ranks = tuple(groups.mesh.pipeline_ranks(pipeline_number)) * options.stages_per_worker
     bound = 2 if options.stages_per_worker == 1 else None
-    lanes = groups.lanes(len(spans), device, options.timeout)
+    lanes = groups.lanes(len(spans), device, options.run_timeout)
     runners = [
         StageRunner(
             module,

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
+from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.strategy.options import SDPipeOptions
-from lightning_sdpipe.sync.methods import on_hosts
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -29,6 +29,7 @@ from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import check_shape, mesh_of
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.launching.environment import where_to_listen
+from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.scheduler_connection import RunConnection, SchedulerConnection
 from lightning_sdpipe.worker.training import Training
 
@@ -37,12 +38,14 @@ class FixedRun:
     """One worker's, through all of its Trainer's runs on the same processes.
 
     Args:
-        options: of the strategy, which knows its devices when anything is asked here.
+        options: of the strategy; ``options`` here has what depends on the hosts, once those are known.
+        strategy: knows its processes and devices by the time that anything is asked here.
         give_up: ends this process's wait for a tensor that will never come; called in another thread.
     """
 
-    def __init__(self, options: SDPipeOptions, give_up: Callable[[], None]) -> None:
-        self._options = options
+    def __init__(self, options: Options, strategy: DDPStrategy, give_up: Callable[[], None]) -> None:
+        self.options = options
+        self._strategy = strategy
         self._give_up = give_up
         self._placed: Mesh | None = None
         self._groups: ProcessGroups | None = None
@@ -55,10 +58,10 @@ class FixedRun:
         """Who is which worker. Where devices are placed, that is known once the ranks have met."""
         if self._placed is not None:
             return self._placed
-        options = self._options
+        workers, options = self._strategy.num_nodes * self._strategy.num_processes, self.options
         if options.placement is not None:
-            check_shape(options.placement, options.num_stages, options.num_nodes * options.num_processes)
-        return Mesh.build(options.num_nodes * options.num_processes, options.num_stages)
+            check_shape(options.placement, options.num_stages, workers)
+        return Mesh.build(workers, options.num_stages)
 
     def check(self) -> None:
         """Before any other process exists.
@@ -66,16 +69,16 @@ class FixedRun:
         Raises:
             ConfigurationError: the number of workers does not fit, or values of the method do not fit that.
         """
-        mesh, options = self.mesh, self._options
-        method = on_hosts(options._method, self._hosts if options.placement is None else options.placement.hosts)
-        registry.build(method.policy, mesh.num_stages, mesh.num_pipelines)
-        if options.placement is None:  # else which pipeline is which is not known yet
-            options._method = method
+        mesh, placement = self.mesh, self.options.placement
+        resolved = self.options.on_hosts(self._hosts if placement is None else placement.hosts)
+        registry.build(resolved.method.policy, mesh.num_stages, mesh.num_pipelines)
+        if placement is None:  # else which pipeline is which is not known yet
+            self.options = resolved
 
     @property
     def _hosts(self) -> list[str]:
         """Where the stages of each pipeline run."""
-        nodes = [[rank // self._options.num_processes for rank in row] for row in self.mesh.ranks]
+        nodes = [[rank // self._strategy.num_processes for rank in row] for row in self.mesh.ranks]
         return [",".join(map(str, row)) for row in nodes]
 
     def check_trainer(self, trainer: Trainer) -> None:
@@ -83,22 +86,22 @@ class FixedRun:
 
     def open(self) -> None:
         """Connects this worker with the others; each must call it when the world's process group is there."""
-        options = self._options
+        strategy = self._strategy
         if self._groups is None:
-            if options.placement is not None:
-                self._placed = mesh_of(options.placement, roll_call(options.local_rank, options.root_device))
-                options._method = on_hosts(options._method, self._hosts)
-            self._groups = ProcessGroups.open(self.mesh, options._run_timeout)
-        environment = options.cluster_environment
+            if self.options.placement is not None:
+                self._placed = mesh_of(self.options.placement, roll_call(strategy.local_rank, strategy.root_device))
+                self.options = self.options.on_hosts(self._hosts)
+            self._groups = ProcessGroups.open(self.mesh, self.options.run_timeout)
+        environment = strategy.cluster_environment
         assert environment is not None
         self._membership = SchedulerConnection(
             self.mesh,
-            options._method.policy,
-            options._standing_scheduler,
-            lambda: where_to_listen(environment, options.num_nodes),
-            options._run_timeout.total_seconds(),
+            self.options.method.policy,
+            self.options.standing_scheduler,
+            lambda: where_to_listen(environment, strategy.num_nodes),
+            self.options.run_timeout.total_seconds(),
             self._give_up,
-            options._scheduler_log,
+            self.options.scheduler_log,
         )
 
     @property
@@ -150,9 +153,9 @@ class FixedRun:
             parts.freezing.buckets,
             parts.buffers,
             parts.freezing.trained,
-            self._options._run_timeout,
+            self.options.run_timeout,
             watch,
-            self._options.exchange,
+            self.options.exchange,
             loss_scale,
             progress,
             parts.freezing.name_of,
@@ -170,8 +173,10 @@ class FixedRun:
         run, client = shared(secrets.randbits(62)), self._membership.client
         return DealtBatchSource(trainer, training, client, self.groups, checks, run, dealing)
 
-    def set_out(self, trainer: Trainer) -> None:
-        """All is set up, and nothing restored yet."""
+    def set_out(self, trainer: Trainer, checkpoints: Checkpoints, data_seed: int) -> int:
+        """All is set up, and nothing restored yet. Returns the seed of the run's data: ``data_seed``, which is this
+        worker's, unless it begins together with others."""
+        return data_seed
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Everybody gets the metrics of rank 0, which itself gets what it gave; every worker must call it."""
@@ -180,13 +185,13 @@ class FixedRun:
 
     def vote(self, decision: bool, all: bool) -> bool:
         """Is everybody for it, or (not ``all``) anybody? Every worker must call it."""
-        votes = torch.tensor(int(decision), device=self._options.root_device)
+        votes = torch.tensor(int(decision), device=self._strategy.root_device)
         dist.all_reduce(votes)
         return int(votes) == dist.get_world_size() if all else bool(votes)
 
     def random_states(self) -> Mapping[str, Any]:
         """Of all workers, on rank 0; every one must call it."""
-        return random_states.gather(self.groups, self._options.root_device)
+        return random_states.gather(self.groups, self._strategy.root_device)
 
     def close(self) -> None:
         """The Trainer's run is over."""

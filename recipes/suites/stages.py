@@ -18,7 +18,8 @@ from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.assembly import Assembled, AssemblyOptions, assemble
+from lightning_sdpipe.worker.assembly import Assembled, assemble
+from lightning_sdpipe.worker.options import Options
 from recipes.suites.processes import TRANSFER_TIMEOUT
 
 CPU = torch.device("cpu")
@@ -60,5 +61,5 @@ def open_stage(
     """
     num_stages = groups.mesh.num_stages
     stages = make_plan(module, num_stages, blocks, batch, num_micro_batches)
-    options = AssemblyOptions(num_stages, schedule, num_micro_batches=num_micro_batches, timeout=TRANSFER_TIMEOUT)
+    options = Options(num_stages, schedule=schedule, num_micro_batches=num_micro_batches, run_timeout=TRANSFER_TIMEOUT)
     return assemble(module, stages, groups, options, Initialisation(), CPU)

@@ -21,7 +21,8 @@ from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.assembly import AssemblyOptions, assemble
+from lightning_sdpipe.worker.assembly import assemble
+from lightning_sdpipe.worker.options import Options
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=20)
@@ -84,8 +85,13 @@ def pipeline(
     groups = ProcessGroups.open(Mesh.build(num_stages, num_stages), TIMEOUT)
     model = make()
     stages = planned(model, num_stages * stages_per_worker, batches[0], num_micro_batches, blocks)
-    options = AssemblyOptions(
-        num_stages, schedule, stages_per_worker, num_micro_batches, dynamic_shapes, timeout=TIMEOUT
+    options = Options(
+        num_stages,
+        schedule=schedule,
+        stages_per_worker=stages_per_worker,
+        num_micro_batches=num_micro_batches,
+        dynamic_shapes=dynamic_shapes,
+        run_timeout=TIMEOUT,
     )
     parts = assemble(model, stages, groups, options, Initialisation(), CPU)
     runtime, runners = parts.pipeline, parts.runners

@@ -17,7 +17,8 @@ from lightning_sdpipe.pipeline.gradients import reported_to
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.assembly import Assembled, AssemblyOptions, assemble
+from lightning_sdpipe.worker.assembly import Assembled, assemble
+from lightning_sdpipe.worker.options import Options
 from tests.pipeline.harness import CPU, TRAIN
 from tests.workers import run_workers
 
@@ -82,7 +83,7 @@ def assembled(module: L.LightningModule, schedule: str) -> Assembled:
     groups = ProcessGroups.open(Mesh.build(2, 2), TIMEOUT)
     each = 2 if schedule in ("interleaved_1f1b", "zero_bubble") else 1
     stages = plan.plan(module, 2 * each, "uniform", None, lambda _: pytest.fail("a uniform cut measures nothing"))
-    options = AssemblyOptions(2, schedule, each, 4, timeout=TIMEOUT)
+    options = Options(2, schedule=schedule, stages_per_worker=each, num_micro_batches=4, run_timeout=TIMEOUT)
     return assemble(module, stages, groups, options, Initialisation(), CPU)
 
 

@@ -16,7 +16,8 @@ from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.assembly import AssemblyOptions, assemble
+from lightning_sdpipe.worker.assembly import assemble
+from lightning_sdpipe.worker.options import Options
 from tests.pipeline.harness import CPU, TRAIN
 from tests.workers import run_workers
 
@@ -41,7 +42,7 @@ def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float,
     groups = ProcessGroups.open(Mesh.build(2, 2), TIMEOUT)
     stage, _ = groups.mesh.locate(rank)
     module = Model(tied)
-    options = AssemblyOptions(2, schedule, num_micro_batches=4, timeout=TIMEOUT)
+    options = Options(2, schedule=schedule, num_micro_batches=4, run_timeout=TIMEOUT)
     parts = assemble(module, plan.plan(module, 2), groups, options, Initialisation(), CPU)
     gradients: list[float] = []
     ready: list[float] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from datetime import timedelta
 from typing import Any
@@ -104,3 +105,9 @@ def test_what_cannot_be_meant_is_refused(given: dict[str, Any], message: str) ->
 def test_what_is_right_passes(given: dict[str, Any]) -> None:
     strategy = SDPipeStrategy(**given)
     assert strategy.num_stages == given.get("num_stages", 1)
+
+
+def test_help_names_every_option() -> None:
+    arguments = str(inspect.getdoc(SDPipeStrategy)).partition("Args:")[2]
+    options = [name for name in inspect.signature(SDPipeStrategy).parameters if name != "unknown"]
+    assert [name for name in options if f"\n    {name}: " not in arguments] == []

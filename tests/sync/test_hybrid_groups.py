@@ -327,7 +327,7 @@ def test_groups_come_from_a_measured_network(tmp_path: Path) -> None:
     )
     alike = measured(tmp_path / "alike.json", [1.0, 0.5, 0.5, 1.0], "aaaa")
     strategy = SDPipeStrategy(1, sync=PHDPSGD(groups=alike, group_size=2))
-    assert strategy._method.policy == PHDPSGD(groups=((0, 3), (1, 2)), times=(0.2, 0.4, 0.4, 0.2))
+    assert strategy.options.method.policy == PHDPSGD(groups=((0, 3), (1, 2)), times=(0.2, 0.4, 0.4, 0.2))
     given = PHDPSGD(groups=alike, group_size=2, times=(1, 1, 9, 9))
     assert with_measured_groups(method_of(given), 1, False).policy == PHDPSGD(
         groups=((0, 1), (2, 3)), times=(1, 1, 9, 9)
@@ -373,4 +373,4 @@ def test_groups_that_do_not_fit_are_refused_before_any_process_starts() -> None:
 
 def test_pipelines_that_come_and_go_form_no_groups() -> None:
     with pytest.raises(ConfigurationError, match=r"sync=PHDPSGD.*does not work in an elastic job"):
-        check_options(SDPipeStrategy(2, sync=PHDPSGD(group_size=1)))
+        check_options(SDPipeStrategy(2, sync=PHDPSGD(group_size=1)).options)

@@ -168,4 +168,4 @@ def _two_pipelines(directory: Path, sync: Any, stages: int, **options: Any) -> t
 )
 def test_what_elastic_jobs_cannot_do_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        check_options(SDPipeStrategy(2, **given))
+        check_options(SDPipeStrategy(2, **given).options)

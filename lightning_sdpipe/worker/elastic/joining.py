@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.scheduler.client.membership_client import Receive, Start
-from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.worker.elastic.barriers import Barriers, pack, split, unpack_max
+from lightning_sdpipe.worker.options import Options
 
 
-def fingerprint(trainer: Trainer, options: SDPipeOptions, ownership: Ownership) -> dict[str, str]:
+def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dict[str, str]:
     """Of a worker that is about to join: the same on all stages of a pipeline, and of all pipelines."""
     module = trainer.lightning_module
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.state_dict().items()]

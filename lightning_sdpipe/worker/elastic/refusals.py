@@ -10,15 +10,15 @@ from lightning_sdpipe.loop import loop
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
-from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.sync.methods import ByPolicy
+from lightning_sdpipe.worker.options import Options
 
 _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
 
 
-def check_options(options: SDPipeOptions) -> None:
+def check_options(options: Options) -> None:
     """Raises ConfigurationError for options of the strategy that an elastic job cannot carry out."""
-    policy = options._method.policy if isinstance(options._method, ByPolicy) else None
+    policy = options.method.policy if isinstance(options.method, ByPolicy) else None
     if isinstance(policy, PHDPSGD) and policy.within == "gradients":
         raise ConfigurationError(
             f"sync={options.sync!r} does not work {_HOW}: the pipelines of a group average gradients, and none could "
@@ -31,7 +31,7 @@ def check_options(options: SDPipeOptions) -> None:
             "may be gone. Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD() or NoSync(). In "
             "place of AllReduce() that is LocalSGD(every=1), which averages models instead of gradients."
         )
-    takes = getattr(options._method, "takes", None)
+    takes = getattr(options.method, "takes", None)
     for given, name, instead in (
         (getattr(policy, "seating", None) == "near", "seating='near'", "list who is near, as in [[0, 1], [2, 3]]"),
         (options.schedule == "pipedream", "schedule='pipedream'", "use a schedule with a flush, such as '1f1b'"),
@@ -46,7 +46,7 @@ def check_options(options: SDPipeOptions) -> None:
             "its members need a common model, which newcomers lack; use SemiDecentralized() or PartialReduce(), or "
             "send in full",
         ),
-        (options._start_method != "popen", f"start_method={options._start_method!r}", "leave it out"),
+        (options.start_method != "popen", f"start_method={options.start_method!r}", "leave it out"),
     ):
         if given:
             raise ConfigurationError(f"{name} does not work {_HOW} yet: {instead}.")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch._C._distributed_c10d import Store
@@ -29,12 +30,10 @@ from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import Dealing
-from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, CancelledError, Receive, Start
-from lightning_sdpipe.strategy.options import SDPipeOptions
 from lightning_sdpipe.sync.mover_choice import among_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
@@ -52,7 +51,7 @@ from lightning_sdpipe.worker.elastic.joining import fingerprint
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
 from lightning_sdpipe.worker.elastic.stage_commands import Command, CommandChannel, CommandKind
 from lightning_sdpipe.worker.fixed_run import FixedRun
-from lightning_sdpipe.worker.launching.elastic_job import ElasticJob
+from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.training import Training
 
 log = logging.getLogger(__name__)
@@ -62,17 +61,12 @@ _WHOLE_RUN = 1e9  # seconds
 
 
 class ElasticRun(FixedRun):
-    """One worker's.
+    """One worker's; its options name the job that this process belongs to."""
 
-    Args:
-        options: of the strategy.
-        job: that this process belongs to.
-        give_up: ends this process's wait for a tensor that will never come; called in another thread.
-    """
-
-    def __init__(self, options: SDPipeOptions, job: ElasticJob, give_up: Callable[[], None]) -> None:
-        super().__init__(options, give_up)
-        self._job = job
+    def __init__(self, options: Options, strategy: DDPStrategy, give_up: Callable[[], None]) -> None:
+        super().__init__(options, strategy, give_up)
+        assert options.job is not None
+        self._job = job = options.job
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N is not known yet
         self._leads = False
         self._leaving = False
@@ -88,27 +82,27 @@ class ElasticRun(FixedRun):
         return self._mesh
 
     def check(self) -> None:
-        if self._options.placement is not None:
-            check_shape(self._options.placement, self._job.world_size, None)
-        refusals.check_options(self._options)
+        if self.options.placement is not None:
+            check_shape(self.options.placement, self._job.world_size, None)
+        refusals.check_options(self.options)
 
     def check_trainer(self, trainer: Trainer) -> None:
         refusals.check_trainer(trainer)
 
     def open(self) -> None:
-        options, job = self._options, self._job
-        assert options._standing_scheduler is not None
+        options, job = self.options, self._job
+        assert options.standing_scheduler is not None
         leader.take_place(job.rank, self._leads)  # the process group was opened since, which says otherwise
         if self._groups is None and options.placement is not None:
             self._mesh = replace(self._mesh, ranks=(self._placed_row(options.placement),))
         self._worker = Worker(*self._mesh.locate(dist.get_rank()))
         if job.policy_file is not None:
-            policy_file.offer(job.policy_file, options._method.policy)
+            policy_file.offer(job.policy_file, options.method.policy)
         self._membership = self._line = ElasticConnection(
-            options._standing_scheduler,
+            options.standing_scheduler,
             self._worker,
             shared(1 + secrets.randbits(61)),
-            options._run_timeout.total_seconds(),
+            options.run_timeout.total_seconds(),
             Callbacks(
                 epoch=lambda epoch: self._epochs.enter(epoch), broke=lambda sequence: self._epochs.broke(sequence)
             ),
@@ -118,20 +112,20 @@ class ElasticRun(FixedRun):
         assert served is not None
         if served[0] != job.world_size:
             raise ConfigurationError(
-                f"The scheduler at {options._standing_scheduler.address} serves pipelines of {served[0]} stages, and "
+                f"The scheduler at {options.standing_scheduler.address} serves pipelines of {served[0]} stages, and "
                 f"pipeline {job.pipeline} was started with {job.world_size} processes, one for each stage. Start as "
                 "many."
             )
         self._mesh = replace(self._mesh, counted=served[1])
         if self._groups is None:
-            self._groups = ProcessGroups.open(self._mesh, options._run_timeout)
+            self._groups = ProcessGroups.open(self._mesh, options.run_timeout)
         self._epochs = EpochGroups(
-            self._worker, self._make_store, options._run_timeout, self._line.line, among_groups(options.exchange)
+            self._worker, self._make_store, options.run_timeout, self._line.line, among_groups(options.exchange)
         )
         self._words = CommandChannel(self._groups)
 
     def _placed_row(self, placement: Placement) -> tuple[int, ...]:
-        device = self._options.root_device
+        device = self._strategy.root_device
         index = self._job.local_rank if device.index is None else device.index
         order = order_of_stages(placement, roll_call(index, device))
         if order.reason is not None and self._job.rank == 0:
@@ -192,16 +186,16 @@ class ElasticRun(FixedRun):
         line = self._line.line
         self._meetings = Barriers(self._worker, line, self._epochs, self._point)
         self._here = self._meetings.present
-        self._tensors = parts.freezing.buckets, parts.buffers
+        self._parts = parts
         return ElasticReplica(
             self._line.client,
             self.groups,
             parts.freezing.buckets,
             parts.buffers,
             parts.freezing.trained,
-            self._options._run_timeout,
+            self.options.run_timeout,
             watch,
-            self._options.exchange,
+            self.options.exchange,
             loss_scale,
             progress,
             meetings=self._meetings,
@@ -239,27 +233,27 @@ class ElasticRun(FixedRun):
 
     # ----------------------------------------------------------- coming, going
 
-    def set_out(self, trainer: Trainer) -> None:
+    def set_out(self, trainer: Trainer, checkpoints: Checkpoints, data_seed: int) -> int:
         """Joins the run: with the state of a pipeline that trains, if there is one."""
         if trainer.state.fn != TrainerFn.FITTING:
-            return
-        strategy: Any = trainer.strategy
-        ownership: Ownership = strategy._assembled.ownership
-        self._checkpoints: Checkpoints = strategy._checkpoints
-        answer, state = joining.join(self._line.line, fingerprint(trainer, self._options, ownership), self._receive)
+            return data_seed
+        self._checkpoints = checkpoints
+        mine = fingerprint(trainer, self.options, self._parts.ownership)
+        answer, state = joining.join(self._line.line, mine, self._receive)
         self._epochs.enter(answer.epoch)
         if state is not None:
             self._go_on_from(state, trainer)
         elif answer.checkpoint:
             self._go_on_from_file(answer.checkpoint, trainer)
         if state is None and len(answer.epoch.members) > 1:
-            self._begin_together(answer, trainer)
+            data_seed = self._begin_together(answer, trainer, data_seed)
         if self.leads:
             leader.show_progress(trainer, underway=False)
         self._others_led = not self._leads
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[method-assign]
         if self._mesh.num_stages > 1 and self._words.speaks:
             threading.Thread(target=self._hear_of_leaving, name="sdpipe leaving", daemon=True).start()
+        return data_seed
 
     def _receive(self, what: Receive) -> dict[str, Any]:
         store = self._transfer_store(what.transfer)
@@ -300,17 +294,17 @@ class ElasticRun(FixedRun):
 
         connector.resume_start = resume_start
 
-    def _begin_together(self, answer: Start, trainer: Trainer) -> None:
-        """The first pipelines begin equal."""
-        strategy: Any = trainer.strategy
-        buckets, buffers = self._tensors
+    def _begin_together(self, answer: Start, trainer: Trainer, data_seed: int) -> int:
+        """The first pipelines begin equal, with the data's seed of the first of them."""
         with self._meetings.at(f"beginning/{answer.epoch.number}"):
-            mine = {"turns": self._turns.state, "seed": strategy._data_seed, "names": leader.names(trainer)}
-            tensors, says = [*tensors_of(buckets), *buffers], json.dumps(mine).encode()
+            mine = {"turns": self._turns.state, "seed": data_seed, "names": leader.names(trainer)}
+            tensors = [*tensors_of(self._parts.freezing.buckets), *self._parts.buffers]
+            says = json.dumps(mine).encode()
             first = json.loads(joining.begin_together(self._meetings, tensors, says, self._of_all_stages))
         self._turns.load(first["turns"])
-        strategy._data_seed = first["seed"]
         leader.adopt(trainer, first["names"])
+        seed: int = first["seed"]
+        return seed
 
     def _of_all_stages(self, mine: Any) -> list[Any]:
         said, everybody = json.dumps(mine).encode(), self.groups.everybody

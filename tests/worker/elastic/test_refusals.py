@@ -40,7 +40,7 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     "sync", [SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD(), BY_MODELS]
 )
 def test_these_methods_work(sync: Any) -> None:
-    options = SDPipeStrategy(sync=sync)
+    options = SDPipeStrategy(sync=sync).options
     refusals.check_options(options)
     assert options.data == "dealt"
 
@@ -51,7 +51,7 @@ def test_these_methods_work(sync: Any) -> None:
 )
 def test_other_methods_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'\)"):
-        refusals.check_options(SDPipeStrategy(sync=sync))
+        refusals.check_options(SDPipeStrategy(sync=sync).options)
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ def test_other_methods_are_refused(sync: Any) -> None:
 )
 def test_other_options_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match="seating='near'" if name == "sync" else name):
-        refusals.check_options(SDPipeStrategy(**{name: value}))
+        refusals.check_options(SDPipeStrategy(**{name: value}).options)
 
 
 @pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), ADPSGD()])
 def test_groups_may_send_eight_bits_and_average_beside_the_next_step(sync: Any) -> None:
-    refusals.check_options(SDPipeStrategy(sync=sync, exchange=Exchange(EightBit(), overlap="step")))
+    refusals.check_options(SDPipeStrategy(sync=sync, exchange=Exchange(EightBit(), overlap="step")).options)
 
 
 @pytest.mark.parametrize("exchange", [Exchange(overlap="free"), Exchange(hierarchy="hosts"), Exchange(EightBit())])
 def test_what_everybody_must_share_is_refused(exchange: Exchange) -> None:
     with pytest.raises(ConfigurationError, match="does not work in an elastic job"):
-        refusals.check_options(SDPipeStrategy(sync=LocalSGD(every=1), exchange=exchange))
+        refusals.check_options(SDPipeStrategy(sync=LocalSGD(every=1), exchange=exchange).options)
 
 
 def test_there_is_a_scheduler_and_as_many_stages_as_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,242 @@
+"""Lightning's hooks before a run: how its processes start, and what each of them makes for training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_sdpipe.checkpoints.whole_module import is_whole
+from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.loop import loop
+from lightning_sdpipe.loop.adaptation import adapt
+from lightning_sdpipe.loop.clock import ClockChecks
+from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
+from lightning_sdpipe.loop.epoch_callback import EpochCallback
+from lightning_sdpipe.loop.joint import JointBatchSource
+from lightning_sdpipe.loop.loss_scale import current_scale
+from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
+from lightning_sdpipe.loop.optimizers import OptimizerProgress, corrected, refuse_unfit, refuse_unfit_momentum
+from lightning_sdpipe.loop.planning import Planning, plan_on_rank_zero
+from lightning_sdpipe.loop.plateau import refuse_own_values
+from lightning_sdpipe.loop.python_state import PythonState
+from lightning_sdpipe.loop.refusals import refuse_several_optimizers, refuse_unsupported
+from lightning_sdpipe.loop.resume_position import Split
+from lightning_sdpipe.loop.stream_switches import StreamSwitches
+from lightning_sdpipe.partition import plan
+from lightning_sdpipe.partition.materialise import Initialisation
+from lightning_sdpipe.partition.same_memory import same_memory
+from lightning_sdpipe.pipeline.data import shared_seed
+from lightning_sdpipe.strategy.checkpoint_hooks import CheckpointHooks
+from lightning_sdpipe.sync.methods import deals
+from lightning_sdpipe.topology.groups import backends, prepare_world
+from lightning_sdpipe.topology.mesh import Mesh
+from lightning_sdpipe.worker.assembly import assemble
+from lightning_sdpipe.worker.launching.environment import naming_the_port
+from lightning_sdpipe.worker.launching.launcher import launcher_for
+from lightning_sdpipe.worker.training import Training
+
+
+class SetupHooks(CheckpointHooks):
+    """Starts the processes, cuts the model, and makes what the hooks of a run call."""
+
+    _plan: tuple[nn.Module, plan.Plan] | None = None
+    _undo: Sequence[Callable[[], None]] = ()
+    _failed = _gathers = False
+    _turns: DealtBatchSource | JointBatchSource | None = None
+
+    @cached_property
+    def _initialisation(self) -> Initialisation:
+        return Initialisation()
+
+    # ------------------------------------------------------------------ launch
+
+    @property
+    def mesh(self) -> Mesh:
+        """Who is which worker. Where devices are placed, that is known once the ranks have met."""
+        return self._run.mesh
+
+    def _configure_launcher(self) -> None:
+        self._run.check()
+        timeout = self.options.run_timeout.total_seconds()
+        self._launcher = launcher_for(self, self.options.start_method, self._check_module, timeout)
+
+    def _check_module(self) -> None:
+        module, options = self.lightning_module, self.options
+        if module is not None and not is_overridden("configure_model", module):  # else there is no model yet
+            plan.check(module, options.blocks, options.total_stages, options.partition, options.in_flight)
+
+    def setup_environment(self) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        with naming_the_port(environment):
+            super().setup_environment()
+        prepare_world(self.root_device)
+        self._run.open()
+        self._data_seed = shared_seed()
+
+    def _get_process_group_backend(self) -> str:
+        """Both kinds of tensors travel: headers and metrics are on the CPU."""
+        device, default = self.root_device, super()._get_process_group_backend()
+        return backends(device, self.parallel_devices or [], self._process_group_backend, default)
+
+    # ------------------------------------------------------------------- setup
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self._failed = False
+        self.accelerator.setup(trainer)
+        refuse_unsupported(trainer)
+        self._run.check_trainer(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._cut(trainer)
+        self._prepare_training(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._data_seed = self._run.set_out(trainer, self._checkpoints, self._data_seed)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: what it builds on ``meta`` gets its initial values when it is cut."""
+        with self._initialisation.recording():
+            yield
+
+    def _plan_stages(self, trainer: Trainer) -> plan.Plan:
+        """A module is cut once: each rank has let go of the other stages when it runs again."""
+        if self._plan is None or self._plan[0] is not self.module:
+            options = self.options
+            planning = Planning(
+                trainer,
+                options.total_stages,
+                options.partition,
+                options.blocks,
+                options.num_micro_batches,
+                self.root_device,
+                self._whereabouts,
+                options.run_timeout.total_seconds(),
+                options.in_flight,
+            )
+            self._plan = self.module, plan_on_rank_zero(planning)
+        return self._plan[1]
+
+    def _cut(self, trainer: Trainer) -> None:
+        """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
+        memory = same_memory(self.module)
+        stages = self._plan_stages(trainer)
+        self._gathers = is_whole(self.module) if self.options.gather_module is None else self.options.gather_module
+        self._assembled = assemble(
+            self.module, stages, self.groups, self.options, self._initialisation, self.root_device, memory
+        )
+        ownership = self._assembled.ownership
+        self._checkpoints = Checkpoints(self.module, ownership, self.groups, self.options.save_distributed_checkpoint)
+        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
+            self._checkpoints.check()
+
+    def _prepare_training(self, trainer: Trainer) -> None:
+        """Makes what the hooks below call, and Lightning's loop and callbacks fit for it."""
+        parts = self._parts
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        watch = self.options.on_nonfinite == "stop"
+        where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
+        draws = StreamSwitches(
+            trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, parts.ownership, self._position
+        )
+        buckets = parts.freezing.buckets
+        progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
+        self._state = PythonState(
+            trainer, parts.ownership, self.groups, self.root_device, self._first_failure, parts.changed_late
+        )
+        replica = self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)
+        self._training = Training(
+            trainer,
+            parts,
+            self._run.options.method.build(replica),
+            self.membership.client,
+            self.groups,
+            draws,
+            self._whereabouts,
+            NonfiniteWatch(where, buckets, self.root_device, losses=not scaled) if watch else None,
+            self._first_failure,
+            lambda: self._turns.portion if isinstance(self._turns, JointBatchSource) else None,
+            self._run.rendezvous,
+            self._state,
+        )
+        self._undo = [
+            draws.undo,
+            *adapt(
+                trainer,
+                self.groups,
+                parts.ownership,
+                parts.pipeline,
+                buckets,
+                self._whereabouts,
+                self._training.readiness,
+                lambda: self._checkpoints.whole_groups(self.optimizers[0]),
+                lambda: self._checkpoints.whole_groups_shown(self.optimizers),
+                self._state.hand_on,
+                parts.logged_late,
+            ),
+        ]
+        self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]
+        checks = ClockChecks(loop.clocks(trainer), self.broadcast)
+        self._turns = self._turns_by_speed(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
+        if self._turns is not None:
+            self._undo = [*self._undo, self._turns.close]
+        loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
+        pause, share, underway = self._training.pause, self._run.share, lambda: self.training.underway
+        EpochCallback(
+            self.groups, pause, share, self._random_states, checks, self._first_failure, underway, draws
+        ).put_first(trainer)
+
+    @property
+    def _why_alike(self) -> str | None:
+        """Why no worker may have a learning rate of its own; None if pipelines may."""
+        if self.training.sync.gradients is not None and self.mesh.num_pipelines > 1:
+            return f"replicas stay equal under sync={self.options.sync!r}"
+        return "stages other than the last have none" if self.options.num_stages > 1 else None
+
+    def _scale_of_gradients(self) -> float:
+        """When they are exchanged: without a flush they are divided by the loss scale before."""
+        return current_scale(self.precision_plugin) if self._parts.pipeline.flushes else 1.0
+
+    def _turns_by_speed(self, trainer: Trainer, checks: ClockChecks) -> DealtBatchSource | JointBatchSource | None:
+        def seed() -> int:
+            return self._data_seed
+
+        def origin() -> Split | None:
+            return self._loaded_split
+
+        def anybody(mine: bool) -> bool:
+            return self.reduce_boolean_decision(mine, all=False)
+
+        if self.options.batch_by_speed:
+            return JointBatchSource(trainer, self.groups, self._parts.delays, *self.options.division, seed, origin)
+        data, method = self.options.data, self._run.options.method
+        if not deals(data, method, self.mesh.num_pipelines, self.membership.client.policy):
+            return None
+        asked = data == "dealt"
+        in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
+        return self._run.dealt_turns(trainer, self.training, checks, Dealing(seed, origin, asked, anybody, in_step))
+
+    def _position(self) -> int | None:
+        return None if self._turns is None else self._turns.position
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        with refuse_several_optimizers():
+            super().setup_optimizers(trainer)
+        (optimizer,) = self.optimizers
+        refuse_unfit(optimizer, self.precision_plugin, self.options.num_stages)
+        refuse_unfit_momentum(optimizer, self.options.exchange.payload)
+        if self.options.variance_correction:
+            self.optimizers = [corrected(optimizer, self.training.sync.models_averaged, self.options.sync)]
+        self._checkpoints.take_part_of(self.optimizers[0])
+
+    def model_to_device(self) -> None:
+        """Nothing: :func:`keep_only` has moved this stage's part, and the rest stays on ``meta``."""

@@ -1,0 +1,144 @@
+"""The options of a run as a value: what the strategy was given, checked, with every default resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.heterogeneity.delays import Delays
+from lightning_sdpipe.heterogeneity.injector import Heterogeneity
+from lightning_sdpipe.partition import plan
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.sync import SemiDecentralized
+from lightning_sdpipe.sync.measured_groups import with_measured_groups
+from lightning_sdpipe.sync.methods import (
+    method_of,
+    on_hosts,
+    refuse_exchange,
+    refuse_in_step,
+    refuse_to_divide,
+    refuse_without_flush,
+)
+from lightning_sdpipe.sync.synchronizer import SyncMethod
+from lightning_sdpipe.topology.placement_file import Placement, placed_blocks, read_placement
+from lightning_sdpipe.worker.launching import elastic_job
+from lightning_sdpipe.worker.launching.elastic_job import ElasticJob
+from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress, scheduler_log, standing_scheduler
+
+Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
+LOOPED = ("interleaved_1f1b", "zero_bubble")  # schedules that give a worker several stages
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run goes by. :class:`~lightning_sdpipe.strategy.SDPipeStrategy` says what each of its arguments means;
+    the defaults here are what ``None`` stands for there.
+
+    Args:
+        method: carries out ``sync``.
+        stages_per_worker: 1 where the schedule gives a worker one stage.
+        partition: with the numbers of blocks in place of ``"placed"``.
+        in_flight: what the schedule keeps in memory, if the partition depends on it.
+        run_timeout: the strategy's ``timeout``.
+        standing_scheduler: the scheduler that runs already; None if rank 0 starts one.
+        scheduler_log: file for a scheduler that rank 0 starts.
+        job: the elastic job that this process belongs to; None if the run is not elastic.
+    """
+
+    num_stages: int = 1
+    sync: SyncMethod | PolicyConfig | str = field(default_factory=SemiDecentralized)
+    method: SyncMethod = field(default_factory=lambda: method_of(SemiDecentralized()))
+    exchange: Exchange = field(default_factory=Exchange)
+    schedule: str = "1f1b"
+    stages_per_worker: int = 1
+    num_micro_batches: int = 1
+    partition: plan.Partition = "uniform"
+    in_flight: plan.InFlight | None = None
+    blocks: Sequence[str] | None = None
+    placement: Placement | None = None
+    data: Literal["auto", "dealt", "sharded"] = "auto"
+    batch_by_speed: bool = False
+    delays: Heterogeneity = field(default_factory=Delays)
+    variance_correction: bool = False
+    dynamic_shapes: bool = False
+    save_distributed_checkpoint: bool | Literal["async"] = False
+    gather_module: bool | None = None
+    on_nonfinite: Literal["stop", "continue"] = "stop"
+    on_checkpoint_error: Literal["stop", "continue"] = "stop"
+    run_timeout: timedelta = timedelta(minutes=30)
+    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+    standing_scheduler: SchedulerAddress | None = None
+    scheduler_log: Path | None = None
+    job: ElasticJob | None = None
+
+    @property
+    def total_stages(self) -> int:
+        """Stages of a pipeline, of all its workers together."""
+        return self.num_stages * self.stages_per_worker
+
+    @property
+    def division(self) -> tuple[int, int]:
+        """With ``batch_by_speed``: micro-batches of a pipeline on average, and what it needs a multiple of."""
+        return self.num_micro_batches, self.num_stages if self.schedule in LOOPED else 1
+
+    def on_hosts(self, hosts: Sequence[str]) -> Options:
+        """These options for pipelines that run on ``hosts``, by number: a method's groups may depend on them.
+
+        Raises:
+            ConfigurationError: the method's values do not fit these hosts.
+        """
+        return replace(self, method=on_hosts(self.method, hosts))
+
+
+def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
+    """Makes the options of a run from the strategy's arguments, whose types and values have been checked.
+
+    Args:
+        given: by name; None stands for a default.
+        job: the elastic job that this process belongs to, which overrides some of them.
+
+    Raises:
+        ConfigurationError: some of them do not go together, or a file or a scheduler that they name is missing.
+    """
+    num_stages, data = given["num_stages"], given["data"]
+    if job is not None:
+        num_stages, data = job.num_stages(num_stages), job.data(data)
+    schedule, partition = given["schedule"], given["partition"]
+    num_micro_batches = 1 if schedule == "pipedream" else given["num_micro_batches"] or num_stages
+    placement = None if given["placement"] is None else read_placement(given["placement"])
+    in_flight = None
+    if isinstance(partition, plan.Balanced) and partition.memory is not None:
+        in_flight = plan.in_flight(schedule, num_stages, num_micro_batches)
+    as_given = {each.name: given[each.name] for each in fields(Options) if given.get(each.name) is not None}
+    options = Options(
+        **as_given
+        | {
+            "num_stages": num_stages,
+            "data": data,
+            "stages_per_worker": given["stages_per_worker"] if schedule in LOOPED else 1,
+            "num_micro_batches": num_micro_batches,
+            "placement": placement,
+            "partition": placed_blocks(placement) if partition == "placed" else partition,
+            "in_flight": in_flight,
+            "on_checkpoint_error": given["on_checkpoint_error"] or ("stop" if job is None else "continue"),
+            "run_timeout": given["timeout"],
+            "job": job,
+        }
+    )
+    method = with_measured_groups(method_of(options.sync), num_stages, placement is not None)
+    refuse_exchange(options.sync, method, options.exchange)
+    if schedule == "pipedream":
+        refuse_without_flush(method, num_stages)
+    if data == "dealt" and job is None:  # an elastic job has refusals of its own
+        refuse_in_step(options.sync, method)
+    if options.batch_by_speed:
+        refuse_to_divide(options.sync, schedule, num_micro_batches)
+    standing = standing_scheduler(given["scheduler"], given["scheduler_key_file"])
+    if job is not None:
+        elastic_job.require_scheduler(job, None if standing is None else standing.address)
+    log = scheduler_log(given["log_dir"], standing)
+    return replace(options, method=method, standing_scheduler=standing, scheduler_log=log)
