@@ -27,13 +27,13 @@ FAN_OUT = 22  # modules of the package that one imports
 SHORT = 90  # lines: such a module with a single importer belongs into it
 
 SHAPES = {
-    "classes with too many methods": 6,
+    "classes with too many methods": 5,
     "constructors with too many arguments": 3,
     "modules with too many imports": 3,
     "class names used twice": 4,
     "short modules with one importer": 19,
-    "reaches into another object's privates": 50,
-    "circles": 2,
+    "reaches into another object's privates": 24,
+    "circles": 0,
 }
 """How many there may be. These numbers are only ever made smaller."""
 
@@ -51,7 +51,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "placement": (2725, 24),
     "policies": (2383, 25),
     "recipes": (7099, 99),
-    "scheduler": (4798, 38),
+    "scheduler": (4889, 40),
     "simulate": (612, 6),
     "strategy": (870, 6),
     "supervision": (1432, 15),
