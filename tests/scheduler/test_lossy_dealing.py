@@ -17,7 +17,8 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.recovery_report import HeardLeases
-from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
+from lightning_sdpipe.scheduler.server.outbox import Addressed
+from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 
 class WorkerModel:

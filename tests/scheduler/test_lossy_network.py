@@ -23,7 +23,8 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers
 from lightning_sdpipe.scheduler.log.event_log import REMEMBERED, Entry, differences
-from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
+from lightning_sdpipe.scheduler.server.outbox import Addressed
+from lightning_sdpipe.scheduler.server.service import SchedulerService
 from lightning_sdpipe.scheduler.server.session import ACTIVE, State
 
 FOR_EVER, SILENCE = 1e9, 8.0
@@ -131,9 +132,9 @@ class LossyNetwork(RuleBasedStateMachine):
     def validate(self) -> None:
         """The sessions do not contradict themselves, nor what the policy knows."""
         self.service.validate()
-        participants = self.service._decider._policy.participants  # type: ignore[attr-defined]
+        participants = self.service._driver._policy.participants  # type: ignore[attr-defined]
         for stage in range(self.mesh[0]):
-            states = {s.worker.pipeline: s.state for s in self.service._sessions.of_stage(stage)}
+            states = {s.worker.pipeline: s.state for s in self.service.groups.sessions.of_stage(stage)}
             assert participants.active[stage] == {i for i, state in states.items() if state in ACTIVE}
             assert set(participants.waiting[stage]) == {i for i, state in states.items() if state is State.WAITING}
 

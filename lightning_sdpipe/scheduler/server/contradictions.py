@@ -1,4 +1,4 @@
-"""What a well-typed request can say that no client of this package would: it is refused before anything hears of it."""
+"""What a well-typed request can say that no client of this run would: it is refused before anything hears of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies.decisions import BrokenRule, Group, check_group
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 
@@ -16,6 +17,31 @@ MOST_ENTRIES = 64
 MOST_CHARACTERS = 1 << 14
 """Of all names and values of a fingerprint."""
 SNAPSHOT_STATES = ("past", "pending", "taken")
+
+
+class Extent:
+    """How many stages and pipelines the run has; more pipelines may come to an elastic one than were planned."""
+
+    def __init__(self, num_stages: int, num_pipelines: int) -> None:
+        self.planned = num_stages, num_pipelines
+        self.num_stages = num_stages
+        self.num_pipelines = num_pipelines
+
+    def check_mesh(self, request: m.Hello | m.Join) -> None:
+        """Raise RefusedEvent if ``request`` comes from a run of another size."""
+        if request.mesh is not None and request.mesh != self.planned:
+            (stages, pipelines), (theirs, its) = self.planned, request.mesh
+            raise RefusedEvent(
+                f"it serves a run of {stages} stages × {pipelines} pipelines, and worker {request.worker} belongs to "
+                f"one of {theirs} × {its}; give the address of its own scheduler, or start this one with "
+                f"--num-stages {theirs} --num-pipelines {its}"
+            )
+
+    def check_exists(self, worker: Worker) -> None:
+        """Raise RefusedEvent if there is no such ``worker``."""
+        stages, pipelines = self.num_stages, self.num_pipelines
+        if not (0 <= worker.stage < stages and 0 <= worker.pipeline < pipelines):
+            raise RefusedEvent(f"worker {worker} does not exist in {stages} stages × {pipelines} pipelines")
 
 
 def contradiction(request: m.Request | e.Request, num_stages: int, most_pipelines: int) -> str | None:

@@ -8,12 +8,6 @@ What becomes of a group whose members did not average: decided when each is gone
 
 Models: those without the result try again among themselves; who has it goes on with it. Gradients of a round
 (``together``) would make replicas differ then, so those without take the state of one that has it.
-
-Which process groups workers have made: an elastic run's answers name one that holds all whom they concern.
-
-A worker makes a group of its stage's replicas for each epoch of membership, in a thread, and says which it holds. What
-is decided before all concerned have one in common is held for the few milliseconds that this takes, or until the epoch
-is announced anew.
 """
 
 from __future__ import annotations
@@ -23,7 +17,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -32,30 +25,11 @@ from lightning_sdpipe.membership.stuck import Stuck
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
+from lightning_sdpipe.scheduler.server.outbox import Outbox
+from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, KeptGroup, ProcessGroupRegistry
 
-
-class ProcessGroupRegistry:
-    """Of all workers, the epochs whose process group they hold."""
-
-    def __init__(self) -> None:
-        self._holds: dict[Worker, frozenset[int]] = {}
-
-    def holds(self, worker: Worker, epochs: Iterable[int]) -> bool:
-        """``worker`` has these now; is that news?"""
-        now = frozenset(epochs)
-        before = self._holds.get(worker)
-        self._holds[worker] = now
-        return before != now
-
-    def forget(self, worker: Worker) -> None:
-        """Its process is gone."""
-        self._holds.pop(worker, None)
-
-    def common(self, workers: Sequence[Worker]) -> int | None:
-        """The newest epoch of which all of them hold a group."""
-        shared = frozenset.intersection(*(self._holds.get(worker, frozenset()) for worker in workers))
-        return max(shared, default=None)
-
+logger = logging.getLogger(__name__)
 
 REMEMBERED = 256
 """Broken groups whose outcome can be asked for again."""
@@ -142,38 +116,6 @@ class Regrouping:
                 yield broken
 
 
-logger = logging.getLogger(__name__)
-
-REMAKE_AFTER = 5.0
-"""Seconds that an answer waits for a process group before the epoch is announced anew."""
-
-
-class GroupSender(Protocol):
-    """The rest of the scheduler, as far as answers concern it."""
-
-    def say(self, peer: bytes, message: e.Reply) -> None:
-        """Send it when this input is dealt with."""
-
-    def go_out(self, group: Group) -> None:
-        """Answer the readies of its members with ``group``."""
-
-    def regroup(self, group: Group, members: Sequence[Worker], weights: Sequence[float], now: float) -> Group:
-        """The policy makes a group of those that are left of ``group``."""
-
-    def next_sequence(self) -> int:
-        """Of the next group."""
-
-    def takes_part(self, worker: Worker) -> bool:
-        """Has its session joined?"""
-
-
-@dataclass
-class _Kept:
-    group: Group
-    until: float
-    answer: Callable[[Group], None]
-
-
 @dataclass
 class _KeptMet:
     met: Met
@@ -184,40 +126,41 @@ class _KeptMet:
 
 class GroupDelivery:
     """Args:
-    run: the rest of the scheduler.
+    groups: answers readies, and has the policy make groups anew.
+    process_groups: what workers hold, and the groups that wait for one.
     incarnations: of the processes that are there.
-    epoch: the number of the newest epoch.
     unreachable: workers of a stage share no process group, or (False) an exchange of theirs broke off; called outside
         of any answer.
+    outbox: takes the other answers.
     limit: seconds in which an exchange must move.
     """
 
     def __init__(
         self,
-        run: GroupSender,
+        groups: GroupDesk,
+        process_groups: ProcessGroupRegistry,
         incarnations: Mapping[Worker, int],
-        epoch: Callable[[], int],
         unreachable: Callable[[int, Sequence[int], bool, float], None],
+        outbox: Outbox,
         limit: float,
     ) -> None:
-        self.transport = ProcessGroupRegistry()
-        self._run, self._here, self._epoch, self._unreachable = run, incarnations, epoch, unreachable
+        self._groups, self._process_groups, self._outbox = groups, process_groups, outbox
+        self._here, self._unreachable = incarnations, unreachable
         self._regrouping = Regrouping()
         self._stuck = Stuck(limit)
         self._since: dict[int, int] = {}
         """Of each member: the first group that it can be in."""
-        self._kept: dict[int, _Kept] = {}
         self._met: list[_KeptMet] = []
 
     def members_are(self, pipelines: Iterable[int]) -> None:
         """An epoch has begun."""
         for pipeline in pipelines:
-            self._since.setdefault(pipeline, self._run.next_sequence())
+            self._since.setdefault(pipeline, self._groups.next_sequence)
 
     def goes(self, workers: Sequence[Worker]) -> None:
         """They are gone, and with them their pipeline."""
         for worker in workers:
-            self.transport.forget(worker)
+            self._process_groups.forget(worker)
             self._regrouping.goes(worker)
             self._stuck.forget(worker)
             self._since.pop(worker.pipeline, None)
@@ -226,13 +169,13 @@ class GroupDelivery:
         """When somebody has waited for a process group for long, or in an exchange."""
         return min([self._stuck.due, *(kept.until for kept in self._waiting())])
 
-    def _waiting(self) -> list[_Kept | _KeptMet]:
+    def _waiting(self) -> list[KeptGroup | _KeptMet]:
         """For a process group."""
-        return [*self._kept.values(), *self._met]
+        return [*self._process_groups.kept.values(), *self._met]
 
     def beats(self, beat: e.Beat, now: float) -> None:
         """What a worker says of its process groups and its exchange."""
-        self.transport.holds(beat.worker, beat.holds)
+        self._process_groups.holds(beat.worker, beat.holds)
         self._stuck.hear(beat.worker, beat.exchange, beat.left, now)
 
     def remake(self, now: float) -> None:
@@ -240,7 +183,7 @@ class GroupDelivery:
         those exchanges broken off that are stuck."""
         waiting: list[tuple[float, int, Sequence[int]]] = [
             (kept.until, kept.group.stage, [worker.pipeline for worker in kept.group.members])
-            for kept in self._kept.values()
+            for kept in self._process_groups.kept.values()
         ]
         waiting += [(kept.until, kept.met.stage, kept.met.pipelines) for kept in self._met]
         if (first := min(waiting, default=None)) is not None and first[0] <= now:
@@ -252,33 +195,26 @@ class GroupDelivery:
                 names = ", ".join(map(str, workers))
                 logger.warning("workers %s have been stuck in exchange %d, which is broken off", names, sequence)
                 for worker in workers:
-                    self._run.say(e.peer_of(worker, self._here[worker]), e.Broke(sequence))
+                    self._outbox.say(e.peer_of(worker, self._here[worker]), e.Broke(sequence))
 
     def proceed(self, now: float) -> None:
         """Answers whoever can be."""
-        for kept in list(self._kept.values()):
-            del self._kept[kept.group.sequence]
+        kept_groups, takes_part = self._process_groups.kept, self._groups.sessions.takes_part
+        for kept in list(kept_groups.values()):
             sequence = kept.group.sequence
-            there = [w for w in kept.group.members if not self.is_gone(w, sequence) and self._run.takes_part(w)]
+            del kept_groups[sequence]
+            there = [w for w in kept.group.members if not self.is_gone(w, sequence) and takes_part(w)]
             if len(there) == len(kept.group.members):
-                self._say_or_keep(kept, now)
+                self._say_or_keep(kept)
             elif there:
                 weights = [x for x, w in zip(kept.group.weights, kept.group.members, strict=True) if w in there]
-                again = self._run.regroup(kept.group, there, weights, now)
-                self._say_or_keep(_Kept(again, now + REMAKE_AFTER, kept.answer), now)
+                again = self._groups.regroup(kept.group, there, weights, now)
+                self._say_or_keep(KeptGroup(again, now + REMAKE_AFTER, kept.broken))
         self._met = [meeting for meeting in self._met if not self._say_met(meeting)]
-        for broken in list(self._regrouping.settled(self.is_gone, self._run.takes_part)):
+        for broken in list(self._regrouping.settled(self.is_gone, takes_part)):
             self._settle(broken, now)
 
     # ------------------------------------------------------------------ groups
-
-    def dressed(self, group: Group, now: float) -> Group | None:
-        """``group`` with the epoch whose process group its members share; None if it is kept until they do."""
-        epoch = self._epoch() if len(group.members) == 1 else self.transport.common(group.members)
-        if epoch is not None:
-            return msgspec.structs.replace(group, epoch=epoch)
-        self._kept[group.sequence] = _Kept(group, now + REMAKE_AFTER, self._run.go_out)
-        return None
 
     def met(self, met: Met, now: float) -> None:
         """That was decided."""
@@ -292,20 +228,22 @@ class GroupDelivery:
         """Is the process gone that was ``worker`` when the group ``sequence`` went out?"""
         return worker not in self._here or self._since.get(worker.pipeline, math.inf) > sequence
 
-    def _say_or_keep(self, kept: _Kept, now: float) -> None:
-        dressed = self.dressed(kept.group, now)
-        if dressed is None:
-            self._kept[kept.group.sequence] = kept
+    def _say_or_keep(self, kept: KeptGroup) -> None:
+        group = self._process_groups.with_epoch(kept.group)
+        if group is None:
+            self._process_groups.kept[kept.group.sequence] = kept
+        elif kept.broken is None:
+            self._groups.send(group)
         else:
-            kept.answer(dressed)
+            self._tell_outcome(kept.broken, e.Regroup(kept.broken.sequence, group), group.members)
 
     def _say_met(self, kept: _KeptMet) -> bool:
         there = [worker for worker, incarnation in kept.who.items() if self._here.get(worker) == incarnation]
-        epoch = self._epoch() if len(there) < 2 else self.transport.common(there)
+        epoch = self._process_groups.common(there)
         if epoch is not None:
             answer = e.HasMet(msgspec.structs.replace(kept.met, epoch=epoch))
             for worker in there:
-                self._run.say(e.peer_of(worker, self._here[worker]), answer)
+                self._outbox.say(e.peer_of(worker, self._here[worker]), answer)
         return epoch is not None
 
     # ------------------------------------------------------------- broken groups
@@ -313,7 +251,7 @@ class GroupDelivery:
     def broke(self, request: e.AskRegroup, now: float) -> e.Reply | None:
         """A worker did not get the result of a group; what it is told at once."""
         worker, group = request.worker, request.group
-        self.transport.holds(worker, request.holds)
+        self._process_groups.holds(worker, request.holds)
         answered = self._regrouping.outcome(worker, group.sequence)
         if answered is not None:
             return answered
@@ -326,7 +264,7 @@ class GroupDelivery:
             return e.Denial(f"worker {worker} says of more than {MOST_OPEN} groups at once that they broke")
         undecided = broken.undecided(self.is_gone)
         for other in undecided:
-            self._run.say(e.peer_of(other, self._here[other]), e.Broke(group.sequence))
+            self._outbox.say(e.peer_of(other, self._here[other]), e.Broke(group.sequence))
         if not undecided:
             return None
         names = ", ".join(map(str, undecided))
@@ -347,15 +285,11 @@ class GroupDelivery:
         members, weights = broken.weights()
         if not members:
             return
-        again = self._run.regroup(group, members, weights, now)
-
-        def answer(dressed: Group) -> None:
-            self._tell_outcome(group, e.Regroup(group.sequence, dressed), dressed.members)
-
-        self._say_or_keep(_Kept(again, now + REMAKE_AFTER, answer), now)
+        again = self._groups.regroup(group, members, weights, now)
+        self._say_or_keep(KeptGroup(again, now + REMAKE_AFTER, group))
 
     def _tell_outcome(self, group: Group, message: e.Regroup | e.Skip, workers: Sequence[Worker]) -> None:
         self._regrouping.remember(group.sequence, message, workers)
         for worker in workers:
             if worker in self._here:
-                self._run.say(e.peer_of(worker, self._here[worker]), message)
+                self._outbox.say(e.peer_of(worker, self._here[worker]), message)

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler.server.outbox import Outbox
+
 MAX_KEY_CHARACTERS = 512
 MAX_VALUE_BYTES = 1 << 19
 MAX_BYTES = 1 << 26
@@ -50,6 +53,30 @@ class KeyValueStore:
         self._bytes = self._keys = 0
         self._waiting: dict[Asker, Waiting] = {}
         self._sums: OrderedDict[Asker, int] = OrderedDict()
+
+    def handle(self, peer: bytes, request: e.Put | e.Fetch | e.Add | e.Remove, outbox: Outbox, now: float) -> None:
+        """Answer a worker's ``request``, and those that waited for what it sets."""
+        say, number = outbox.say, request.number
+        answered = []
+        try:
+            match request:
+                case e.Put(key=key, value=value):
+                    answered = self.put(key, value)
+                    say(peer, e.Noted(number))
+                case e.Add(key=key, amount=amount):
+                    total, answered = self.add(key, amount, (peer, number))
+                    say(peer, e.Sum(number, total))
+                case e.Remove(key=key):
+                    say(peer, e.Sum(number, int(self.remove(key))))
+                case e.Fetch(keys=keys, waits=waits):
+                    values = self.wait((peer, number), keys, now) if waits else self.get(keys)
+                    if values is not None:
+                        say(peer, e.Values(number, values))
+        except StoreFull as error:
+            outbox.ignore("refused", peer, str(error))
+            say(peer, e.Denial(f"the key-value store refuses {error}", number))
+        for (asker, asked), found in answered:
+            say(asker, e.Values(asked, found))
 
     def put(self, key: str, value: bytes) -> list[Answer]:
         """Sets ``key``; who waited for it, if it was the last one, is answered.

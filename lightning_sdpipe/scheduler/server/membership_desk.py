@@ -1,28 +1,29 @@
 """The scheduler's half of an elastic run: what is heard of membership goes to the core, and what that decides, out.
 
-It stands beside the service: what membership means for policies, leases and sessions goes to the service, as a
-:class:`ServiceOfMembers`. Requests of sessions pass :meth:`MembershipDesk.admits` first, since nobody trains who is no
-member, and groups pass :meth:`MembershipDesk.dressed`, which names the process group that their members share.
+What membership means for groups and leases goes to the desks that keep them. Requests of sessions pass
+:meth:`MembershipDesk.admits` first, since nobody trains who is no member; those that came too early are kept until they
+are :meth:`~MembershipDesk.due`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.membership import MOST_PIPELINES, Membership
-from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status import Members
-from lightning_sdpipe.scheduler.server import group_delivery
-from lightning_sdpipe.scheduler.server.deferred_requests import DeferredRequests
-from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore, StoreFull
+from lightning_sdpipe.scheduler.server.group_delivery import GroupDelivery
+from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
+from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore
+from lightning_sdpipe.scheduler.server.lease_desk import LeaseDesk
 from lightning_sdpipe.scheduler.server.liveness import Liveness
+from lightning_sdpipe.scheduler.server.outbox import Outbox
+from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, ProcessGroupRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -34,59 +35,75 @@ BEATS_PER_LIMIT = 8
 LONGEST_BEAT = 1.0
 
 
-class ServiceOfMembers(group_delivery.GroupSender, Protocol):
-    """What membership changes in the rest of the scheduler."""
+class DeferredRequests:
+    """What sessions said too early, before their pipeline was a member or had a process group: the last request of each
+    kind of each worker, in the order in which they came."""
 
-    def say(self, peer: bytes, message: m.Reply | e.Reply) -> None:
-        """Send it when this input is dealt with."""
+    def __init__(self) -> None:
+        self._kept: dict[Worker, list[tuple[bytes, m.Request]]] = {}
+        self._since: dict[Worker, float] = {}
 
-    def ignore(self, kind: str, peer: bytes, detail: str) -> None:
-        """Count a message that changes nothing."""
+    def __contains__(self, worker: Worker) -> bool:
+        return worker in self._kept
 
-    def widen(self, num_pipelines: int, now: float) -> None:
-        """There may be so many pipelines.
+    def keep(self, peer: bytes, request: m.Request, now: float) -> None:
+        """``request`` came from ``peer``; a newer session's takes the place of all that an older one said."""
+        kept = self._kept.setdefault(request.worker, [])
+        kept[:] = [
+            (at, other) for at, other in kept if type(other) is not type(request) and other.session == request.session
+        ]
+        kept.append((peer, request))
+        self._since.setdefault(request.worker, now)
 
-        Raises:
-            RefusedEvent: the policy is for fewer.
-        """
+    def waited(self, worker: Worker, now: float) -> float:
+        """Seconds since its first one."""
+        return now - self._since.get(worker, now)
 
-    def members_are(self, pipelines: Collection[int], now: float) -> None:
-        """These train; all others have returned their leases."""
+    def first(self) -> list[tuple[Worker, m.Request]]:
+        """Of each worker."""
+        return [(worker, requests[0][1]) for worker, requests in self._kept.items()]
 
-    def lose(self, pipeline: int, left: bool, now: float) -> None:
-        """Policies and the dealer hear that it is gone."""
+    def take(self, worker: Worker) -> list[tuple[bytes, m.Request]]:
+        """They are due."""
+        self._since.pop(worker, None)
+        return self._kept.pop(worker, [])
 
-    def again(self, peer: bytes, request: m.Request, now: float) -> None:
-        """A request that was kept is due."""
-
-    def active_in(self, stage: int) -> list[Worker]:
-        """Whose session takes part."""
-
-    def fail(self, failure: m.Failure) -> None:
-        """The run is over."""
+    def forget(self, workers: Iterable[Worker]) -> None:
+        """They are gone."""
+        for worker in workers:
+            self.take(worker)
 
 
 class MembershipDesk:
     """Args:
     membership: decides who is in the run.
-    run: the rest of the scheduler.
-    num_pipelines: that may come by plan.
+    groups: loses those that are gone.
+    leases: takes the batches of those back.
+    process_groups: what workers hold, and the groups that wait for one.
+    presence: which processes are there.
+    outbox: takes the answers.
     limit: seconds of silence after which a process is taken for dead.
     """
 
-    def __init__(self, membership: Membership, run: ServiceOfMembers, num_pipelines: int, limit: float) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        groups: GroupDesk,
+        leases: LeaseDesk,
+        process_groups: ProcessGroupRegistry,
+        presence: Liveness,
+        outbox: Outbox,
+        limit: float,
+    ) -> None:
         self.membership = membership
         self.lifeline_port = 0
         """0 until somebody listens for lifelines."""
         self.on_decided: Callable[[float, w.MemberEvent, list[w.MemberDecision]], None] = lambda *_: None
-        self._run = run
+        self._groups, self._leases, self._outbox = groups, leases, outbox
+        self._process_groups, self._presence = process_groups, presence
         self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
-        self._capacity = num_pipelines
         self._store = KeyValueStore()
-        self._presence = Liveness(limit)
-        self._answers = group_delivery.GroupDelivery(
-            run, self._presence.incarnations, lambda: membership.epoch.number, self._unreachable, limit
-        )
+        self._answers = GroupDelivery(groups, process_groups, presence.incarnations, self._unreachable, outbox, limit)
         self._early = DeferredRequests()
         self._rival_since: dict[int, float] = {}
         self._update = -1
@@ -97,7 +114,7 @@ class MembershipDesk:
     @property
     def in_use(self) -> bool:
         """Is this an elastic run, as far as is known?"""
-        return bool(self._presence.incarnations) or self.membership.epoch.number > 0
+        return self._process_groups.in_use
 
     def status(self, now: float) -> Members | None:
         """Who is in the run; None if nobody has enrolled."""
@@ -133,7 +150,6 @@ class MembershipDesk:
             for worker, incarnation, seconds in self._presence.silent(now, core.members, core.claimed):
                 self._decide(w.Died(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
         self._answers.remake(now)
-        self._proceed(now)
 
     def handle(self, peer: bytes, request: e.Request, now: float) -> None:
         """A message about membership."""
@@ -150,20 +166,34 @@ class MembershipDesk:
             self._from_one_of_us(peer, request, now)
         else:
             self._from_a_stranger(peer, request, now)
-        self._proceed(now)
 
     def knows_line(self, nonce: bytes) -> bool:
         """Was ``nonce`` given to a process that is there? May be asked by another thread."""
         return self._presence.knows_line(nonce)
 
-    def line_ended(self, nonce: bytes, now: float) -> None:
-        """The connection of the process that was given ``nonce`` is closed."""
+    def line_ended(self, nonce: bytes, now: float) -> bool:
+        """The connection of the process that was given ``nonce`` is closed. False if there is no such process."""
         of = self._presence.of_line(nonce)
         if of is not None:
             self._decide(w.Died(*of, "ended (its connection closed)"), now)
-            self._proceed(now)
+        return of is not None
+
+    def deliver(self, now: float) -> None:
+        """Send the groups and meetings that can go out now."""
+        if not self.membership.recovering:
+            self._answers.proceed(now)
 
     # ------------------------------------------------------- requests of sessions
+
+    def hear_failure(self, peer: bytes, request: m.Failed, now: float) -> bool:
+        """A process of the run has failed, and its pipeline goes. False if it is not one that is here."""
+        worker, incarnation, core = request.worker, request.session, self.membership
+        if core.tombstone(worker.pipeline, incarnation) is not None or not core.is_here(worker, incarnation):
+            return False
+        reason = request.reason[: m.MAX_REASON_CHARACTERS]
+        self._outbox.say(peer, m.Abort(m.Failure(worker, reason)))
+        self._decide(w.Failed(worker, incarnation, reason), now)
+        return True
 
     def admits(self, peer: bytes, request: m.Request, now: float) -> bool:
         """May the service deal with ``request`` now? If not, it is kept, or refused."""
@@ -171,16 +201,10 @@ class MembershipDesk:
         if isinstance(request, m.Hello | m.AskFailure | m.AskMissing):
             return True
         if (reason := core.tombstone(worker.pipeline, incarnation)) is not None:
-            self._run.say(peer, e.MustEnd(reason))
+            self._outbox.say(peer, e.MustEnd(reason))
             return False
         if isinstance(request, m.Failed):
-            if not core.is_here(worker, incarnation):
-                return not self.in_use
-            reason = request.reason[: m.MAX_REASON_CHARACTERS]
-            self._run.say(peer, m.Abort(m.Failure(worker, reason)))
-            self._decide(w.Failed(worker, incarnation, reason), now)
-            self._proceed(now)
-            return False
+            return not self.in_use
         is_join = isinstance(request, m.Join)
         if not (isinstance(request, m.Join) and request.elastic):
             if not self.in_use and worker not in self._early:
@@ -190,60 +214,70 @@ class MembershipDesk:
                     "it serves an elastic run, and this worker has not enrolled; set SDPIPE_PIPELINE, or give it a "
                     "scheduler of its own"
                 )
-                self._run.say(peer, m.Refused(request.number, refusal))
+                self._outbox.say(peer, m.Refused(request.number, refusal))
                 return False
         if core.is_member(worker.pipeline, incarnation) and not core.recovering:
             if not is_join or self._shares_a_group(worker, now):
                 return True
         elif isinstance(request, m.Heartbeat):
-            self._run.say(peer, m.Pulse(None))
+            self._outbox.say(peer, m.Pulse(None))
             return False
         self._early.keep(peer, request, now)
         return False
 
-    def dressed(self, group: Group, now: float) -> Group | None:
-        """``group`` with the epoch whose process group its members share; None if it is kept until they do."""
-        return self._answers.dressed(group, now) if self.in_use else group
+    def due(self, now: float) -> Iterator[tuple[bytes, m.Request]]:
+        """Yield the kept requests that can be dealt with, each when what follows from the one before is known."""
+        core = self.membership
+        if core.recovering:
+            return
+        for worker, request in self._early.first():
+            if (reason := core.tombstone(worker.pipeline, request.session)) is not None:
+                for peer, _ in self._early.take(worker):
+                    self._outbox.say(peer, e.MustEnd(reason))
+                continue
+            if not core.is_member(worker.pipeline, request.session):
+                continue
+            if not isinstance(request, m.Join) or self._shares_a_group(worker, now):
+                yield from self._early.take(worker)
 
     # ------------------------------------------------------------------- coming
 
     def _comes(self, peer: bytes, request: e.Enrol | e.Resume, now: float) -> None:
         worker, incarnation, core = request.worker, request.incarnation, self.membership
         try:
-            if self._capacity <= worker.pipeline < MOST_PIPELINES:
-                self._run.widen(worker.pipeline + 1, now)
-                self._capacity = worker.pipeline + 1
+            if self._groups.extent.num_pipelines <= worker.pipeline < MOST_PIPELINES:
+                self._groups.widen(worker.pipeline + 1, now)
         except RefusedEvent as error:
-            self._run.say(peer, e.Denial(str(error)))
+            self._outbox.say(peer, e.Denial(str(error)))
             return
         was_here = self._presence.incarnations.get(worker) == incarnation
         if isinstance(request, e.Enrol):
             self._decide(w.Enrolled(worker, incarnation, request.fingerprint), now)
         else:
             self._decide(w.Resumed(worker, incarnation, request.fingerprint, request.epoch, request.met), now)
-            self._answers.transport.holds(worker, request.holds)
+            self._process_groups.holds(worker, request.holds)
         if core.is_here(worker, incarnation):
             self._presence.comes(worker, incarnation, now)
             if not was_here:
                 nonce = self._presence.new_line(worker, incarnation)
-                self._run.say(peer, e.Line(self.lifeline_port, nonce, self._beat, self._limit))
+                self._outbox.say(peer, e.Line(self.lifeline_port, nonce, self._beat, self._limit))
         if isinstance(request, e.Enrol) and not core.is_member(worker.pipeline, incarnation):
-            self._run.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
+            self._outbox.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
 
     def _from_a_stranger(self, peer: bytes, request: e.Request, now: float) -> None:
         """Its process has not enrolled here, or is no longer to be here."""
         worker, incarnation = request.worker, request.incarnation
         reason = self.membership.tombstone(worker.pipeline, incarnation)
         if isinstance(request, e.Depart):
-            self._run.say(peer, e.Noted(request.number))
+            self._outbox.say(peer, e.Noted(request.number))
             self._decide(w.Departed(worker, incarnation, request.finished), now)  # it may claim another's number
         elif reason is not None:
-            self._run.say(peer, e.MustEnd(reason))
+            self._outbox.say(peer, e.MustEnd(reason))
         elif not (isinstance(request, e.Beat) and not request.enrolled):  # else it has yet to say who it is
-            self._run.say(peer, e.Stranger())
+            self._outbox.say(peer, e.Stranger())
 
     def _from_one_of_us(self, peer: bytes, request: e.Request, now: float) -> None:
-        worker, incarnation, say, core = request.worker, request.incarnation, self._run.say, self.membership
+        worker, incarnation, say, core = request.worker, request.incarnation, self._outbox.say, self.membership
         match request:
             case e.Beat(epoch=epoch, held=held):
                 self._answers.beats(request, now)
@@ -289,30 +323,7 @@ class MembershipDesk:
                 event = w.Failed(worker, incarnation, failed[: m.MAX_REASON_CHARACTERS]) if failed else None
                 self._decide(event or w.Departed(worker, incarnation, finished), now)
             case e.Put() | e.Fetch() | e.Add() | e.Remove():
-                self._of_the_store(peer, request, now)
-
-    def _of_the_store(self, peer: bytes, request: e.Put | e.Fetch | e.Add | e.Remove, now: float) -> None:
-        store, say, number = self._store, self._run.say, request.number
-        answered = []
-        try:
-            match request:
-                case e.Put(key=key, value=value):
-                    answered = store.put(key, value)
-                    say(peer, e.Noted(number))
-                case e.Add(key=key, amount=amount):
-                    total, answered = store.add(key, amount, (peer, number))
-                    say(peer, e.Sum(number, total))
-                case e.Remove(key=key):
-                    say(peer, e.Sum(number, int(store.remove(key))))
-                case e.Fetch(keys=keys, waits=waits):
-                    values = store.wait((peer, number), keys, now) if waits else store.get(keys)
-                    if values is not None:
-                        say(peer, e.Values(number, values))
-        except StoreFull as error:
-            self._run.ignore("refused", peer, str(error))
-            say(peer, e.Denial(f"the key-value store refuses {error}", number))
-        for (asker, asked), found in answered:
-            say(asker, e.Values(asked, found))
+                self._store.handle(peer, request, self._outbox, now)
 
     # --------------------------------------------------------------- decisions
 
@@ -323,7 +334,7 @@ class MembershipDesk:
             self._carry_out(decision, now)
 
     def _carry_out(self, decision: w.MemberDecision, now: float) -> None:
-        run = self._run
+        say = self._outbox.say
         match decision:
             case w.Epoch():
                 if not decision.members:
@@ -331,7 +342,8 @@ class MembershipDesk:
                 logger.info("epoch %d of membership: %s", decision.number, decision.reason)
                 members = [member.pipeline for member in decision.members]
                 self._answers.members_are(members)
-                run.members_are(members, now)
+                self._groups.members_are(members)
+                self._leases.members_are(members, now)
                 self._tell(members, e.NewEpoch(decision))
             case w.Started(pipeline, epoch, fresh, checkpoint):
                 self._tell([pipeline], e.Start(epoch, fresh, checkpoint))
@@ -347,51 +359,35 @@ class MembershipDesk:
                 logger.warning("pipeline %d is gone: %s", pipeline, reason)
                 gone = self._presence.goes(pipeline, incarnation)
                 for worker in gone:
-                    run.say(e.peer_of(worker, incarnation), e.MustEnd(reason))
+                    say(e.peer_of(worker, incarnation), e.MustEnd(reason))
                 self._answers.goes(gone)
                 self._early.forget(gone)
                 self._rival_since.pop(pipeline, None)
                 if was_member:
-                    run.lose(pipeline, left, now)
+                    self._groups.lose(pipeline, left, now)
+                    self._leases.forget_asks(pipeline)
             case w.Denied(worker, incarnation, reason):
-                run.say(e.peer_of(worker, incarnation), e.Denial(reason))
+                say(e.peer_of(worker, incarnation), e.Denial(reason))
             case w.Ended(worker, incarnation, reason):
-                run.say(e.peer_of(worker, incarnation), e.MustEnd(reason))
+                say(e.peer_of(worker, incarnation), e.MustEnd(reason))
             case w.Held(reason):
                 logger.warning("%s", f"{reason}; training waits for more" if reason else "there are enough pipelines")
                 self._tell(self.membership.epoch.pipelines, e.Hold(reason))
             case w.RunOver(reason, failed):
                 self._tell({worker.pipeline for worker in self._presence.incarnations}, e.Over(reason, failed))
                 if failed:
-                    run.fail(m.Failure(None, reason))
+                    self._groups.fail(m.Failure(None, reason))
 
     def _tell(self, pipelines: Collection[int], message: e.Reply) -> None:
         for peer in self._presence.peers(pipelines):
-            self._run.say(peer, message)
+            self._outbox.say(peer, message)
 
     def _unreachable(self, stage: int, pipelines: Sequence[int], waited: bool, now: float) -> None:
         self._decide(w.Unreachable(stage, tuple(pipelines), waited), now)
 
     def _shares_a_group(self, worker: Worker, now: float) -> bool:
         """Does ``worker`` share a process group with those of its stage that take part, or has it waited for long?"""
-        others = [other for other in self._run.active_in(worker.stage) if other != worker]
-        if not others or self._early.waited(worker, now) >= group_delivery.REMAKE_AFTER:
+        others = [other for other in self._groups.sessions.active_in(worker.stage) if other != worker]
+        if not others or self._early.waited(worker, now) >= REMAKE_AFTER:
             return True
-        return self._answers.transport.common([worker, *others]) is not None
-
-    def _proceed(self, now: float) -> None:
-        """What was kept, and is due."""
-        core = self.membership
-        if core.recovering:
-            return
-        for worker, request in self._early.first():
-            if (reason := core.tombstone(worker.pipeline, request.session)) is not None:
-                for peer, _ in self._early.take(worker):
-                    self._run.say(peer, e.MustEnd(reason))
-                continue
-            if not core.is_member(worker.pipeline, request.session):
-                continue
-            if not isinstance(request, m.Join) or self._shares_a_group(worker, now):
-                for peer, kept in self._early.take(worker):
-                    self._run.again(peer, kept, now)
-        self._answers.proceed(now)
+        return self._process_groups.common([worker, *others]) is not None

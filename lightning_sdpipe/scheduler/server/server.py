@@ -23,7 +23,8 @@ from lightning_sdpipe.scheduler.server.authentication import KeyCheck
 from lightning_sdpipe.scheduler.server.control_thread import ControlThread, StopMessage
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines
 from lightning_sdpipe.scheduler.server.newest_checkpoint import NewestCheckpoint
-from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
+from lightning_sdpipe.scheduler.server.outbox import Addressed
+from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 LONGEST_WAIT_MS = 60_000
 MOST_UNREAD = 256

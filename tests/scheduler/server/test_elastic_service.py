@@ -13,7 +13,8 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.event_log import Beginning, EventLog, differences, read_log
-from lightning_sdpipe.scheduler.server.service import Addressed, SchedulerService
+from lightning_sdpipe.scheduler.server.outbox import Addressed
+from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 SAME = {"model": "linear"}
 S = Segment(5, 0, 0, 8)

@@ -9,8 +9,8 @@ import pytest
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client import recovery_report
 from lightning_sdpipe.scheduler.client.recovery_report import MEMBERS_IN_REPORT, HeardAnswers
-from lightning_sdpipe.scheduler.server import recovery
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 
@@ -50,7 +50,7 @@ def test_a_report_fits_into_a_request(monkeypatch: pytest.MonkeyPatch, caplog: p
     full = answer(1, *range(MEMBERS_IN_REPORT))
     join = m.Join(Worker(0, 0), (1 << 63) - 1, 1 << 40, (8, 512), True, 1 << 40, (full,))
     assert len(m.encode(join)) < m.MAX_REQUEST_BYTES
-    monkeypatch.setattr(recovery, "MEMBERS_IN_REPORT", 5)
+    monkeypatch.setattr(recovery_report, "MEMBERS_IN_REPORT", 5)
     heard = HeardAnswers(Worker(0, 0))
     for a in (answer(1, 0, 1, 2), answer(2, 0, 1), answer(3, 0)):
         heard.hear(a)

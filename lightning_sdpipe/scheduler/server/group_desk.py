@@ -1,0 +1,325 @@
+"""Who takes part in groups: sessions come and go, their readies go to the policy, and its groups answer them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+from lightning_sdpipe.policies.decisions import Decision, Group
+from lightning_sdpipe.policies.events import (
+    Answered,
+    Broken,
+    Joined,
+    Left,
+    Lost,
+    Progress,
+    Ready,
+    Regrouped,
+    Tick,
+    Widened,
+    Worker,
+)
+from lightning_sdpipe.policies.policy import RefusedEvent
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.log.status import Overview
+from lightning_sdpipe.scheduler.server.contradictions import Extent
+from lightning_sdpipe.scheduler.server.outbox import Outbox
+from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver, PolicyFailed
+from lightning_sdpipe.scheduler.server.process_groups import ProcessGroupRegistry
+from lightning_sdpipe.scheduler.server.recovery import Recovery
+from lightning_sdpipe.scheduler.server.session import (
+    COMPUTING,
+    FALLS_SILENT,
+    IS_HELD,
+    IS_READY,
+    JOINS,
+    LEAVES,
+    IllegalInput,
+    Input,
+    Session,
+    Sessions,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class GroupDesk:
+    """Keeps the sessions, what a restarted scheduler waits for, and the first failure of the run, of which all hear.
+
+    Args:
+        driver: drives the policy.
+        recovery: holds readies while workers of a run that is under way come back.
+        extent: which workers there may be.
+        overview: is widened with the run.
+        outbox: takes the answers.
+        process_groups: of an elastic run, whose groups go out when their members share one; None in any other.
+    """
+
+    def __init__(
+        self,
+        driver: PolicyDriver,
+        recovery: Recovery,
+        extent: Extent,
+        overview: Overview,
+        outbox: Outbox,
+        process_groups: ProcessGroupRegistry | None,
+    ) -> None:
+        self.sessions = Sessions()
+        self.recovery = recovery
+        self.extent = extent
+        self.failure: m.Failure | None = None
+        self._driver = driver
+        self._overview = overview
+        self._outbox = outbox
+        self._process_groups = process_groups
+
+    @property
+    def deadline(self) -> float:
+        """When the policy is due, or the end of the recovery."""
+        return min(self._driver.deadline, self.recovery.until)
+
+    @property
+    def next_sequence(self) -> int:
+        """Of the next group, at least."""
+        return self._driver.next_sequence
+
+    # -------------------------------------------------------- coming and going
+
+    def join_anew(self, request: m.Join, peer: bytes, now: float) -> None:
+        """The first join of a session; an older session of the worker ends."""
+        worker = request.worker
+        self.extent.check_mesh(request)
+        self.extent.check_exists(worker)
+        before = self.sessions.get(worker)
+        if before is not None and before.active:
+            logger.warning("worker %s came back as a new client; the old one never left", worker)
+            self.leave(before, now)
+        session = self.sessions.begin(worker, request.session, now, request.elastic)
+        session.received.is_new(request.number, peer)
+        if self.failure is None:
+            self.recovery.joins(worker, request.heard is not None, now)
+        self.join(session, request, peer, now)
+
+    def join(self, session: Session, request: m.Join, peer: bytes, now: float) -> None:
+        """A client joins, for the first time or again."""
+        if self.failure is not None:
+            self._outbox.say(peer, m.Abort(self.failure))
+            return
+        if request.number < session.received.left_at:
+            return  # the heartbeats' socket was slower than the leave that came after
+        if not session.active:
+            self.extent.check_mesh(request)
+            self.let_time_pass(now)
+            if request.heard is not None:
+                self._carry_out(self._driver.number_from(request.heard + 1, now), now)
+            decisions = self._driver.tell(Joined(session.worker, request.answered if request.resumed else None), now)
+            session.move(JOINS)
+            if not request.resumed:
+                session.iteration = session.answer = session.answered = None
+                self.recovery.forget(session.worker)
+            self._carry_out(decisions, now)
+            self.recovery.keep(request.answers, session.worker)
+        self._outbox.say(peer, m.Acknowledged(request.number, session.invitations))
+
+    def leave(self, session: Session, now: float) -> None:
+        """A client leaves; the others go on without it."""
+        decisions: list[Decision] = []
+        if session.active:
+            decisions = self._drop(session, Left(session.worker), LEAVES, now)
+        else:
+            session.move(LEAVES)
+        session.answer = session.answered = None
+        self._carry_out(decisions, now)
+
+    def lose_silent(self, silent: Sequence[Session], now: float) -> None:
+        """These clients were silent for too long; the others hear of those that took part."""
+        for session in silent:
+            if not session.active:
+                continue
+            worker, seconds = session.worker, now - session.heard
+            logger.warning("worker %s was silent for %.1f s: the others go on without it", worker, seconds)
+            decisions = self._drop(session, Lost(worker), FALLS_SILENT, now)
+            lost = m.Lost(worker, seconds)
+            for other in self.sessions:
+                if other.active:
+                    self._outbox.say(other.peer, lost)
+            self._carry_out(decisions, now)
+
+    def lose(self, pipeline: int, left: bool, now: float) -> None:
+        """``pipeline`` of an elastic run is gone: it has left, or is lost."""
+        for session in self.sessions:
+            if session.worker.pipeline == pipeline and session.active:
+                event = (Left if left else Lost)(session.worker)
+                decisions = self._drop(session, event, LEAVES if left else FALLS_SILENT, now)
+                session.answer = None
+                self._carry_out(decisions, now)
+
+    def _drop(self, session: Session, event: Left | Lost, input: Input, now: float) -> list[Decision]:
+        self.let_time_pass(now)  # a window of this very moment may still answer the worker
+        decisions = self._driver.tell(event, now)
+        self.recovery.held.pop(session.worker, None)
+        session.move(input)
+        return decisions
+
+    def members_are(self, pipelines: Collection[int]) -> None:
+        """These pipelines of an elastic run train; all their workers come back after a restart."""
+        self.recovery.expect(len(pipelines) * self.extent.num_stages)
+
+    def widen(self, num_pipelines: int, now: float) -> None:
+        """There may be so many pipelines from now on.
+
+        Raises:
+            RefusedEvent: the policy is for fewer.
+        """
+        self._driver.widen(Widened(num_pipelines), now)
+        self.extent.num_pipelines = num_pipelines
+        self._overview.widen(num_pipelines)
+
+    def fail(self, failure: m.Failure, teller: bytes | None = None) -> None:
+        """The run is over; every client hears of the first failure, and so does ``teller``."""
+        if self.failure is None:
+            self.failure = failure
+            logger.error("%s; the run is over", failure)
+        abort = m.Abort(self.failure)
+        peers = {session.peer for session in self.sessions} | ({teller} if teller is not None else set())
+        for peer in sorted(peers):
+            self._outbox.say(peer, abort)
+
+    # ----------------------------------------------------------------- readies
+
+    def ready(self, session: Session, request: m.Ready, peer: bytes, now: float) -> None:
+        """A worker waits for a group.
+
+        Raises:
+            RefusedEvent: it waits already, for the answer to another ready.
+        """
+        iteration, recovery = request.iteration, self.recovery
+        if self.failure is not None:
+            self._outbox.say(peer, m.Abort(self.failure))
+        elif session.state is not COMPUTING:
+            if not session.active:
+                self._outbox.say(peer, m.Unknown(request.number))
+            elif session.iteration != iteration:
+                raise RefusedEvent(f"iteration {session.iteration} waits for an answer")
+            # else it asks again; the answer is on its way to be decided
+        elif session.answer is not None and session.iteration == iteration:
+            self._outbox.say(peer, session.answer)
+        elif recovery.holds:
+            session.is_ready(iteration, IS_HELD)
+            recovery.held[request.worker] = iteration
+        elif recovery.answers and (answer := recovery.answer_to(request.worker, iteration)) is not None:
+            session.is_ready(iteration, IS_HELD)  # it came back late
+            self._answer_as_before(session, answer, now)
+        else:
+            self._decide_ready(session, iteration, now)
+
+    def hear_beat(self, session: Session, request: m.Heartbeat, peer: bytes, now: float) -> bool:
+        """A client lives, and says how fast it is. False if it takes itself for a participant and is none."""
+        session.beats = True
+        if request.joined and not session.active and request.number > session.received.left_at:
+            self._outbox.say(peer, m.Unknown(request.number))
+            return False
+        if request.steps is not None and session.active:
+            steps = request.steps
+            event = Progress(request.worker, steps.iteration, steps.count, steps.seconds, steps.waiting)
+            self.let_time_pass(now)
+            self._carry_out(self._driver.tell(event, now), now)
+        return True
+
+    def end_recovery(self, now: float) -> None:
+        """All are back, or the grace has passed: what was held is decided."""
+        for worker, iteration in self.recovery.end().items():
+            session = self.sessions[worker]
+            answer = self.recovery.answer_to(worker, iteration)
+            if answer is None:
+                self._decide_ready(session, iteration, now)
+            else:
+                self._answer_as_before(session, answer, now)
+
+    def _decide_ready(self, session: Session, iteration: int, now: float) -> None:
+        if self._driver.deadline <= now:
+            self.let_time_pass(now)
+        decisions = self._driver.tell(Ready(session.worker, iteration), now)
+        session.is_ready(iteration, IS_READY)
+        self._carry_out(decisions, now)
+
+    def _answer_as_before(self, session: Session, answer: m.Answer, now: float) -> None:
+        """As another scheduler has decided."""
+        assert session.iteration is not None
+        event = Answered(session.worker, session.iteration)
+        self._answer(session, answer)
+        self._carry_out(self._driver.tell(event, now), now)
+
+    # --------------------------------------------------------------- decisions
+
+    def let_time_pass(self, now: float) -> None:
+        """The policy hears of it, if it is due."""
+        if self._driver.deadline <= now:
+            self._carry_out(self._driver.tell(Tick(), now), now)
+
+    def regroup(self, group: Group, members: Sequence[Worker], weights: Sequence[float], now: float) -> Group:
+        """The policy makes a group of those that are left of ``group``.
+
+        Raises:
+            PolicyFailed: it makes another one, or none.
+        """
+        if group.sequence < self.next_sequence:
+            self._carry_out(self._driver.tell(Broken(group.sequence), now), now)
+        decisions = self._driver.tell(Regrouped(group.sequence, tuple(members), tuple(weights)), now)
+        if len(decisions) != 1 or decisions[0].members != tuple(members):
+            raise PolicyFailed(
+                f"group {group.sequence}, which broke, and decided {decisions} where its members {list(members)} were "
+                "to try again: a policy for elastic runs derives from GroupPolicy, or answers Regrouped with that one "
+                "group"
+            )
+        return decisions[0]
+
+    def send(self, group: Group) -> None:
+        """Answer the readies of its members with ``group``.
+
+        Raises:
+            PolicyFailed: one of them is not ready.
+        """
+        try:
+            sessions = [self.sessions[member] for member in group.members]
+            if group.passive:
+                self._answer_and_invite(sessions, group)
+                return
+            invited = tuple([session.invitations for session in sessions])
+            answer = m.Answer(
+                group, tuple([session.iteration for session in sessions]), invited if any(invited) else ()
+            )
+            for session in sessions:
+                self._answer(session, answer)
+        except (IllegalInput, KeyError) as error:
+            raise PolicyFailed(f"{group} cannot go out: {error}") from error
+
+    def _carry_out(self, decisions: list[Decision], now: float) -> None:
+        if not decisions:
+            return
+        verbose = logger.isEnabledFor(logging.DEBUG)
+        for group in decisions:
+            if verbose:
+                logger.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason)
+            if self._process_groups is None:
+                self.send(group)
+            elif (ready := self._process_groups.ready_to_go(group, now)) is not None:
+                self.send(ready)
+
+    def _answer_and_invite(self, sessions: list[Session], group: Group) -> None:
+        """Passive members are invited; the others are answered."""
+        answer = m.Answer(
+            group,
+            tuple(None if s.worker in group.passive else s.iteration for s in sessions),
+            tuple(s.invitations for s in sessions),
+        )
+        for session in sessions:
+            if session.worker in group.passive:
+                session.invitations += 1
+                self._outbox.say(session.heartbeat_peer, m.Invitation(group, session.answered))
+            else:
+                self._answer(session, answer)
+
+    def _answer(self, session: Session, answer: m.Answer) -> None:
+        session.is_answered(answer)
+        self._outbox.say(session.peer, answer)

@@ -1,0 +1,110 @@
+"""Who is dealt which batches: asks are answered when the dealer has decided, and restarts are made good by telling."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from lightning_sdpipe.dealing.leases import Asked, Expected, LeaseEvent, Returned, Segment, Told, Trained
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import RefusedEvent
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
+from lightning_sdpipe.scheduler.server.outbox import Outbox
+from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver
+from lightning_sdpipe.scheduler.server.session import COMPUTING, Session
+
+
+class LeaseDesk:
+    """Keeps the asks that are open, and which pipelines may hold leases.
+
+    Args:
+        driver: drives the dealer.
+        groups: knows the sessions, and whether the run has failed.
+        outbox: takes the answers.
+    """
+
+    def __init__(self, driver: PolicyDriver, groups: GroupDesk, outbox: Outbox) -> None:
+        self._driver, self._dealer = driver, driver.dealer
+        self._groups = groups
+        self._outbox = outbox
+        self._asking: dict[Worker, tuple[bytes, Segment, int]] = {}
+        """Workers that asked for a lease which is not decided: where the answer goes, and for which."""
+        self._present: set[int] | None = None
+        """Pipelines that may hold leases; None before the first members are known."""
+
+    def ask(self, request: m.AskLease, peer: bytes, now: float) -> None:
+        """Asks are told apart by segment and ordinal, so they need no session and may be repeated."""
+        worker, segment, failure = request.worker, request.segment, self._groups.failure
+        self._groups.extent.check_exists(worker)
+        if failure is not None:
+            self._outbox.say(peer, m.Abort(failure))
+        elif (lease := self._dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
+            self._outbox.say(peer, m.Dealt(lease))
+        elif self._dealer.asks_for_book(worker, segment):
+            self._outbox.say(peer, m.AskLeases())
+        else:
+            self._asking[worker] = peer, segment, request.ordinal
+            try:
+                self.deal(Asked(worker, segment, request.ordinal, request.done), now)
+            except RefusedEvent:
+                del self._asking[worker]
+                raise
+
+    def hear_beat(self, heartbeat: m.Heartbeat, peer: bytes, now: float) -> None:
+        """A worker says how much of its batches it has trained."""
+        if heartbeat.dealt is None or self._groups.failure is not None:
+            return
+        worker, (segment, done) = heartbeat.worker, heartbeat.dealt
+        self._groups.extent.check_exists(worker)
+        if self._dealer.asks_for_book(worker, segment):
+            self._outbox.say(peer, m.AskLeases())
+        else:
+            self.deal(Trained(worker, segment, done), now)
+
+    def hear_leases(self, request: m.TellLeases, now: float) -> None:
+        """A worker tells a restarted scheduler what it was dealt."""
+        self.deal(Told(request.worker, request.segment, request.leases, request.over, request.done), now)
+
+    def deal(self, event: LeaseEvent, now: float) -> None:
+        """``event`` happened; whoever asked hears what follows."""
+        self._driver.deal(event, now)
+        for worker, (peer, segment, ordinal) in list(self._asking.items()):
+            lease = self._dealer.answer(worker.pipeline, segment, ordinal)
+            if lease is not None:
+                self._outbox.say(peer, m.Dealt(lease))
+                del self._asking[worker]
+
+    def missing(self, asker: Worker) -> tuple[Worker, ...]:
+        """Return those that ``asker`` may wait for: of its stage; for a lease of others too, with a session or
+        without."""
+        sessions = self._groups.sessions.of_stage(asker.stage)
+        workers = {session.worker for session in sessions if session.state is COMPUTING}
+        if asker in self._asking:
+            workers.update(self._dealer.behind(), self._dealer.untold())
+        return tuple(sorted(workers - {asker}))
+
+    def members_are(self, pipelines: Collection[int], now: float) -> None:
+        """These train; all others have returned their leases."""
+        extent = self._groups.extent
+        if self._present is None:
+            self._present = set(range(max(extent.num_pipelines, self._dealer.num_known)))
+            for pipeline in sorted(i for i in pipelines if i >= extent.planned[1]):
+                self.deal(Expected(pipeline), now)
+        for pipeline in sorted(self._present - set(pipelines)):
+            self.deal(Returned(pipeline), now)
+        self._present = set(pipelines)
+
+    def forget_asks(self, pipeline: int) -> None:
+        """``pipeline`` is gone."""
+        for worker in [worker for worker in self._asking if worker.pipeline == pipeline]:
+            del self._asking[worker]
+
+    def end_if_all_wait_for(self, silent: Sequence[Session], now: float) -> None:
+        """The run is over if the others wait for batches that only silent workers may train, as they may where
+        pipelines do not come and go. A worker that waits for a lease is away, but beats."""
+        awaited = self._dealer.awaited()
+        lost = [session for session in silent if session.worker.pipeline in awaited]
+        if awaited and {session.worker.pipeline for session in lost} == set(awaited) and self._groups.failure is None:
+            seconds = now - lost[0].heard
+            reason = f"it was silent for {seconds:.1f} s, and the others wait for batches that only it may train"
+            self._groups.fail(m.Failure(lost[0].worker, reason))

@@ -1,0 +1,75 @@
+"""Which process groups the workers of an elastic run have made, and the groups that wait until their members share one.
+
+A worker makes a process group of its stage's replicas for each epoch of membership, in a thread, and says which it
+holds. A group that is decided before its members have one in common is kept for the few milliseconds that this takes,
+or until the epoch is announced anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from lightning_sdpipe.membership.membership import Membership
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler.server.liveness import Liveness
+
+REMAKE_AFTER = 5.0
+"""Seconds that an answer waits for a process group before the epoch is announced anew."""
+
+
+@dataclass
+class KeptGroup:
+    """A group that waits until ``until`` for a process group of its members, perhaps in the place of one that broke."""
+
+    group: Group
+    until: float
+    broken: Group | None = None
+
+
+class ProcessGroupRegistry:
+    """Of all workers, the epochs whose process group they hold."""
+
+    def __init__(self, membership: Membership, presence: Liveness) -> None:
+        self.kept: dict[int, KeptGroup] = {}
+        """By the number of the group."""
+        self._membership = membership
+        self._presence = presence
+        self._holds: dict[Worker, frozenset[int]] = {}
+
+    @property
+    def in_use(self) -> bool:
+        """Is this an elastic run, as far as is known?"""
+        return bool(self._presence.incarnations) or self._membership.epoch.number > 0
+
+    def holds(self, worker: Worker, epochs: Iterable[int]) -> None:
+        """``worker`` has these now."""
+        self._holds[worker] = frozenset(epochs)
+
+    def forget(self, worker: Worker) -> None:
+        """Its process is gone."""
+        self._holds.pop(worker, None)
+
+    def common(self, workers: Sequence[Worker]) -> int | None:
+        """Return the newest epoch of which all of them hold a process group; a worker alone needs none."""
+        if len(workers) < 2:
+            return self._membership.epoch.number
+        shared = frozenset.intersection(*(self._holds.get(worker, frozenset()) for worker in workers))
+        return max(shared, default=None)
+
+    def with_epoch(self, group: Group) -> Group | None:
+        """Return ``group`` with the epoch whose process group its members share; None if there is none."""
+        epoch = self.common(group.members)
+        return None if epoch is None else msgspec.structs.replace(group, epoch=epoch)
+
+    def ready_to_go(self, group: Group, now: float) -> Group | None:
+        """Return ``group`` as it may go out, or None and keep it until it may."""
+        if not self.in_use:
+            return group
+        ready = self.with_epoch(group)
+        if ready is None:
+            self.kept[group.sequence] = KeptGroup(group, now + REMAKE_AFTER)
+        return ready
