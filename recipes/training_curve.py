@@ -24,7 +24,7 @@ class TrainingCurve(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if trainer.is_global_zero and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self._note(trainer, ("train_loss_step",))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -27,27 +27,27 @@ class Residual(L.LightningModule):
         return loss
 
 
-NUMBERS: list[float] = []
-
-
 class Secretive(Residual):
-    """A number leaves a block through a global, which no operation of torch shows."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            NUMBERS.append(float(x.detach().abs().sum()))
-            return self.linear(x) * len(NUMBERS)
+    """A number leaves a block through a closure, which no operation of torch shows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([self.Layer() for _ in range(4)])
+        numbers: list[float] = []
+
+        class Layer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                numbers.append(float(x.detach().abs().sum()))
+                return self.linear(x) * len(numbers)
+
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+        self.clear = numbers.clear
 
     def forward(self, x: Tensor) -> Tensor:
-        NUMBERS.clear()
+        self.clear()
         return super().forward(x)
 
 

@@ -1,10 +1,4 @@
-"""All that Lightning, torchmetrics and the precision plugin do per rank, made right for a stage of a pipeline.
-
-The optimizer's groups as hooks see them: with the parameters of all stages.
-
-A norm over ``optimizer.param_groups`` in a hook would be that of one stage. With the others' parameters in the groups,
-which have no values here, it is refused, and what a hook does to each parameter alone is done where that is.
-"""
+"""All that Lightning, torchmetrics and the precision plugin do per rank, made right for a stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.loop import finetuning
@@ -24,57 +18,11 @@ from lightning_sdpipe.loop.loss_scale import agree_on_overflow, scale_without_fl
 from lightning_sdpipe.loop.metrics_elsewhere import refuse_metrics_elsewhere
 from lightning_sdpipe.loop.readiness import Readiness, clips_by_norm
 from lightning_sdpipe.loop.refusals import leave_out_example
+from lightning_sdpipe.loop.whole_groups import show_whole_groups
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.topology.groups import ProcessGroups
-
-_HOOKS = (
-    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
-    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"),
-    "configure_gradient_clipping",
-)
-
-
-def show_whole_groups(
-    module: LightningModule, callbacks: Sequence[Callback], shown: Callable[[], AbstractContextManager[None]]
-) -> Callable[[], None]:
-    """Holds ``shown()`` around the user's hooks of training. Returns what undoes it."""
-    return around_hooks(module, callbacks, _HOOKS, lambda _: shown())
-
-
-def around_hooks(
-    module: LightningModule,
-    callbacks: Sequence[Callback],
-    names: Sequence[str],
-    held: Callable[[str], AbstractContextManager[None]],
-) -> Callable[[], None]:
-    """Holds ``held(name)`` around the user's hooks of these ``names``. Returns what undoes it."""
-    changed: list[tuple[Any, str, Any]] = []
-    for owner in (module, *callbacks):
-        for name in names:
-            hook = getattr(owner, name, None)
-            if hook is None:
-                continue
-            if name in vars(owner) or not hook.__module__.startswith(("lightning.", "lightning_sdpipe.")):
-                changed.append((owner, name, vars(owner).get(name)))
-                vars(owner)[name] = _within(hook, partial(held, name))
-
-    def undo() -> None:
-        for owner, name, before in changed:
-            vars(owner).pop(name)
-            if before is not None:
-                vars(owner)[name] = before
-
-    return undo
-
-
-def _within(hook: Callable[..., Any], held: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
-    def within(*arguments: Any, **kwargs: Any) -> Any:
-        with held():
-            return hook(*arguments, **kwargs)
-
-    return within
 
 
 def adapt(

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.adaptation import around_hooks
+from lightning_sdpipe.loop.whole_groups import around_hooks
 from lightning_sdpipe.partition.touches import METRIC, METRICS
 
 _HOOKS = (
@@ -56,8 +56,8 @@ class _Metrics(dict[str, Any]):
             raise ConfigurationError(
                 f"{self._hook} looks for the metric {name!r} on a stage that ends before training_step logs it. Use "
                 "outputs['loss'] in on_train_batch_end; keep the number in an attribute (self.last = loss.item()), "
-                "which all stages get after each mini-batch; or look for it in on_validation_end or "
-                "on_train_epoch_end, where all stages have it."
+                "which all stages get after each mini-batch; look for it in on_validation_end or "
+                "on_train_epoch_end, where all stages have it; or, to report it, where trainer.is_global_zero holds."
             )
 
     def __getitem__(self, name: str) -> Any:
