@@ -22,7 +22,7 @@ HOUSE = (
     *("strategy.options", "strategy.option_checks"),  # what a user says: the workers read it, the strategy has it
     *("worker", "loop", "checkpoints", "sync", "data"),
     *("placement", "pipeline", "partition", "exchange", "scheduler", "simulate", "membership", "dealing", "policies"),
-    *("optim", "heterogeneity", "topology", "random_streams", "p2p", "errors"),
+    *("optim", "heterogeneity", "topology", "random_streams", "p2p", "lightning_internals", "errors"),
 )
 
 LONG = {

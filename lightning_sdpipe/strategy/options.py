@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
+from lightning_sdpipe.lightning_internals import set_parallel_devices
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.strategy import option_checks
@@ -198,7 +199,7 @@ class SDPipeOptions(DDPStrategy):
             if (said := self._job.overrides(len(devices), self.num_nodes)) is not None:
                 rank_zero_info(said)
             devices = self._job.devices(devices)
-        self._parallel_devices = devices
+        set_parallel_devices(self, devices)
 
     @property
     def total_stages(self) -> int:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.whole_module import is_whole, make_whole, tie_again, to_cpu
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.data.loader import PipelineLoader
@@ -35,11 +36,11 @@ from lightning_sdpipe.loop.optimizers import (
     refuse_unfit_momentum,
 )
 from lightning_sdpipe.loop.planning import Planning, plan_on_rank_zero
-from lightning_sdpipe.loop.plateau import refuse_own_values
 from lightning_sdpipe.loop.predictions import collect, deal_batches
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.refusals import (
     refuse_new_parameters,
+    refuse_own_values,
     refuse_several_optimizers,
     refuse_unsupported,
 )
@@ -86,7 +87,8 @@ class SDPipeStrategy(CheckpointHooks):
     def _configure_launcher(self) -> None:
         self._run.check()
         timeout = self._run_timeout.total_seconds()
-        self._launcher = launcher_for(self, self._start_method, self._check_module, timeout)
+        launcher = launcher_for(self, lightning_internals.start_method(self), self._check_module, timeout)
+        lightning_internals.set_launcher(self, launcher)
 
     def _check_module(self) -> None:
         module = self.lightning_module
@@ -105,7 +107,7 @@ class SDPipeStrategy(CheckpointHooks):
     def _get_process_group_backend(self) -> str:
         """Both kinds of tensors travel: headers and metrics are on the CPU."""
         device, default = self.root_device, super()._get_process_group_backend()
-        return backends(device, self.parallel_devices or [], self._process_group_backend, default)
+        return backends(device, self.parallel_devices or [], self.process_group_backend, default)
 
     # ------------------------------------------------------------------- setup
 
@@ -337,9 +339,9 @@ class SDPipeStrategy(CheckpointHooks):
 
     def on_predict_end(self) -> None:
         self._parts.pipeline.settle()
-        loop = self.module.trainer.predict_loop
-        if loop.return_predictions and loop._combined_loader is not None:
-            collect(loop._predictions, loop._combined_loader.flattened, self.groups)
+        loop = self._trainer.predict_loop
+        if loop.return_predictions and (loaders := lightning_internals.loaders(loop)):
+            collect(lightning_internals.predictions(self._trainer), loaders, self.groups)
 
     @property
     def is_global_zero(self) -> bool:
@@ -365,7 +367,7 @@ class SDPipeStrategy(CheckpointHooks):
             self._training.rendezvous.abandon()
         if self._run.membership is not None:
             self._run.membership.fail(exception)
-        end_after_failure(self._launcher)
+        end_after_failure(self.launcher)
 
     def teardown(self) -> None:
         for undo in self._undo:
@@ -381,13 +383,12 @@ class SDPipeStrategy(CheckpointHooks):
                 self._make_whole(self._assembled)
             tie_again(self.module, self._assembled.ownership)
         self._run.close()
-        module, self._lightning_module = self._lightning_module, None
-        super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
-        self._lightning_module = module
+        with lightning_internals.without_module(self):
+            super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
 
     def _make_whole(self, parts: Assembled) -> None:
         """As other strategies leave the module: whole, in all processes that go on."""
-        ends_here = self._start_method != "popen"  # all but one process of each machine
+        ends_here = lightning_internals.start_method(self) != "popen"  # all but one process of each machine
         keepers = [rank for rank in range(self.world_size) if not ends_here or rank % self.num_processes == 0]
         if set(keepers) & set(self.mesh.pipeline_ranks(self._worker.pipeline)):
             with self._first_failure():

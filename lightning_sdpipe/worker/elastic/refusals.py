@@ -6,6 +6,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.lightning_internals import start_method
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.decentralized import Decentralized
@@ -46,7 +47,7 @@ def check_options(options: SDPipeOptions) -> None:
             "its members need a common model, which newcomers lack; use SemiDecentralized() or PartialReduce(), or "
             "send in full",
         ),
-        (options._start_method != "popen", f"start_method={options._start_method!r}", "leave it out"),
+        (start_method(options) != "popen", f"start_method={start_method(options)!r}", "leave it out"),
     ):
         if given:
             raise ConfigurationError(f"{name} does not work {_HOW} yet: {instead}.")
