@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.errors import NotWrittenError
+from lightning_sdpipe.lightning_internals import WrappingCheckpointIO, is_local_path
 
 
 class Publisher(Protocol):
@@ -56,7 +56,7 @@ class WholeFiles(TorchCheckpointIO):
             NotWrittenError: there is no space for it, or it cannot be written for another reason.
             WorkerFailedError: another process writes checkpoints by now.
         """
-        if storage_options is not None or not _is_local_file_protocol(path):
+        if storage_options is not None or not is_local_path(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         place = Path(get_filesystem(path)._strip_protocol(str(path)))
@@ -121,14 +121,14 @@ def with_whole_files(io: CheckpointIO | None) -> CheckpointIO:
     """``io``; :class:`WholeFiles` if it is none, and within it if it wraps none."""
     if io is None:
         return WholeFiles()
-    if isinstance(io, _WrappingCheckpointIO):
+    if isinstance(io, WrappingCheckpointIO):
         io.checkpoint_io = WholeFiles()  # unless it has one
     return io
 
 
 def whole_files(io: CheckpointIO | None) -> WholeFiles | None:
     """The one that ``io`` is, or wraps."""
-    inner = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
+    inner = io.checkpoint_io if isinstance(io, WrappingCheckpointIO) else io
     return inner if isinstance(inner, WholeFiles) else None
 
 

@@ -15,10 +15,9 @@ from lightning_sdpipe.loop.clipping import clip_over_stages, clip_without_flush
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.loop.last_stage import gather_metrics_over, leave_results_to_the_last_stage
 from lightning_sdpipe.loop.loss_scale import agree_on_overflow, scale_without_flush
-from lightning_sdpipe.loop.metrics_elsewhere import refuse_metrics_elsewhere
 from lightning_sdpipe.loop.readiness import Readiness, clips_by_norm
 from lightning_sdpipe.loop.refusals import leave_out_example
-from lightning_sdpipe.loop.whole_groups import show_whole_groups
+from lightning_sdpipe.loop.user_hooks import refuse_metrics_elsewhere, show_whole_groups
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.pipeline import Pipeline

@@ -15,17 +15,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
-from torch.utils._pytree import tree_unflatten
 
+from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.data.dealt import DealtBatch, DealtBatches
 from lightning_sdpipe.data.shards import refuse_to_deal, why_sharded
 from lightning_sdpipe.dealing.leases import Segment
+from lightning_sdpipe.lightning_internals import (
+    DataFetcher,
+    Method,
+    as_combined,
+    current,
+    of_its_class,
+    profiled,
+    replace,
+)
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.equal_split import EqualSplit
+from lightning_sdpipe.loop.equal_split import EqualSplit, next_sync_point, save_at_sync_points
 from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
-from lightning_sdpipe.loop.sync_points import next_sync_point, save_at_sync_points
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.sample import sample_batch
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
@@ -145,7 +152,7 @@ class DealtBatchSource:
             rank_zero_debug(f"Each pipeline trains its own shard: {reason}.")
         return reason is not None
 
-    def take_over(self, fetcher: _DataFetcher) -> _DataFetcher:
+    def take_over(self, fetcher: DataFetcher) -> DataFetcher:
         """What gives the batches of the epoch that begins: ``fetcher``, if they are not dealt."""
         if isinstance(fetcher, DealtFetcher) or self._dealt is None:
             return fetcher
@@ -167,7 +174,7 @@ class DealtBatchSource:
     @property
     def resumes(self) -> bool:
         """Does an epoch of a checkpoint go on where it ended?"""
-        return isinstance(self._trainer.fit_loop._data_fetcher, DealtFetcher)
+        return isinstance(lightning_internals.fetcher(self._trainer), DealtFetcher)
 
     @property
     def position(self) -> int | None:
@@ -185,7 +192,7 @@ class DealtBatchSource:
         """Makes the trainer's loop take these turns."""
         loop: Any = self._trainer.fit_loop.epoch_loop
         optimization = loop.automatic_optimization
-        check_validation = loop._should_check_val_fx
+        check_validation = current(loop, Method.VALIDATES)
 
         def underway() -> bool:
             return self._training.underway
@@ -199,7 +206,7 @@ class DealtBatchSource:
             return output
 
         def should_accumulate() -> bool:
-            return not self._closes if self._segment is not None else type(loop)._should_accumulate(loop)
+            return not self._closes if self._segment is not None else of_its_class(loop, Method.ACCUMULATES)()
 
         def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
             if interval == "step" and self._segment is not None:
@@ -208,9 +215,9 @@ class DealtBatchSource:
                 type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
 
         optimization.run = run
-        loop._should_accumulate = should_accumulate
+        replace(loop, Method.ACCUMULATES, should_accumulate)
         loop.update_lr_schedulers = update_lr_schedulers
-        loop._should_check_val_fx = lambda fetcher: not underway() and check_validation(fetcher)
+        replace(loop, Method.VALIDATES, lambda fetcher: not underway() and check_validation(fetcher))
         save_at_sync_points(self._trainer, underway)
 
     def close(self) -> None:
@@ -351,10 +358,10 @@ def announcement(required: bool, module: LightningModule, callbacks: Iterable[Ca
     )
 
 
-class DealtFetcher(_DataFetcher):
+class DealtFetcher(DataFetcher):
     """Takes over from Lightning's ``fetcher``, which has fetched nothing."""
 
-    def __init__(self, fetcher: _DataFetcher, turns: DealtBatchSource) -> None:
+    def __init__(self, fetcher: DataFetcher, turns: DealtBatchSource) -> None:
         self.__dict__.update(fetcher.__dict__)
         self.turns = turns
         self.done = False  # the turns know which is the last
@@ -364,9 +371,6 @@ class DealtFetcher(_DataFetcher):
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
-        self._start_profiler()
-        try:
+        with profiled(self):
             batch = self.turns.fetch()
-        finally:
-            self._stop_profiler()
-        return tree_unflatten([batch], self.combined_loader._spec), self.fetched, 0
+        return as_combined(self.combined_loader, batch), self.fetched, 0

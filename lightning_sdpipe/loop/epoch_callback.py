@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
 from lightning_sdpipe.checkpoints import random_states
+from lightning_sdpipe.lightning_internals import adopt_metrics, steps_between_saves
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
@@ -118,20 +118,9 @@ class EpochCallback(Callback):
             mine = {name: float(value) for name, value in trainer.callback_metrics.items()}  # reduces: on every rank
             everybodys = self._share(mine)
         if everybodys is not mine:
-            _adopt(trainer, {name: torch.tensor(value) for name, value in everybodys.items()})
-
-
-def _adopt(trainer: Any, values: Mapping[str, Tensor]) -> None:
-    """Makes ``trainer.callback_metrics`` hold ``values``: it is made anew from the results at each access."""
-    on_step = trainer._logger_connector._first_loop_iter is not None
-    results = trainer._results
-    for _, result in results.valid_items() if results else ():
-        _, name = results._forked_name(result, on_step)
-        if name in values:
-            setattr(result, "_forward_cache" if on_step else "_computed", values[name])
-    trainer.callback_metrics.update(values)
+            adopt_metrics(trainer, {name: torch.tensor(value) for name, value in everybodys.items()})
 
 
 def _saves_now(callback: Callback, trainer: Trainer) -> bool:
-    every = getattr(callback, "_every_n_train_steps", 0)
+    every = steps_between_saves(callback)
     return every > 0 and trainer.global_step % every == 0

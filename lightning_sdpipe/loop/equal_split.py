@@ -1,4 +1,5 @@
-"""Lightning's counters as an equal split of the epoch would have them, whatever this pipeline has trained itself.
+"""Lightning's counters as an equal split of the epoch would have them, whatever this pipeline has trained itself, and
+the number at which all pipelines meet next: batches are dealt up to there.
 
 Batch numbers, ``global_step``, and the schedulers of the learning rate follow the progress of all. With dealt batches a
 turn of the loop is one batch of this pipeline, in which they advance by one, by several or not at all.
@@ -10,6 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_sdpipe.lightning_internals import (
+    logged_steps,
+    set_logged_steps,
+    step_schedulers,
+    steps_between_saves,
+    validates_in_this_epoch,
+)
+from lightning_sdpipe.loop.clock import ClockChecks
 
 
 class EqualSplit:
@@ -33,7 +44,7 @@ class EqualSplit:
         progress, updates = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
         self._earlier_batches = progress.total.ready - progress.current.ready
         self._earlier_updates = updates.total.completed - steps, updates.current.completed - steps
-        self._earlier_logs = loop._batches_that_stepped - steps
+        self._earlier_logs = logged_steps(self._trainer) - steps
 
     @property
     def number(self) -> int:
@@ -55,7 +66,8 @@ class EqualSplit:
         for tracker, earlier in zip((updates.total, updates.current), self._earlier_updates, strict=True):
             tracker.ready = tracker.completed = earlier + steps
         loop.batch_progress.is_last_batch = now == self._end
-        loop._batches_that_stepped = self._logged(self._earlier_logs + self._steps(before), self._earlier_logs + steps)
+        logged = self._logged(self._earlier_logs + self._steps(before), self._earlier_logs + steps)
+        set_logged_steps(self._trainer, logged)
 
     def update_schedulers(self, plateau: bool) -> None:
         """Steps the schedulers of the learning rate that step with updates, once for each that has passed."""
@@ -64,7 +76,7 @@ class EqualSplit:
             if self._steps(number) > self._steps(number - 1):
                 now, current.ready = current.ready, number  # by which Lightning counts their frequency
                 try:
-                    self._loop._update_learning_rates(interval="step", update_plateau_schedulers=plateau)
+                    step_schedulers(self._trainer, plateau)
                 finally:
                     current.ready = now
 
@@ -84,3 +96,51 @@ class EqualSplit:
         if every and now // every > before // every and now != self._earlier_logs + self._steps(self._end):
             now -= now % every
         return now - self._closes()
+
+
+def next_sync_point(trainer: Trainer, checks: ClockChecks) -> int:
+    """After how many batches of this epoch, on each of equal pipelines, training pauses next: for validation, a
+    checkpoint, a look at the clock, ``max_steps``, or the end of the epoch."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    start: int = loop.batch_progress.current.ready
+    end = int(trainer.num_training_batches)
+    epochs_before: int = loop.batch_progress.total.ready - start
+    accumulate = trainer.accumulate_grad_batches
+    steps_before: int = trainer.global_step - start // accumulate
+    pauses: list[int] = [end]
+    period: Any = trainer.val_check_batch
+    if validates_in_this_epoch(trainer) and isinstance(period, int):
+        before = epochs_before if trainer.check_val_every_n_epoch is None else 0
+        pauses.append(_next_multiple(start + before, period) - before)
+    for callback in saving_by_steps(trainer):
+        step = _next_multiple(trainer.global_step, steps_between_saves(callback))
+        pauses.append((step - steps_before) * accumulate)
+    if loop.max_steps != -1:
+        pauses.append((loop.max_steps - steps_before) * accumulate)
+    if checks.next is not None:
+        pauses.append(checks.next - epochs_before)
+    return max(min(pauses), start + 1)
+
+
+def saving_by_steps(trainer: Any) -> list[ModelCheckpoint]:
+    """The callbacks of ``trainer`` that save after every so many steps."""
+    found = (callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
+    return [callback for callback in found if steps_between_saves(callback) > 0]
+
+
+def save_at_sync_points(trainer: Trainer, underway: Callable[[], bool]) -> None:
+    """Keeps them from saving where a number of steps is seen again, or early, while pipelines are ``underway``."""
+
+    def changed(callback: Any) -> Callable[..., None]:
+        def on_train_batch_end(*arguments: Any, **kwargs: Any) -> None:
+            if not underway():
+                type(callback).on_train_batch_end(callback, *arguments, **kwargs)
+
+        return on_train_batch_end
+
+    for callback in saving_by_steps(trainer):
+        callback.on_train_batch_end = changed(callback)  # type: ignore[method-assign]
+
+
+def _next_multiple(number: int, period: int) -> int:
+    return (number // period + 1) * period

@@ -10,6 +10,8 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_sdpipe.lightning_internals import Method, of_its_class, replace, restore, take_groups_to_restore
+
 Groups = list[dict[str, Any]]
 
 
@@ -22,19 +24,19 @@ def adapt(callbacks: Sequence[Callback], whole_groups: Callable[[], Groups]) -> 
 
     def stored(callback: BaseFinetuning) -> Callable[..., None]:
         def store(pl_module: LightningModule, index: int, number_before: int, _: Groups) -> None:
-            type(callback)._store(callback, pl_module, index, number_before, whole_groups())
+            of_its_class(callback, Method.STORE_GROUPS)(pl_module, index, number_before, whole_groups())
 
         return store
 
     for callback in finetuning:
-        callback.__dict__["_store"] = stored(callback)
+        replace(callback, Method.STORE_GROUPS, stored(callback))
     original = BaseFinetuning.__dict__["filter_on_optimizer"]
     BaseFinetuning.filter_on_optimizer = staticmethod(_new_to)  # type: ignore[method-assign, assignment]
 
     def undo() -> None:
         BaseFinetuning.filter_on_optimizer = original  # type: ignore[method-assign]
         for callback in finetuning:
-            callback.__dict__.pop("_store", None)
+            restore(callback, Method.STORE_GROUPS)
 
     return undo
 
@@ -51,7 +53,6 @@ def restore_groups(trainer: Trainer, optimizer: Optimizer) -> None:
     """
     named = dict(trainer.lightning_module.named_parameters())
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, BaseFinetuning) and callback._restarting:
-            for group in callback._internal_optimizer_metadata.get(0, [])[len(optimizer.param_groups) :]:
+        if isinstance(callback, BaseFinetuning):
+            for group in take_groups_to_restore(callback)[len(optimizer.param_groups) :]:
                 optimizer.add_param_group({**group, "params": [named[name] for name in group["params"]]})
-            callback._restarting = False

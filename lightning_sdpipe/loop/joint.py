@@ -14,14 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher
-from torch.utils._pytree import tree_unflatten
 
 from lightning_sdpipe.data.joint import JointBatches
 from lightning_sdpipe.data.shards import why_sharded
 from lightning_sdpipe.dealing.proportional import micro_batches_by_speed
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
+from lightning_sdpipe.lightning_internals import DataFetcher, as_combined, profiled
 from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.micro_batches import Portion
@@ -105,7 +104,7 @@ class JointBatchSource:
         self._batches = self.portion = None  # type: ignore[assignment]  # nobody asks any more
         self._delays.measures = False
 
-    def take_over(self, fetcher: _DataFetcher) -> _DataFetcher:
+    def take_over(self, fetcher: DataFetcher) -> DataFetcher:
         """What gives the batches of the epoch that begins."""
         if isinstance(fetcher, JointFetcher):
             return fetcher
@@ -173,10 +172,10 @@ class JointBatchSource:
         return found
 
 
-class JointFetcher(_DataFetcher):
+class JointFetcher(DataFetcher):
     """Takes over from Lightning's ``fetcher``, which has fetched nothing."""
 
-    def __init__(self, fetcher: _DataFetcher, turns: JointBatchSource) -> None:
+    def __init__(self, fetcher: DataFetcher, turns: JointBatchSource) -> None:
         self.__dict__.update(fetcher.__dict__)
         self.turns = turns
 
@@ -186,13 +185,10 @@ class JointFetcher(_DataFetcher):
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
-        self._start_profiler()
-        try:
+        with profiled(self):
             batch, self.fetched = self.turns.fetch()
-        finally:
-            self._stop_profiler()
         self.done = self.fetched == self.turns.rounds_of_an_epoch
-        return tree_unflatten([batch], self.combined_loader._spec), self.fetched - 1, 0
+        return as_combined(self.combined_loader, batch), self.fetched - 1, 0
 
 
 def divided(seconds: Sequence[float], parts: int, unit: int, bubble: int) -> list[int]:

@@ -14,11 +14,10 @@ same time. What it does between batches is changed here, in the loop of one Trai
 
 from __future__ import annotations
 
-import math
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -26,6 +25,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_sdpipe import lightning_internals
+from lightning_sdpipe.lightning_internals import Method
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import DealtBatchSource, DealtFetcher
 from lightning_sdpipe.loop.joint import JointBatchSource, JointFetcher
@@ -55,10 +56,11 @@ def change(
 
 def clocks(trainer: Any) -> list[Callable[[], float]]:
     """The seconds until something is due by the clock, for each of ``trainer``'s features that has one."""
-    waits = [_seconds_left(callback) for callback in _timed(trainer.callbacks)]
-    interval = getattr(trainer, "_val_check_time_interval", None)  # Lightning 2.6 and later
-    if interval is not None:
-        waits.append(lambda: interval - (time.monotonic() - trainer._last_val_time))
+    waits: list[Callable[[], float]] = [
+        partial(lightning_internals.seconds_left, callback) for callback in _timed(trainer.callbacks)
+    ]
+    if lightning_internals.validation_interval(trainer) is not None:
+        waits.append(partial(lightning_internals.seconds_to_validation, trainer))
     return waits
 
 
@@ -74,7 +76,7 @@ def batches(trainer: Trainer) -> int:
 
 def zeroes_gradients(trainer: Trainer) -> bool:
     """Does Lightning zero the gradients before it adds those of the batch that is being trained?"""
-    fetcher = trainer.fit_loop._data_fetcher
+    fetcher = lightning_internals.fetcher(trainer)
     if isinstance(fetcher, DealtFetcher):
         return fetcher.turns.zeroes_gradients
     return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -82,23 +84,20 @@ def zeroes_gradients(trainer: Trainer) -> bool:
 
 def is_uneven(trainer: Trainer) -> bool:
     """May pipelines have different numbers of batches in this epoch?"""
-    return isinstance(trainer.fit_loop._data_fetcher, UnevenFetcher)
+    return isinstance(lightning_internals.fetcher(trainer), UnevenFetcher)
 
 
 def _fail_on_sigterm(trainer: Trainer) -> None:
-    epoch_loop: Any = trainer.fit_loop.epoch_loop
-    if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):  # Lightning 2.6 and later
-        epoch_loop._broadcast_sigterm_tensor = lambda: None
-    connector: Any = trainer._signal_connector
+    lightning_internals.replace(trainer.fit_loop.epoch_loop, Method.BROADCAST_SIGTERM, lambda: None)
 
     def note_sigterm(signum: signal.Signals, _: FrameType) -> None:
         launcher = trainer.strategy.launcher
-        if not connector.received_sigterm and launcher is not None:
+        if not trainer.received_sigterm and launcher is not None:
             launcher.kill(signum)
-        connector.received_sigterm = True
+        lightning_internals.mark_sigterm_received(trainer)
 
-    connector._sigterm_notifier_fn = note_sigterm
-    connector._slurm_sigusr_handler_fn = _decline_to_requeue
+    lightning_internals.on_sigterm(trainer, note_sigterm)
+    lightning_internals.on_requeue_signal(trainer, _decline_to_requeue)
 
 
 def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
@@ -113,13 +112,13 @@ def _end_together(trainer: Trainer, turns: Turns, by_speed: DealtBatchSource | J
     loop: Any = trainer.fit_loop
 
     def advance() -> None:
-        loaders = loop._combined_loader.flattened
-        fetcher = loop._data_fetcher
+        fetcher: Any = lightning_internals.fetcher(trainer)
         if by_speed is not None:
-            fetcher = loop._data_fetcher = by_speed.take_over(fetcher)
+            fetcher = by_speed.take_over(fetcher)
+            lightning_internals.set_fetcher(trainer, fetcher)
         known = isinstance(fetcher, DealtFetcher | JointFetcher | UnevenFetcher)
-        if not known and not all(loader.even for loader in loaders):
-            loop._data_fetcher = UnevenFetcher(fetcher, turns)
+        if not known and not all(loader.even for loader in lightning_internals.loaders(loop)):
+            lightning_internals.set_fetcher(trainer, UnevenFetcher(fetcher, turns))
         type(loop).advance(loop)
 
     loop.advance = advance
@@ -165,18 +164,6 @@ def _stop_together(trainer: Trainer, together: Callable[[], bool], checks: Clock
     epoch_loop.on_advance_end, fit_loop.on_advance_end = after_batch, after_epoch
 
 
-def _seconds_left(callback: Timer | ModelCheckpoint) -> Callable[[], float]:
-    def seconds_left() -> float:
-        if isinstance(callback, Timer):
-            left = callback.time_remaining()
-            return math.inf if left is None else left
-        assert callback._train_time_interval is not None
-        assert callback._last_time_checked is not None  # since training starts
-        return callback._train_time_interval.total_seconds() - (time.monotonic() - callback._last_time_checked)
-
-    return seconds_left
-
-
 def _look_together(trainer: Any, checks: ClockChecks) -> None:
     def changed(callback: Any) -> Callable[..., None]:
         def on_train_batch_end(*arguments: Any, **kwargs: Any) -> None:
@@ -189,26 +176,16 @@ def _look_together(trainer: Any, checks: ClockChecks) -> None:
         callback.on_train_batch_end = changed(callback)  # type: ignore[method-assign]
 
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    vars(epoch_loop).pop("_should_check_val_fx", None)  # of an earlier run
+    lightning_internals.restore(epoch_loop, Method.VALIDATES)  # after an earlier run
 
     def should_validate(fetcher: Any) -> bool:
-        last = trainer._last_val_time
-        if not checks.now:
-            trainer._last_val_time = math.inf
-        try:
-            decision: bool = type(epoch_loop)._should_check_val_fx(epoch_loop, fetcher)
-        finally:
-            trainer._last_val_time = last
+        with lightning_internals.validation_by_clock(trainer, checks.now):
+            decision: bool = lightning_internals.of_its_class(epoch_loop, Method.VALIDATES)(fetcher)
         return trainer.strategy.broadcast(decision) if checks.now else decision
 
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        epoch_loop._should_check_val_fx = should_validate
+    if lightning_internals.validation_interval(trainer) is not None:
+        lightning_internals.replace(epoch_loop, Method.VALIDATES, should_validate)
 
 
 def _timed(callbacks: Iterable[Callback]) -> list[Timer | ModelCheckpoint]:
-    return [
-        callback
-        for callback in callbacks
-        if (isinstance(callback, Timer) and callback._duration is not None and callback._interval == "step")
-        or (isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None)
-    ]
+    return [callback for callback in callbacks if lightning_internals.goes_by_clock(callback)]

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.lightning_internals import Method, current, data_source
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.partition import apart, plan, rehearsal
 from lightning_sdpipe.partition import profile as cache
@@ -122,7 +123,7 @@ def _plan(planning: Planning) -> plan.Plan:
 def _try_here(planning: Planning) -> bytes:
     trainer: Any = planning.trainer
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
-    sources = [loop._data_source.instance for loop in (*loops, trainer.predict_loop)]
+    sources = [data_source(loop).instance for loop in (*loops, trainer.predict_loop)]
     with rehearsal.without_a_trace(trainer.lightning_module, *sources) as lost:
         if lost:
             planning.notes.append(
@@ -217,7 +218,7 @@ def _stand_in_optimizer(strategy: Any) -> Iterator[None]:
 def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[int, ...]]]:
     """Two micro-batches of each data loader of the loop; none if there are no data for it."""
     module, trains = planning.trainer.lightning_module, name == "training_step"
-    source = loop._data_source
+    source = data_source(loop)
     if not is_overridden(name, module) or source.instance is None or not source.is_defined():
         return []
     loaders = source.dataloader()
@@ -237,7 +238,7 @@ def _calls(planning: Planning, name: str, loop: Any) -> list[tuple[Any, tuple[in
 
 def _as_the_step_gets_it(planning: Planning, batch: Any) -> Any:
     module, trainer = planning.trainer.lightning_module, planning.trainer
-    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+    batch = current(module, Method.BEFORE_TRANSFER)(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, planning.device)
 
 

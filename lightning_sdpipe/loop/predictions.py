@@ -8,11 +8,12 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler, _IndexBatchSamplerWrapper
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.lightning_internals import IndexBatchSampler, batches_of, set_batches
 from lightning_sdpipe.partition.structure import Constant, Number, Opaque, Structure, TensorMeta, take_apart
 from lightning_sdpipe.topology.groups import ProcessGroups
 
@@ -47,9 +48,9 @@ def deal_batches(loader: Any, groups: ProcessGroups) -> None:
     """
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None)
-    if isinstance(batches, _IndexBatchSamplerWrapper) and isinstance(sampler, UnrepeatedDistributedSampler):
+    if isinstance(batches, IndexBatchSampler) and isinstance(sampler, UnrepeatedDistributedSampler):
         _, pipeline = groups.mesh.locate(groups.rank)
-        batches._batch_sampler = _Dealt(batches._batch_sampler, pipeline, groups.mesh.num_pipelines)
+        set_batches(batches, _Dealt(batches_of(batches), pipeline, groups.mesh.num_pipelines))
 
 
 def collect(predictions: list[list[Any]], loaders: Iterable[Any], groups: ProcessGroups) -> None:
@@ -69,7 +70,8 @@ def collect(predictions: list[list[Any]], loaders: Iterable[Any], groups: Proces
     if stage != mesh.num_stages - 1:
         return
     for mine, loader in zip(predictions, loaders, strict=True):
-        dealt = getattr(getattr(loader, "batch_sampler", None), "_batch_sampler", None)
+        sampler = getattr(loader, "batch_sampler", None)
+        dealt = batches_of(sampler) if isinstance(sampler, IndexBatchSampler) else None
         if not isinstance(dealt, _Dealt):
             continue
         sources = mesh.stage_ranks(stage)[: len(dealt._batches)]  # the others have repeated a batch

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_sdpipe import p2p
+from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE
 from lightning_sdpipe.loop.last_stage import NoResultError
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.python_values import NotPackedError, is_of_the_user, pack, unpack
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _TAG = 2**31 - 8  # that no link uses
-_OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
 _DEPTH = 4  # of objects in objects
 _MANY = 10_000  # values in a container, of which the number is looked at
 
@@ -213,9 +213,9 @@ def _attributes(
     if id(owner) in seen:
         return
     seen.add(id(owner))
-    left_out: set[str] = set()
+    left_out: Set[str] = frozenset()
     if isinstance(owner, nn.Module):
-        left_out = _OF_EVERY_MODULE
+        left_out = OF_EVERY_MODULE
     elif isinstance(owner, LRScheduler):
         left_out = {"optimizer"}
     elif isinstance(owner, dict):

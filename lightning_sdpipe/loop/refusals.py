@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -18,6 +19,14 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.lightning_internals import (
+    Method,
+    names_logged_by_step,
+    of_its_class,
+    replace,
+    restore,
+    syncs_batchnorm,
+)
 from lightning_sdpipe.partition.ownership import Ownership
 
 
@@ -34,7 +43,7 @@ def refuse_unsupported(trainer: Trainer) -> None:
             f"{type(module).__name__}.training_step takes a dataloader_iter. A mini-batch is split into micro-batches "
             "before the step sees it: take the batch instead."
         )
-    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+    if syncs_batchnorm(trainer.strategy):
         raise ConfigurationError(
             "sync_batchnorm=True would make every pipeline wait for all others in every layer. Leave it out: the "
             "statistics of BatchNorm are averaged over the pipelines before every validation and checkpoint."
@@ -108,3 +117,41 @@ def refuse_several_optimizers() -> Iterator[None]:
             "configure_optimizers returned several optimizers; a pipeline steps exactly one. Use one optimizer with "
             "several parameter groups."
         ) from error
+
+
+def refuse_own_values(trainer: Trainer, why: str | None) -> Callable[[], None]:
+    """Has a plateau schedule by step refused that monitors what a training step has logged. Returns what undoes it.
+
+    Such a value is that of a pipeline's own batch, and exists on its last stage only. Those of validation, and of
+    whole epochs, are the same on all workers.
+
+    Args:
+        trainer: about to fit.
+        why: all workers must step alike; None if each pipeline may have a learning rate of its own.
+
+    Raises:
+        ConfigurationError: in the first step whose value is asked for.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    if why is None:
+        return lambda: None
+
+    def monitored(name: str) -> Any:
+        value = of_its_class(loop, Method.MONITORED_VALUE)(name)
+        by_step = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"]
+        found = [config for config in by_step if config.monitor == name]
+        if found and (name in names_logged_by_step(trainer) or (value is None and found[0].strict)):
+            schedule = type(found[0].scheduler).__name__
+            raise ConfigurationError(
+                f"{schedule} steps with interval='step' and monitors {name!r}, which is not the same on all workers: "
+                f"it is of a pipeline's own batch, and {why}. Give interval='epoch', or monitor what validation logs, "
+                "with frequency=val_check_interval."
+            )
+        return value
+
+    replace(loop, Method.MONITORED_VALUE, monitored)
+
+    def undo() -> None:
+        restore(loop, Method.MONITORED_VALUE)
+
+    return undo

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.lightning_internals import Method, current, evaluation_loop, replace, restore
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.random_streams import RandomStreams
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -67,16 +68,16 @@ class StreamSwitches:
         self._updates = 0  # since that batch came
         self._module = trainer.lightning_module
         self._shared = [name for owners, name in ownership.shared_parameters(self._module) if self._stage in owners]
-        self._original = self._module._on_before_batch_transfer
-        vars(self._module)["_on_before_batch_transfer"] = self._begin
+        self._original = current(self._module, Method.BEFORE_TRANSFER)
+        replace(self._module, Method.BEFORE_TRANSFER, self._begin)
         self._precision = trainer.precision_plugin
-        self._after_closure = self._precision._after_closure
-        vars(self._precision)["_after_closure"] = self._end_closure
+        self._after_closure = current(self._precision, Method.AFTER_CLOSURE)
+        replace(self._precision, Method.AFTER_CLOSURE, self._end_closure)
 
     def undo(self) -> None:
         """Leaves the module and the precision plugin as they were."""
-        vars(self._module).pop("_on_before_batch_transfer", None)
-        vars(self._precision).pop("_after_closure", None)
+        restore(self._module, Method.BEFORE_TRANSFER)
+        restore(self._precision, Method.AFTER_CLOSURE)
 
     def between_steps(self, point: Point) -> None:
         """What is drawn from now on is the same on all workers that are at this batch."""
@@ -117,7 +118,7 @@ class StreamSwitches:
         if stage == RunningStage.TRAINING:
             loop = trainer.fit_loop.epoch_loop
         else:
-            loop = trainer.predict_loop if stage == RunningStage.PREDICTING else trainer._evaluation_loop
+            loop = trainer.predict_loop if stage == RunningStage.PREDICTING else evaluation_loop(trainer)
         before = loop.batch_progress.current.ready
         dealt = self._dealt() if stage == RunningStage.TRAINING else None
         position = before * self._num_pipelines + self._pipeline if dealt is None else dealt

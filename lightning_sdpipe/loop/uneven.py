@@ -11,9 +11,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, Protocol
 
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
-
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.lightning_internals import DataFetcher, PrefetchDataFetcher
 
 _Item = tuple[Any, int, int]  # batch, batch_idx, dataloader_idx
 
@@ -28,7 +27,7 @@ class Turns(Protocol):
         """This turn has none but the last batch. Returns whether it is to be trained now, like everybody's last."""
 
 
-class UnevenFetcher(_PrefetchDataFetcher):
+class UnevenFetcher(PrefetchDataFetcher):
     """Takes over from Lightning's fetcher, with what that has fetched already.
 
     Args:
@@ -36,14 +35,14 @@ class UnevenFetcher(_PrefetchDataFetcher):
         turns: this worker's.
     """
 
-    def __init__(self, fetcher: _DataFetcher, turns: Turns) -> None:
+    def __init__(self, fetcher: DataFetcher, turns: Turns) -> None:
         self.batches: list[_Item] = []
         self.__dict__.update(fetcher.__dict__)
         self._turns = turns
         self._start()
 
     def __iter__(self) -> UnevenFetcher:
-        _DataFetcher.__iter__(self)
+        DataFetcher.__iter__(self)
         self._start()
         return self
 
@@ -72,5 +71,5 @@ class UnevenFetcher(_PrefetchDataFetcher):
     def _look_ahead(self) -> None:
         if self.length is None or self.fetched < self.length:
             with suppress(StopIteration):
-                self.batches.append(_DataFetcher.__next__(self))
+                self.batches.append(DataFetcher.__next__(self))
             self.done = False

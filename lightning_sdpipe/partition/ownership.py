@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
 
+from lightning_sdpipe.lightning_internals import note_device
 from lightning_sdpipe.partition.placeholder import WeightElsewhere
 from lightning_sdpipe.partition.same_memory import SameMemory, same_memory
 
@@ -110,7 +110,7 @@ def move(module: nn.Module, device: torch.device) -> None:
 def move_the_rest(module: nn.Module, device: torch.device) -> None:
     """What ``module.to(device)`` does besides, when :func:`keep_only` has moved parameters and buffers: the states of
     metrics follow, whatever else overrides ``_apply``, and ``self.device``."""
-    _update_properties(module, device=device)
+    note_device(module, device=device)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
 

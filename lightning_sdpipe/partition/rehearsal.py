@@ -13,6 +13,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
+from lightning_sdpipe.lightning_internals import trainer_of
 from lightning_sdpipe.partition.mementos import Mementos
 from lightning_sdpipe.partition.provenance import ProvenanceTracer
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
@@ -83,7 +84,7 @@ def without_a_trace(module: nn.Module, *others: Any) -> Iterator[list[str]]:
     if hasattr(module, "log"):
         vars(module)["log"] = lambda *_, **__: None
     try:
-        with isolate_rng(), _without_loggers(getattr(module, "_trainer", None)):
+        with isolate_rng(), _without_loggers(trainer_of(module)):
             yield mementos.lost
     finally:
         mementos.restore()

@@ -10,6 +10,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_sdpipe.lightning_internals import goes_one_by_one
+
 
 def sample_batch(dataloaders: Any) -> Any:
     """A batch as the dataloaders would give it, on the CPU.
@@ -25,7 +27,7 @@ def sample_batch(dataloaders: Any) -> Any:
         Exception: what copying a loader raised.
     """
     if isinstance(dataloaders, CombinedLoader):
-        dataloaders = dataloaders.flattened[0] if dataloaders._mode == "sequential" else dataloaders.iterables
+        dataloaders = dataloaders.flattened[0] if goes_one_by_one(dataloaders) else dataloaders.iterables
     with isolate_rng():
         return tree_map(_first, dataloaders)
 

@@ -22,17 +22,17 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torchmetrics import Metric
 
+from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE, trainer_of
 from lightning_sdpipe.partition.effects import hear_assignments, listening
 from lightning_sdpipe.partition.mementos import is_users
 from lightning_sdpipe.partition.names import ClassAttributes, heard_globals
 from lightning_sdpipe.partition.python_values import GENERATORS, is_of_the_user, state_of
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"}
 _CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 METRIC = "the metric "
@@ -132,7 +132,7 @@ class Touches:
         known: set[int] = set()
         for path, module in self._modules.items():
             for name, value in vars(module).items():
-                if name not in _OF_EVERY_MODULE and id(value) not in known and _holds(value):
+                if name not in OF_EVERY_MODULE and id(value) not in known and _holds(value):
                     known.add(id(value))
                     yield f"{path}.{name}".lstrip("."), value, type(value) in (list, dict)
         for file in {type(module).__module__ for module in self._modules.values()}:
@@ -142,14 +142,14 @@ class Touches:
                     yield f"{file}.{name}", value, False
 
     def _options_of_optimizers(self) -> dict[str, dict[str, Any]]:
-        strategy = getattr(vars(self._module).get("_trainer"), "strategy", None)
+        strategy = getattr(trainer_of(self._module), "strategy", None)
         groups = [group for optimizer in getattr(strategy, "optimizers", ()) for group in optimizer.param_groups]
         return {f"the options of the optimizer's group {number}": group for number, group in enumerate(groups)}
 
     def _set(self, module: nn.Module, name: str) -> None:
         path = self._paths.get(id(module))
         value = vars(module).get(name)
-        if path is None or name in _OF_EVERY_MODULE or name.startswith("__") or isinstance(value, (Tensor, nn.Module)):
+        if path is None or name in OF_EVERY_MODULE or name.startswith("__") or isinstance(value, (Tensor, nn.Module)):
             return
         what = f"{path}.{name}".lstrip(".")
         self._states.pop(what, None)
@@ -194,7 +194,7 @@ class Touches:
                 return value
             if name == "__dict__" and is_users(sys._getframe(1).f_globals.get("__name__")):
                 return _Attributes(module)
-            if not name.startswith("__") and name not in _OF_EVERY_MODULE:
+            if not name.startswith("__") and name not in OF_EVERY_MODULE:
                 path = self._paths.get(id(module))
                 if path is not None and not isinstance(value, (*_CODE, Tensor, *GENERATORS)):
                     what = f"{path}.{name}".lstrip(".")

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype
 from torch import Tensor
 from torchmetrics import Metric
+
+from lightning_sdpipe.lightning_internals import type_of_logged_values
 
 Log = Callable[..., None]
 
@@ -70,7 +71,7 @@ def _as_logged(value: Tensor | float) -> Tensor:
     rank's own where batches are divided by speed, and ranks reduce what they have logged."""
     if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
         return value
-    return torch.as_tensor(value, dtype=_get_default_dtype())
+    return torch.as_tensor(value, dtype=type_of_logged_values())
 
 
 @contextmanager

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.distributed import is_distributed, replacing
 from lightning_sdpipe.checkpoints.files import whole_files, with_whole_files
 from lightning_sdpipe.checkpoints.worker import Checkpoints
@@ -73,12 +75,13 @@ class CheckpointHooks(Collectives):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = with_whole_files(self._checkpoint_io)
-        return self._checkpoint_io
+        io = with_whole_files(lightning_internals.given_checkpoint_io(self))
+        lightning_internals.set_checkpoint_io(self, io)
+        return io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
+        lightning_internals.set_checkpoint_io(self, io)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -103,7 +106,7 @@ class CheckpointHooks(Collectives):
         self._checkpoints.load_module(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        own = getattr(optimizer, "_optimizer", optimizer)
+        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         states = {} if self._training is None else self._training.sync.parameter_states()
         with added_to(own, states):
             gathered = self._checkpoints.optimizer_state(own)

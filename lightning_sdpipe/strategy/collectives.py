@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torchmetrics import Metric
 
+from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.p2p import backend_for, waiting_for
@@ -52,7 +52,8 @@ class Collectives(DDPStrategy):
         """Open the process group as Lightning does, through a store that no other machine of the network reaches."""
         reset_seed()
         self.set_world_ranks()
-        self._process_group_backend = self._get_process_group_backend()
+        backend = self._get_process_group_backend()
+        lightning_internals.set_process_group_backend(self, backend)
         environment = self.cluster_environment
         assert environment is not None
         if dist.is_initialized():
@@ -62,10 +63,10 @@ class Collectives(DDPStrategy):
         if one_machine and job is None:  # pipelines of an elastic run may be on others
             keep_gloo_on_loopback(environment)
         place = environment.main_address, environment.main_port, self.global_rank, self.world_size
-        _init_dist_connection(
+        lightning_internals.open_process_group(
             environment,
-            self._process_group_backend,
-            timeout=self._timeout,
+            backend,
+            timeout=lightning_internals.collective_timeout(self),
             device_id=None if self.root_device.type == "cpu" else self.root_device,
             store=PrefixStore("sdpipe", open_store(*place, one_machine, self.options.run_timeout)),
         )
@@ -79,7 +80,7 @@ class Collectives(DDPStrategy):
 
     def _give_up(self) -> None:  # a method, since a lambda cannot be pickled for "spawn" and "forkserver"
         told_to_end = self.lightning_module is not None and self._trainer.received_sigterm
-        give_up(self._launcher, 128 + signal.SIGTERM if told_to_end else 1)
+        give_up(self.launcher, 128 + signal.SIGTERM if told_to_end else 1)
 
     @property
     def module(self) -> LightningModule:

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.loop import loop
@@ -23,9 +24,8 @@ from lightning_sdpipe.loop.loss_scale import current_scale
 from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
 from lightning_sdpipe.loop.optimizers import OptimizerProgress, corrected, refuse_unfit, refuse_unfit_momentum
 from lightning_sdpipe.loop.planning import Planning, plan_on_rank_zero
-from lightning_sdpipe.loop.plateau import refuse_own_values
 from lightning_sdpipe.loop.python_state import PythonState
-from lightning_sdpipe.loop.refusals import refuse_several_optimizers, refuse_unsupported
+from lightning_sdpipe.loop.refusals import refuse_own_values, refuse_several_optimizers, refuse_unsupported
 from lightning_sdpipe.loop.resume_position import Split
 from lightning_sdpipe.loop.stream_switches import StreamSwitches
 from lightning_sdpipe.partition import plan
@@ -64,7 +64,8 @@ class SetupHooks(CheckpointHooks):
     def _configure_launcher(self) -> None:
         self._run.check()
         timeout = self.options.run_timeout.total_seconds()
-        self._launcher = launcher_for(self, self.options.start_method, self._check_module, timeout)
+        launcher = launcher_for(self, self.options.start_method, self._check_module, timeout)
+        lightning_internals.set_launcher(self, launcher)
 
     def _check_module(self) -> None:
         module, options = self.lightning_module, self.options
@@ -83,7 +84,7 @@ class SetupHooks(CheckpointHooks):
     def _get_process_group_backend(self) -> str:
         """Both kinds of tensors travel: headers and metrics are on the CPU."""
         device, default = self.root_device, super()._get_process_group_backend()
-        return backends(device, self.parallel_devices or [], self._process_group_backend, default)
+        return backends(device, self.parallel_devices or [], self.process_group_backend, default)
 
     # ------------------------------------------------------------------- setup
 

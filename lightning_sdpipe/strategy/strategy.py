@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.whole_module import make_whole, tie_again, to_cpu
 from lightning_sdpipe.data.loader import PipelineLoader
 from lightning_sdpipe.exchange.options import Exchange
@@ -193,7 +194,7 @@ class SDPipeStrategy(SetupHooks):
             if (said := job.overrides(len(devices), self.num_nodes)) is not None:
                 rank_zero_info(said)
             devices = job.devices(devices)
-        self._parallel_devices = devices
+        lightning_internals.set_parallel_devices(self, devices)
 
     # -------------------------------------------------------------------- data
 
@@ -272,9 +273,9 @@ class SDPipeStrategy(SetupHooks):
 
     def on_predict_end(self) -> None:
         self._parts.pipeline.settle()
-        loop = self.module.trainer.predict_loop
-        if loop.return_predictions and loop._combined_loader is not None:
-            collect(loop._predictions, loop._combined_loader.flattened, self.groups)
+        loop = self._trainer.predict_loop
+        if loop.return_predictions and (loaders := lightning_internals.loaders(loop)):
+            collect(lightning_internals.predictions(self._trainer), loaders, self.groups)
 
     @property
     def is_global_zero(self) -> bool:
@@ -300,7 +301,7 @@ class SDPipeStrategy(SetupHooks):
             self._training.rendezvous.abandon()
         if self._run.membership is not None:
             self._run.membership.fail(exception)
-        end_after_failure(self._launcher)
+        end_after_failure(self.launcher)
 
     def teardown(self) -> None:
         for undo in self._undo:
@@ -316,9 +317,8 @@ class SDPipeStrategy(SetupHooks):
                 self._make_whole(self._assembled)
             tie_again(self.module, self._assembled.ownership)
         self._run.close()
-        module, self._lightning_module = self._lightning_module, None
-        super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
-        self._lightning_module = module
+        with lightning_internals.without_module(self):
+            super().teardown()  # moves the whole module to the CPU if it finds one; meta tensors cannot be moved
 
     def _make_whole(self, parts: Assembled) -> None:
         """As other strategies leave the module: whole, in all processes that go on."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.lightning_internals import data_source
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.scheduler.client.membership_client import Receive, Start
 from lightning_sdpipe.worker.elastic.barriers import Barriers, pack, split, unpack_max
@@ -51,7 +52,7 @@ def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dic
 def _data(trainer: Trainer) -> str:
     """How much there is to train. The user's hook that makes the loader is asked for one that is let go again."""
     with isolate_rng():
-        loader = trainer.fit_loop._data_source.dataloader()
+        loader = data_source(trainer.fit_loop).dataloader()
     if not isinstance(loader, DataLoader):
         return type(loader).__name__
     samples = f"{len(loader.dataset)} samples" if isinstance(loader.dataset, Sized) else "samples without a number"

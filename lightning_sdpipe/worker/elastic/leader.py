@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning_utilities.core.rank_zero import rank_zero_only as of_everybody
 
+from lightning_sdpipe import lightning_internals
+
 _NOT_ZERO = 10**6
 
 
@@ -35,7 +37,7 @@ def adopt(trainer: Trainer, found: dict[str, list[Any]]) -> None:
     """``trainer`` is to write where the leader does, if ever."""
     for logger, version in zip(trainer.loggers, found["versions"], strict=False):
         if version is not None:
-            logger._version = version  # type: ignore[attr-defined]
+            lightning_internals.set_version(logger, version)
     for callback, directory in zip(_saving(trainer), found["directories"], strict=False):
         if directory is not None:
             callback.dirpath = directory
@@ -44,8 +46,8 @@ def adopt(trainer: Trainer, found: dict[str, list[Any]]) -> None:
 def go_on(trainer: Trainer) -> None:
     """This process writes from now on, into files that another one has begun."""
     for logger in trainer.loggers:
-        if isinstance(logger, FabricCSVLogger) and logger._experiment is None:
-            logger._experiment = _appending(logger.log_dir)
+        if isinstance(logger, FabricCSVLogger) and not lightning_internals.has_writer(logger):
+            lightning_internals.set_writer(logger, _appending(logger.log_dir))
 
 
 def show_progress(trainer: Trainer, underway: bool) -> None:
@@ -60,7 +62,7 @@ def show_progress(trainer: Trainer, underway: bool) -> None:
 
 
 def _version(logger: Any) -> int | str | None:
-    version = logger.version if hasattr(logger, "_version") else None
+    version = lightning_internals.known_version(logger)
     return version if isinstance(version, int | str) else None
 
 

@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch._C._distributed_c10d import Store
 
-from lightning_sdpipe import p2p
+from lightning_sdpipe import lightning_internals, p2p
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
@@ -250,7 +250,7 @@ class ElasticRun(FixedRun):
         if self.leads:
             leader.show_progress(trainer, underway=False)
         self._others_led = not self._leads
-        trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[method-assign]
+        lightning_internals.on_sigterm(trainer, self._note_sigterm)
         if self._mesh.num_stages > 1 and self._words.speaks:
             threading.Thread(target=self._hear_of_leaving, name="sdpipe leaving", daemon=True).start()
         return data_seed
@@ -270,13 +270,7 @@ class ElasticRun(FixedRun):
         self._turns.load(own["turns"])
         self._training.first_update = own["updates"]
         leader.adopt(trainer, own["names"])
-        connector: Any = trainer._checkpoint_connector
-
-        def resume_start(*_: Any, **__: Any) -> None:
-            del connector.resume_start
-            connector._loaded_checkpoint = state
-
-        connector.resume_start = resume_start
+        lightning_internals.resume_from_state(trainer, state)
 
     def _go_on_from_file(self, path: str, trainer: Trainer) -> None:
         """Has Lightning resume from the newest checkpoint of the run, since nobody was left."""
@@ -286,13 +280,7 @@ class ElasticRun(FixedRun):
                 "machine. Write checkpoints to a file system that all machines share."
             )
         log.warning("Nobody was left of the run: it goes on from %s.", path)
-        connector: Any = trainer._checkpoint_connector
-
-        def resume_start(*_: Any, **more: Any) -> None:
-            del connector.resume_start
-            connector.resume_start(path, **more)
-
-        connector.resume_start = resume_start
+        lightning_internals.resume_from_file(trainer, path)
 
     def _begin_together(self, answer: Start, trainer: Trainer, data_seed: int) -> int:
         """The first pipelines begin equal, with the data's seed of the first of them."""

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store
 from torch.utils._pytree import tree_map_only
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.lightning_internals import checkpoint_of
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _HYPERPARAMETERS = ("hparams_name", "hyper_parameters", "hparams_type")
 def snapshot(trainer: Trainer) -> dict[str, Any]:
     """A copy of ``trainer``'s checkpoint, without what is no state: hyper-parameters may be objects of any kind, and
     the newcomer's script has its own."""
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    checkpoint = checkpoint_of(trainer)
     kept = {name: value for name, value in checkpoint.items() if not name.endswith(_HYPERPARAMETERS)}
     copied: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), kept)
     return copied

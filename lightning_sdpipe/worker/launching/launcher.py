@@ -14,14 +14,19 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _ChildProcessObserver
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.lightning_internals import (
+    ChildProcessObserver,
+    Launcher,
+    MultiProcessingLauncher,
+    SubprocessScriptLauncher,
+    command_of_this_script,
+    set_num_threads,
+    strategy_of,
+)
 from lightning_sdpipe.worker.launching import hydra_job, job
 from lightning_sdpipe.worker.launching.environment import choose_port
 
@@ -33,7 +38,7 @@ _SET_FOR_WORKERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MAS
 _children: list[subprocess.Popen[bytes]] = []  # of this process's job: all its Trainers run on the same ones
 
 
-def launcher_for(strategy: Any, start_method: str, check: Callable[[], None], timeout: float) -> _Launcher:
+def launcher_for(strategy: Any, start_method: str, check: Callable[[], None], timeout: float) -> Launcher:
     """Starts the processes of ``strategy``; see the classes below."""
     job.begin()
     if start_method != "popen":
@@ -41,13 +46,13 @@ def launcher_for(strategy: Any, start_method: str, check: Callable[[], None], ti
     return CheckingLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes, check, timeout)
 
 
-def end_after_failure(launcher: _Launcher | None) -> None:
+def end_after_failure(launcher: Launcher | None) -> None:
     """Sees to it that what was started ends with the job, after the error has been printed."""
     if isinstance(launcher, CheckingLauncher):
         job.at_end(launcher.end_children, _GRACE)
 
 
-def give_up(launcher: _Launcher | None, code: int) -> None:
+def give_up(launcher: Launcher | None, code: int) -> None:
     """Ends a wait for a tensor that will never come: with its sender if this process has to run on, else with this exit
     code."""
     if hydra_job.in_sweep() and isinstance(launcher, CheckingLauncher) and launcher.procs:
@@ -56,7 +61,7 @@ def give_up(launcher: _Launcher | None, code: int) -> None:
         os._exit(code)
 
 
-class CheckingLauncher(_SubprocessScriptLauncher):
+class CheckingLauncher(SubprocessScriptLauncher):
     """Calls ``check`` in the process that the user started, before any other process exists.
 
     The others run the user's script; in a Hydra application, its task function on the configuration of this very job.
@@ -92,7 +97,7 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         elif _JOINED in os.environ:
             with os.fdopen(int(os.environ.pop(_JOINED)), "wb") as pipe:
                 pipe.write(b"!")
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        set_num_threads(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
         except BaseException:
@@ -125,7 +130,7 @@ class CheckingLauncher(_SubprocessScriptLauncher):
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
         }
         rerun = hydra_job.rerun()
-        command, more = (_basic_subprocess_cmd(), {}) if rerun is None else (rerun.command, rerun.environment)
+        command, more = (command_of_this_script(), {}) if rerun is None else (rerun.command, rerun.environment)
         pipes = {}
         for local_rank in range(1, self.num_processes):
             reading, writing = os.pipe()
@@ -174,7 +179,7 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         self.procs.clear()
 
 
-class _Observer(_ChildProcessObserver):
+class _Observer(ChildProcessObserver):
     """Ends everybody at once when a started process has failed; but not where the user's process knows, and is about to
     end with its own word and exit code, and the others with it."""
 
@@ -190,7 +195,7 @@ class _Observer(_ChildProcessObserver):
         return super()._run()
 
 
-class WholeModelLauncher(_MultiProcessingLauncher):
+class WholeModelLauncher(MultiProcessingLauncher):
     """Calls ``check`` first, and brings the trained module back to the process that the user started, if the strategy
     has made it whole at the end.
 
@@ -226,7 +231,7 @@ class WholeModelLauncher(_MultiProcessingLauncher):
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as error:
-            self._strategy.on_exception(error)
+            strategy_of(self).on_exception(error)
             raise
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
@@ -236,13 +241,11 @@ class WholeModelLauncher(_MultiProcessingLauncher):
         return super()._collect_rank_zero_results(trainer, results)
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        strategy: Any = self._strategy
-        return {**super().get_extra_results(trainer), "costs": strategy.costs()}
+        return {**super().get_extra_results(trainer), "costs": strategy_of(self).costs()}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        strategy: Any = self._strategy
-        strategy.brought_home = extra["costs"]
+        strategy_of(self).brought_home = extra["costs"]
 
 
 def _restore_environment(before: Mapping[str, str | None]) -> None:

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.metrics_elsewhere import refuse_metrics_elsewhere
+from lightning_sdpipe.loop.user_hooks import refuse_metrics_elsewhere
 from lightning_sdpipe.partition.touches import METRICS
 
 

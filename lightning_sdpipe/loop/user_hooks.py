@@ -1,26 +1,37 @@
-"""Metrics that a training step logs where this worker's stage does not come.
+"""What the user's hooks of training see on a stage: the optimizer's groups of all stages, and no metric that is logged
+where this stage does not come.
 
-A hook around a training batch that looked for them here would find none, or those of the last validation, and do
-something else than the same hook on the last stage. So it is refused.
+A norm over ``optimizer.param_groups`` in a hook would be that of one stage. With the others' parameters in the groups,
+which have no values here, it is refused, and what a hook does to each parameter alone is done where that is.
+
+A hook around a training batch that looked for such a metric here would find none, or that of the last validation, and
+do something else than the same hook on the last stage. So it is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.whole_groups import around_hooks
 from lightning_sdpipe.partition.touches import METRIC, METRICS
 
-_HOOKS = (
+_OF_A_BATCH = (
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end"),
 )
+_OF_TRAINING = ("on_fit_start", "on_train_start", "on_train_epoch_start", *_OF_A_BATCH)
+
+
+def show_whole_groups(
+    module: LightningModule, callbacks: Sequence[Callback], shown: Callable[[], AbstractContextManager[None]]
+) -> Callable[[], None]:
+    """Holds ``shown()`` around the user's hooks of training. Returns what undoes it."""
+    return _around(module, callbacks, _OF_TRAINING, lambda _: shown())
 
 
 def refuse_metrics_elsewhere(
@@ -39,7 +50,41 @@ def refuse_metrics_elsewhere(
             for name, original in originals.items():
                 setattr(Trainer, name, original)
 
-    return around_hooks(module, callbacks, _HOOKS, held)
+    return _around(module, callbacks, _OF_A_BATCH, held)
+
+
+def _around(
+    module: LightningModule,
+    callbacks: Sequence[Callback],
+    names: Sequence[str],
+    held: Callable[[str], AbstractContextManager[None]],
+) -> Callable[[], None]:
+    """Holds ``held(name)`` around the user's hooks of these ``names``. Returns what undoes it."""
+    changed: list[tuple[Any, str, Any]] = []
+    for owner in (module, *callbacks):
+        for name in names:
+            hook = getattr(owner, name, None)
+            if hook is None:
+                continue
+            if name in vars(owner) or not hook.__module__.startswith(("lightning.", "lightning_sdpipe.")):
+                changed.append((owner, name, vars(owner).get(name)))
+                vars(owner)[name] = _within(hook, partial(held, name))
+
+    def undo() -> None:
+        for owner, name, before in changed:
+            vars(owner).pop(name)
+            if before is not None:
+                vars(owner)[name] = before
+
+    return undo
+
+
+def _within(hook: Callable[..., Any], held: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    def within(*arguments: Any, **kwargs: Any) -> Any:
+        with held():
+            return hook(*arguments, **kwargs)
+
+    return within
 
 
 def _metrics(original: Any, logged: Collection[str], hook: str, trainer: Trainer) -> _Metrics:

@@ -1,0 +1,382 @@
+"""All that the package uses of Lightning under names that Lightning keeps private, under plain names.
+
+Lightning may change these in any release. Nothing else in the package names them, and tests/test_lightning_internals.py
+says of each what it is used for and, when Lightning has changed it, which function here to mend.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any, TypeGuard
+
+import torch
+from lightning.fabric.loggers.csv_logs import CSVLogger
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd as command_of_this_script
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver as ChildProcessObserver
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local_path
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties as note_device
+from lightning.fabric.utilities.distributed import _init_dist_connection as open_process_group
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, Timer
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype as type_of_logged_values
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+__all__ = [  # what has another name here; besides, all functions and classes below
+    "ChildProcessObserver",
+    "DataFetcher",
+    "IndexBatchSampler",
+    "Launcher",
+    "MultiProcessingLauncher",
+    "PrefetchDataFetcher",
+    "SubprocessScriptLauncher",
+    "WrappingCheckpointIO",
+    "command_of_this_script",
+    "is_local_path",
+    "note_device",
+    "open_process_group",
+    "set_num_threads",
+    "type_of_logged_values",
+]
+
+OVERRIDDEN = {
+    "_check_log_dir_exists": "ExperimentWriter: a leader that takes over appends to the file of metrics",
+    "_collect_rank_zero_results": "MultiProcessingLauncher: a part of a module is not brought home",
+    "_configure_launcher": "Strategy: the launchers check before they start anything",
+    "_get_process_group_backend": "DDPStrategy: tensors on the CPU travel, too",
+    "_run": "ChildProcessObserver: the others end only if this process does not know that one has failed",
+    "_wrapping_function": "MultiProcessingLauncher: a worker tells the others why it fails",
+}
+"""Private methods that classes of the package override, which bear Lightning's names for that reason."""
+
+
+class Method(StrEnum):
+    """A private method of Lightning's that is replaced on one object for a run."""
+
+    VALIDATES = "_should_check_val_fx"  # of an epoch's loop: is validation due after this batch?
+    ACCUMULATES = "_should_accumulate"  # of an epoch's loop: do the gradients of this batch wait for those of others?
+    MONITORED_VALUE = "_get_monitor_value"  # of an epoch's loop: what a plateau schedule follows
+    BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"  # of an epoch's loop, before every batch
+    BEFORE_TRANSFER = "_on_before_batch_transfer"  # of a module: the first that is done with a batch
+    AFTER_CLOSURE = "_after_closure"  # of a precision plugin: gradients are there, and the optimizer steps next
+    STORE_GROUPS = "_store"  # of a finetuning callback: keeps the groups of the optimizer
+
+
+def current(owner: Any, method: Method) -> Callable[..., Any]:
+    """The method as it is now, replaced or not."""
+    found: Callable[..., Any] = getattr(owner, method.value)
+    return found
+
+
+def of_its_class(owner: Any, method: Method) -> Callable[..., Any]:
+    """The method as ``owner``'s class has it."""
+    found: Callable[..., Any] = getattr(type(owner), method.value).__get__(owner)
+    return found
+
+
+def replace(owner: Any, method: Method, replacement: Callable[..., Any]) -> None:
+    """Has Lightning call ``replacement`` in the place of ``owner``'s method."""
+    vars(owner)[method.value] = replacement
+
+
+def restore(owner: Any, method: Method) -> None:
+    """Leaves ``owner`` with the method of its class."""
+    vars(owner).pop(method.value, None)
+
+
+def start_method(strategy: Any) -> str:
+    """How the user has asked for processes to be started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``."""
+    return str(strategy._start_method)
+
+
+def collective_timeout(strategy: Any) -> timedelta | None:
+    """How long collectives may take."""
+    timeout: timedelta | None = strategy._timeout
+    return timeout
+
+
+def set_parallel_devices(strategy: Any, devices: Sequence[torch.device] | None) -> None:
+    """What ``strategy.parallel_devices`` is."""
+    strategy._parallel_devices = devices
+
+
+def set_launcher(strategy: Any, launcher: Launcher) -> None:
+    """What ``strategy.launcher`` is."""
+    strategy._launcher = launcher
+
+
+def set_process_group_backend(strategy: Any, backend: str) -> None:
+    """What ``strategy.process_group_backend`` is."""
+    strategy._process_group_backend = backend
+
+
+def given_checkpoint_io(strategy: Any) -> CheckpointIO | None:
+    """The plugin that ``strategy`` was given, if any: its property makes one."""
+    io: CheckpointIO | None = strategy._checkpoint_io
+    return io
+
+
+def set_checkpoint_io(strategy: Any, io: CheckpointIO) -> None:
+    """What ``strategy.checkpoint_io`` is."""
+    strategy._checkpoint_io = io
+
+
+@contextmanager
+def without_module(strategy: Any) -> Iterator[None]:
+    """Within, ``strategy`` does not find its module."""
+    module, strategy._lightning_module = strategy._lightning_module, None
+    try:
+        yield
+    finally:
+        strategy._lightning_module = module
+
+
+def syncs_batchnorm(strategy: Any) -> bool:
+    """Is ``strategy`` to make the layers of BatchNorm such that all ranks compute their statistics together?"""
+    return getattr(strategy, "_layer_sync", None) is not None
+
+
+def strategy_of(launcher: MultiProcessingLauncher) -> Any:
+    """The strategy whose processes ``launcher`` starts."""
+    return launcher._strategy
+
+
+def mark_sigterm_received(trainer: Trainer) -> None:
+    """What ``trainer.received_sigterm`` says from now on."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def on_sigterm(trainer: Trainer, handler: Callable[..., None]) -> None:
+    """Has Lightning register ``handler`` for SIGTERM."""
+    trainer._signal_connector._sigterm_notifier_fn = handler  # type: ignore[method-assign]
+
+
+def on_requeue_signal(trainer: Trainer, handler: Callable[..., None]) -> None:
+    """Has Lightning register ``handler`` for the signal by which Slurm asks a job to requeue itself."""
+    trainer._signal_connector._slurm_sigusr_handler_fn = handler  # type: ignore[method-assign]
+
+
+def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint of now would hold."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def resume_from_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Has Lightning resume from ``state`` once, in the place of any checkpoint."""
+    connector: Any = trainer._checkpoint_connector
+
+    def resume_start(*_: Any, **__: Any) -> None:
+        del connector.resume_start
+        connector._loaded_checkpoint = state
+
+    connector.resume_start = resume_start
+
+
+def resume_from_file(trainer: Trainer, path: str) -> None:
+    """Has Lightning resume from the checkpoint at ``path`` once, in the place of any other."""
+    connector: Any = trainer._checkpoint_connector
+
+    def resume_start(*_: Any, **more: Any) -> None:
+        del connector.resume_start
+        connector.resume_start(path, **more)
+
+    connector.resume_start = resume_start
+
+
+def data_source(loop: Any) -> Any:
+    """What makes the dataloaders of ``loop``."""
+    return loop._data_source
+
+
+def loaders(loop: Any) -> Sequence[Any]:
+    """The dataloaders of ``loop``; none before it has begun."""
+    return () if loop._combined_loader is None else loop._combined_loader.flattened
+
+
+def fetcher(trainer: Trainer) -> DataFetcher | None:
+    """What gives the batches of an epoch of training."""
+    return trainer.fit_loop._data_fetcher
+
+
+def set_fetcher(trainer: Trainer, fetcher: DataFetcher) -> None:
+    """What gives the batches of an epoch of training from now on."""
+    trainer.fit_loop._data_fetcher = fetcher
+
+
+def evaluation_loop(trainer: Trainer) -> Any:
+    """The loop of validation or testing that runs."""
+    return trainer._evaluation_loop
+
+
+def predictions(trainer: Trainer) -> list[list[Any]]:
+    """What ``predict_step`` has returned for each batch of each dataloader."""
+    found: list[list[Any]] = trainer.predict_loop._predictions
+    return found
+
+
+def validates_in_this_epoch(trainer: Trainer) -> bool:
+    """Is this an epoch of training with validation?"""
+    return trainer.fit_loop.epoch_loop._should_check_val_epoch()
+
+
+def step_schedulers(trainer: Trainer, plateau: bool) -> None:
+    """Steps the schedulers of learning rates that step with updates: those that follow a metric, or the others."""
+    trainer.fit_loop.epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=plateau)
+
+
+def logged_steps(trainer: Trainer) -> int:
+    """The number of the step by which loggers are told values."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def set_logged_steps(trainer: Trainer, number: int) -> None:
+    """What :func:`logged_steps` says."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = number
+
+
+def validation_interval(trainer: Any) -> float | None:
+    """Seconds between validations, if they go by the clock."""
+    interval: float | None = getattr(trainer, "_val_check_time_interval", None)  # set when training begins
+    return interval
+
+
+def seconds_to_validation(trainer: Any) -> float:
+    """Only if validations go by the clock."""
+    left: float = trainer._val_check_time_interval - (time.monotonic() - trainer._last_val_time)
+    return left
+
+
+@contextmanager
+def validation_by_clock(trainer: Any, now: bool) -> Iterator[None]:
+    """Within, validation by the clock is not due unless all look at it ``now``."""
+    last = trainer._last_val_time
+    if not now:
+        trainer._last_val_time = math.inf
+    try:
+        yield
+    finally:
+        trainer._last_val_time = last
+
+
+def goes_by_clock(callback: Callback) -> TypeGuard[Timer | ModelCheckpoint]:
+    """Does ``callback`` look at the clock after every batch?"""
+    if isinstance(callback, Timer):
+        return callback._duration is not None and callback._interval == "step"
+    return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
+
+
+def seconds_left(callback: Timer | ModelCheckpoint) -> float:
+    """Until ``callback``, which goes by the clock, ends training or saves."""
+    if isinstance(callback, Timer):
+        left = callback.time_remaining()
+        return math.inf if left is None else left
+    assert callback._train_time_interval is not None
+    assert callback._last_time_checked is not None  # since training starts
+    return callback._train_time_interval.total_seconds() - (time.monotonic() - callback._last_time_checked)
+
+
+def steps_between_saves(callback: Callback) -> int:
+    """0 if ``callback`` does not save after numbers of steps."""
+    steps: int = getattr(callback, "_every_n_train_steps", 0)
+    return steps
+
+
+def take_groups_to_restore(callback: BaseFinetuning) -> list[dict[str, Any]]:
+    """The optimizer's groups that ``callback`` has loaded from a checkpoint, which it then does not restore itself."""
+    if not callback._restarting:
+        return []
+    callback._restarting = False
+    return callback._internal_optimizer_metadata.get(0, [])
+
+
+def adopt_metrics(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
+    """Makes ``trainer.callback_metrics`` hold ``values``: it is made anew from the results at each access."""
+    on_step = trainer._logger_connector._first_loop_iter is not None
+    results = trainer._results
+    for _, result in results.valid_items() if results else ():
+        _, name = results._forked_name(result, on_step)  # type: ignore[union-attr]
+        if name in values:
+            setattr(result, "_forward_cache" if on_step else "_computed", values[name])
+    trainer.callback_metrics.update(values)
+
+
+def names_logged_by_step(trainer: Trainer) -> set[str]:
+    """Of the values that the training step of this batch has logged."""
+    results = trainer.fit_loop.epoch_loop._results
+    logged = [result for _, result in results.valid_items() if result.meta.on_step]
+    return {name for result in logged for name in (result.meta.name, results._forked_name(result, True)[1])}
+
+
+def known_version(logger: Any) -> Any:
+    """Of a logger that numbers its runs, the number of this one; else None."""
+    return logger.version if hasattr(logger, "_version") else None
+
+
+def set_version(logger: Any, version: int | str) -> None:
+    """What ``logger.version`` is."""
+    logger._version = version
+
+
+def has_writer(logger: CSVLogger) -> bool:
+    """Has ``logger`` begun its file?"""
+    return logger._experiment is not None
+
+
+def set_writer(logger: CSVLogger, writer: ExperimentWriter) -> None:
+    """What ``logger`` writes with."""
+    logger._experiment = writer
+
+
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"})
+"""Attributes of a module that are not the user's: the hyperparameters are."""
+
+
+def trainer_of(module: nn.Module) -> Any:
+    """The Trainer that runs ``module``, or None; no error where there is none, and no attribute is read."""
+    return vars(module).get("_trainer")
+
+
+def goes_one_by_one(loader: CombinedLoader) -> bool:
+    """Does ``loader`` come to the end of a dataloader before it begins with the next?"""
+    return loader._mode == "sequential"
+
+
+def as_combined(loader: CombinedLoader, batch: Any) -> Any:
+    """A ``batch`` of the only dataloader in ``loader``, in the structure that the user gave."""
+    return tree_unflatten([batch], loader._spec)
+
+
+@contextmanager
+def profiled(fetcher: DataFetcher) -> Iterator[None]:
+    """Within, Lightning's profiler counts the time as that of fetching a batch."""
+    fetcher._start_profiler()
+    try:
+        yield
+    finally:
+        fetcher._stop_profiler()
+
+
+def batches_of(sampler: IndexBatchSampler) -> Any:
+    """What ``sampler``, which remembers the samples that it gave, takes its batches from."""
+    return sampler._batch_sampler
+
+
+def set_batches(sampler: IndexBatchSampler, batches: Any) -> None:
+    """What ``sampler`` takes its batches from from now on."""
+    sampler._batch_sampler = batches
