@@ -29,10 +29,10 @@ SHORT = 90  # lines: such a module with a single importer belongs into it
 SHAPES = {
     "classes with too many methods": 6,
     "constructors with too many arguments": 3,
-    "modules with too many imports": 3,
+    "modules with too many imports": 2,
     "class names used twice": 4,
     "short modules with one importer": 19,
-    "reaches into another object's privates": 50,
+    "reaches into another object's privates": 48,
     "circles": 2,
 }
 """How many there may be. These numbers are only ever made smaller."""
@@ -53,12 +53,12 @@ SIZES: dict[str, tuple[int, int]] = {
     "recipes": (7099, 99),
     "scheduler": (4798, 38),
     "simulate": (612, 6),
-    "strategy": (870, 6),
+    "strategy": (873, 6),
     "supervision": (1432, 15),
-    "sync": (1681, 16),
+    "sync": (1737, 17),
     "top": (739, 7),
     "topology": (520, 7),
-    "worker": (2366, 24),
+    "worker": (2344, 24),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 

@@ -108,6 +108,20 @@ def _check_values(given: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"timeout={given['timeout']} is not allowed; give more than nothing.")
 
 
+def check_division(schedule: str, num_micro_batches: int) -> None:
+    """Raises ConfigurationError if ``batch_by_speed=True`` has no micro-batches to divide."""
+    if schedule == "pipedream":
+        raise ConfigurationError(
+            "batch_by_speed=True does not go with schedule='pipedream', which does not split mini-batches. Use "
+            "schedule='1f1b'."
+        )
+    if num_micro_batches == 1:
+        raise ConfigurationError(
+            "batch_by_speed=True divides micro-batches among the pipelines, and num_micro_batches is 1. Give more, for "
+            "example num_micro_batches=8: with few of them, parts cannot follow the speeds."
+        )
+
+
 def _accepts(hint: Any, value: Any) -> bool:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return any(_accepts(each, value) for each in typing.get_args(hint))

@@ -21,15 +21,9 @@ from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.strategy import option_checks
-from lightning_sdpipe.sync import SemiDecentralized
+from lightning_sdpipe.sync import SemiDecentralized, capabilities
 from lightning_sdpipe.sync.measured_groups import with_measured_groups
-from lightning_sdpipe.sync.methods import (
-    method_of,
-    refuse_exchange,
-    refuse_in_step,
-    refuse_to_divide,
-    refuse_without_flush,
-)
+from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 from lightning_sdpipe.topology.placement_file import placed_blocks, read_placement
 from lightning_sdpipe.worker.assembly import AssemblyOptions
@@ -172,15 +166,13 @@ class SDPipeOptions(DDPStrategy):
         self._run_timeout = timeout
         self._method = with_measured_groups(method_of(self.sync), num_stages, self.placement is not None)
         self.exchange = exchange if exchange is not None else Exchange()
-        refuse_exchange(self.sync, self._method, self.exchange)
-        if schedule == "pipedream":
-            refuse_without_flush(self._method, num_stages)
         self.data = data
         self.batch_by_speed = batch_by_speed
-        if data == "dealt" and job is None:  # an elastic job has refusals of its own
-            refuse_in_step(self.sync, self._method)
+        dealt = data == "dealt" and job is None  # in an elastic job they are in any case
+        asked = capabilities.Combination(self.sync, self.exchange, schedule, num_stages, dealt, batch_by_speed)
+        capabilities.check(self._method, asked)
         if batch_by_speed:
-            refuse_to_divide(self.sync, schedule, self.num_micro_batches)
+            option_checks.check_division(schedule, self.num_micro_batches)
         self._standing_scheduler = standing_scheduler(scheduler, scheduler_key_file)
         if job is not None:
             standing = self._standing_scheduler

@@ -20,7 +20,7 @@ from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.strategy.options import SDPipeOptions
-from lightning_sdpipe.sync.methods import on_hosts
+from lightning_sdpipe.sync.measured_groups import on_hosts
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.topology.groups import ProcessGroups
