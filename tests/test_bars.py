@@ -38,7 +38,7 @@ SHORT = 90  # lines: such a module with a single importer belongs into it
 SHAPES = {
     "classes with too many methods": 6,
     "constructors with too many arguments": 3,
-    "modules with too many imports": 3,
+    "modules with too many imports": 2,
     "class names used twice": 4,
     "short modules with one importer": 16,
     "reaches into another object's privates": 50,

@@ -24,15 +24,16 @@ from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.sync.mover_choice import OUTER, ExchangeSupport, hosts_of
+from lightning_sdpipe.sync.capabilities import OUTER, Capabilities, Incompatible
+from lightning_sdpipe.sync.mover_choice import hosts_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
 MOMENTUM = "outer_momentum"
-_MIXES = (
-    "mix= says what becomes of updates that were made meanwhile, and overlap='step' keeps them all: use delay= with "
+_MIXES = Incompatible(
+    "mix= says what becomes of updates that were made meanwhile, and overlap='step' keeps them all",
+    "Use delay= with mix=, or leave mix out",
 )
-_MIXES += "mix=, or leave mix out"
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class DiLoCo:
         return LocalSGD(every=1)  # workers ask when a round is due
 
     @property
-    def takes(self) -> ExchangeSupport:
-        return replace(OUTER, step=_MIXES) if self.mix else OUTER
+    def capabilities(self) -> Capabilities:
+        return replace(OUTER, overlaps={"step": _MIXES, **OUTER.overlaps}) if self.mix else OUTER
 
     def build(self, replica: Replica) -> Synchronizer:
         keeps = replica.exchange.overlap == "step"

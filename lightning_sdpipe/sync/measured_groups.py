@@ -1,8 +1,9 @@
-"""PHD-PSGD's groups as a network was measured: profiler → group generator → graph between groups."""
+"""Groups of pipelines that follow the network: by hosts, or as it was measured (profiler → group generator → graph)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.network import read_network
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.sync.methods import ByPolicy
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 from lightning_sdpipe.topology.group_generator import generate_groups, hosts_as_groups, transfer_seconds
@@ -60,3 +62,29 @@ def with_measured_groups(method: SyncMethod, num_stages: int, placed: bool) -> S
         raise ConfigurationError(f"{what}: no groups of {size} were found whose devices all reach each other.")
     rank_zero_info(f"{what}: the groups of its {len(rows)} pipelines are {[list(group) for group in found.groups]}.")
     return ByPolicy(msgspec.structs.replace(policy, groups=found.groups, group_size=None, times=times))
+
+
+def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
+    """``method`` for pipelines that run on these ``hosts``, by number: PHD-PSGD's groups are those of a host where it
+    was not told any, and who is near is who shares a host.
+
+    Raises:
+        ConfigurationError: hosts have different numbers of pipelines, and meetings are sharded.
+    """
+    policy = method.policy
+    if isinstance(policy, SemiDecentralized) and policy.seating == "near":
+        return ByPolicy(msgspec.structs.replace(policy, seating=hosts_as_groups(hosts)))
+    if not isinstance(policy, PHDPSGD) or policy.groups != "auto" or policy.group_size is not None:
+        return method
+    groups = hosts_as_groups(hosts)
+    if policy.sharded and policy.within == "gradients" and len({len(group) for group in groups}) > 1:
+        raise ConfigurationError(
+            f"sync=phd_psgd makes a group of the pipelines of each host, which are {[list(group) for group in groups]} "
+            "here, and sharded meetings need groups of one size. Give sharded=False, a group_size, or groups."
+        )
+    if len(groups) == 1:
+        rank_zero_info(
+            f"sync=phd_psgd: all {len(hosts)} pipelines run on the same host and form one group, so {policy.within} "
+            "are averaged over all of them and nobody meets others. For meetings give a group_size, or groups."
+        )
+    return ByPolicy(msgspec.structs.replace(policy, groups=groups))

@@ -8,21 +8,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.sync import SemiDecentralized
-from lightning_sdpipe.sync.measured_groups import with_measured_groups
-from lightning_sdpipe.sync.methods import (
-    method_of,
-    on_hosts,
-    refuse_exchange,
-    refuse_in_step,
-    refuse_to_divide,
-    refuse_without_flush,
-)
+from lightning_sdpipe.sync import SemiDecentralized, capabilities
+from lightning_sdpipe.sync.measured_groups import on_hosts, with_measured_groups
+from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 from lightning_sdpipe.topology.placement_file import Placement, placed_blocks, read_placement
 from lightning_sdpipe.worker.launching import elastic_job
@@ -130,15 +124,29 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
         }
     )
     method = with_measured_groups(method_of(options.sync), num_stages, placement is not None)
-    refuse_exchange(options.sync, method, options.exchange)
-    if schedule == "pipedream":
-        refuse_without_flush(method, num_stages)
-    if data == "dealt" and job is None:  # an elastic job has refusals of its own
-        refuse_in_step(options.sync, method)
+    dealt = data == "dealt" and job is None  # in an elastic job they are in any case
+    asked = capabilities.Combination(
+        options.sync, options.exchange, schedule, num_stages, dealt, options.batch_by_speed
+    )
+    capabilities.check(method, asked)
     if options.batch_by_speed:
-        refuse_to_divide(options.sync, schedule, num_micro_batches)
+        _check_division(schedule, num_micro_batches)
     standing = standing_scheduler(given["scheduler"], given["scheduler_key_file"])
     if job is not None:
         elastic_job.require_scheduler(job, None if standing is None else standing.address)
     log = scheduler_log(given["log_dir"], standing)
     return replace(options, method=method, standing_scheduler=standing, scheduler_log=log)
+
+
+def _check_division(schedule: str, num_micro_batches: int) -> None:
+    """Raises ConfigurationError if ``batch_by_speed=True`` has no micro-batches to divide."""
+    if schedule == "pipedream":
+        raise ConfigurationError(
+            "batch_by_speed=True does not go with schedule='pipedream', which does not split mini-batches. Use "
+            "schedule='1f1b'."
+        )
+    if num_micro_batches == 1:
+        raise ConfigurationError(
+            "batch_by_speed=True divides micro-batches among the pipelines, and num_micro_batches is 1. Give more, for "
+            "example num_micro_batches=8: with few of them, parts cannot follow the speeds."
+        )

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_sdpipe import ADPSGD, AllReduce, ConfigurationError, HetPipe, LocalSGD, NoSync, SDPipeStrategy
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync import ParameterServer, PartialReduce, SemiDecentralized
-from lightning_sdpipe.sync.methods import deals, method_of, refuse_without_flush
+from lightning_sdpipe.sync.capabilities import Combination, check
+from lightning_sdpipe.sync.methods import deals, method_of
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
@@ -229,8 +230,8 @@ def test_every_worker_refuses_a_quorum_that_can_never_come_together() -> None:
 
 
 def test_groups_of_those_that_have_stepped_do_not_go_without_a_flush() -> None:
-    refuse_without_flush(method_of(PartialReduce()), 1)
-    refuse_without_flush(method_of(SemiDecentralized()), 2)
+    check(method_of(PartialReduce()), Combination(PartialReduce(), schedule="pipedream"))
+    check(method_of(SemiDecentralized()), Combination(SemiDecentralized(), schedule="pipedream", num_stages=2))
     with pytest.raises(ConfigurationError, match="a third of the speed of AllReduce"):
         SDPipeStrategy(2, sync=PartialReduce(), schedule="pipedream")
 

@@ -8,9 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.partition import plan
-from lightning_sdpipe.policies.decentralized import Decentralized
-from lightning_sdpipe.policies.phd_psgd import PHDPSGD
-from lightning_sdpipe.sync.methods import ByPolicy
+from lightning_sdpipe.sync import capabilities
 from lightning_sdpipe.worker.options import Options
 
 _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
@@ -18,34 +16,14 @@ _HOW = "in an elastic job (SDPIPE_PIPELINE is set)"
 
 def check_options(options: Options) -> None:
     """Raises ConfigurationError for options of the strategy that an elastic job cannot carry out."""
-    policy = options.method.policy if isinstance(options.method, ByPolicy) else None
-    if isinstance(policy, PHDPSGD) and policy.within == "gradients":
-        raise ConfigurationError(
-            f"sync={options.sync!r} does not work {_HOW}: the pipelines of a group average gradients, and none could "
-            "take a step without one that may be gone. Use PHDPSGD(within='models'), which averages their models after "
-            "each step instead."
-        )
-    if policy is None or isinstance(policy, Decentralized) or getattr(policy, "asynchronous", False):
-        raise ConfigurationError(
-            f"sync={options.sync!r} does not work {_HOW}: its exchanges would wait for all pipelines, or for ones that "
-            "may be gone. Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD() or NoSync(). In "
-            "place of AllReduce() that is LocalSGD(every=1), which averages models instead of gradients."
-        )
-    takes = getattr(options.method, "takes", None)
+    capabilities.check(options.method, capabilities.Combination(options.sync, options.exchange, elastic=True))
     for given, name, instead in (
-        (getattr(policy, "seating", None) == "near", "seating='near'", "list who is near, as in [[0, 1], [2, 3]]"),
         (options.schedule == "pipedream", "schedule='pipedream'", "use a schedule with a flush, such as '1f1b'"),
         (bool(options.save_distributed_checkpoint), "save_distributed_checkpoint", "leave it out"),
         (plan.is_measured(options.partition), f"partition={options.partition!r}", "use 'parameters', or the numbers"),
         (options.batch_by_speed, "batch_by_speed", "leave it out; batches are dealt by speed in any case"),
         (options.exchange.overlap == "free", "overlap='free'", "use overlap='step'"),
         (options.exchange.hierarchy != "flat", "hierarchy='hosts'", "use hierarchy='flat'"),
-        (
-            not options.exchange.is_full and takes is not None and takes.common,
-            f"{options.exchange.payload} with sync={options.sync!r}",
-            "its members need a common model, which newcomers lack; use SemiDecentralized() or PartialReduce(), or "
-            "send in full",
-        ),
         (options.start_method != "popen", f"start_method={options.start_method!r}", "leave it out"),
     ):
         if given:

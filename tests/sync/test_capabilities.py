@@ -1,0 +1,210 @@
+"""The tables of what goes with which method, in three pages of the docs, are what the check says.
+
+``python -m tests.sync.test_capabilities`` writes them anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_sdpipe import SDPipeStrategy, sync
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, TopK
+from lightning_sdpipe.policies.policy import Policy, PolicyConfig
+from lightning_sdpipe.sync import (
+    ADPSGD,
+    PHDPSGD,
+    AllReduce,
+    Decentralized,
+    DiLoCo,
+    HetPipe,
+    LocalSGD,
+    NoSync,
+    ParameterServer,
+    PartialReduce,
+    SemiDecentralized,
+)
+from lightning_sdpipe.sync.capabilities import Capabilities, Combination, check
+from lightning_sdpipe.sync.methods import deals, method_of
+from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.worker.elastic.refusals import check_options
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+class OwnPolicy(PolicyConfig, frozen=True):
+    """A user's own."""
+
+    def make_policy(self, num_stages: int, num_pipelines: int) -> Policy:
+        return SemiDecentralized().make_policy(num_stages, num_pipelines)
+
+
+@dataclass(frozen=True)
+class OwnMethod:
+    """A user's own."""
+
+    policy: PolicyConfig = field(default_factory=SemiDecentralized)
+
+    def build(self, replica: Replica) -> Synchronizer:
+        return Synchronizer(replica)
+
+
+@dataclass(frozen=True)
+class ForEightBits(OwnMethod):
+    """One that says what it has been made for."""
+
+    capabilities: Capabilities = field(default_factory=lambda: Capabilities(payloads={}, deals=None))
+
+
+METHODS: dict[str, Any] = {
+    "`AllReduce`": AllReduce(),
+    "`SemiDecentralized`": SemiDecentralized(),
+    "`SemiDecentralized(window=inf)`": SemiDecentralized(window=math.inf),
+    '`SemiDecentralized(seating="near")`': SemiDecentralized(seating="near"),
+    "`PartialReduce`": PartialReduce(),
+    "`ADPSGD`": ADPSGD(),
+    "`ADPSGD(asynchronous=True)`": ADPSGD(asynchronous=True),
+    "`LocalSGD(every=1)`": LocalSGD(every=1),
+    "`LocalSGD`": LocalSGD(every=8),
+    "`DiLoCo`": DiLoCo(),
+    '`Decentralized("ring")`': Decentralized("ring"),
+    '`Decentralized("shift_one")`': Decentralized("shift_one"),
+    '`Decentralized("random")`': Decentralized("random"),
+    "`PHDPSGD`": PHDPSGD(),
+    "`PHDPSGD(sharded=False)`": PHDPSGD(sharded=False),
+    '`PHDPSGD(within="models")`': PHDPSGD(within="models"),
+    "`NoSync`": NoSync(),
+    "`ParameterServer`": ParameterServer(),
+    "`HetPipe`": HetPipe(),
+    "a policy of your own": OwnPolicy(),
+    "a method of your own": OwnMethod(),
+}
+PAYLOADS = {
+    "`Full`": Full(),
+    "`Half`": Half(),
+    "`EightBit`": EightBit(),
+    "`EightBit(feedback=True)`": EightBit(feedback=True),
+    "`OneBit`": OneBit(),
+    "`TopK`": TopK(0.5),
+    "momentum": OneBit(momentum=0.9, after=100),
+}
+
+
+def goes(given: Any, **asked: Any) -> bool:
+    method = method_of(given)
+    try:
+        check(method, Combination(given, **asked))
+    except ConfigurationError:
+        return False
+    return True
+
+
+def those(choices: Iterable[str], works: Callable[[str], bool]) -> str:
+    """Those of the choices that work, in words."""
+    every = list(choices)
+    found = [choice for choice in every if works(choice)]
+    return "all" if found == every else ", ".join(found) or "–"
+
+
+def moves(given: Any) -> list[str]:
+    return [
+        those(PAYLOADS, lambda name: goes(given, exchange=Exchange(PAYLOADS[name]))),
+        those(["none", "step", "free"], lambda overlap: goes(given, exchange=Exchange(overlap=overlap))),  # type: ignore[arg-type]
+        those(["flat", "hosts"], lambda hierarchy: goes(given, exchange=Exchange(hierarchy=hierarchy))),  # type: ignore[arg-type]
+        those(["1f1b", "pipedream"], lambda schedule: goes(given, schedule=schedule, num_stages=2)),
+    ]
+
+
+def trains(given: Any) -> list[str]:
+    answers = [goes(given, dealt=True), deals("auto", method_of(given), 4, None), goes(given, batch_by_speed=True)]
+    return ["yes" if answer else "–" for answer in answers]
+
+
+def comes_and_goes(given: Any) -> list[str]:
+    payloads = those(PAYLOADS, lambda name: goes(given, exchange=Exchange(PAYLOADS[name]), elastic=True))
+    overlaps = those(
+        ["none", "step", "free"],
+        lambda overlap: overlap != "free" and goes(given, exchange=Exchange(overlap=overlap), elastic=True),  # type: ignore[arg-type]
+    )
+    return [] if payloads == "–" else [payloads, overlaps]
+
+
+TABLES: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
+    "exchange.md": ("| method | payloads | overlap | hierarchy | schedule |", moves),
+    "data.md": ('| method | `data="dealt"` | `data="auto"` deals | `batch_by_speed` |', trains),
+    "faults.md": ("| method | payloads | overlap |", comes_and_goes),
+}
+
+
+def table(page: str) -> str:
+    """A line for the methods of which the same is true, and for values only where they differ; none for methods that
+    go with nothing."""
+    header, cells_of = TABLES[page]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, given in METHODS.items():
+        if cells := cells_of(given):
+            rows.setdefault(tuple(cells), []).append(name)
+    for names in rows.values():
+        names[:] = [name for name in names if "(" not in name or f"{name.partition('(')[0]}`" not in names]
+    lines = [f"| {' | '.join([', '.join(names), *cells])} |" for cells, names in rows.items()]
+    return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *lines]) + "\n"
+
+
+def written(page: str) -> str:
+    """The page's text with the table as it has to be."""
+    text, header = (DOCS / page).read_text(), TABLES[page][0]
+    before, found, after = text.partition(f"\n{header}\n")
+    assert found, f"{page} has no table that begins with {header}"
+    below = dropwhile(lambda line: line.startswith("|"), after.splitlines(keepends=True))
+    return f"{before}\n{table(page)}{''.join(below)}"
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_the_tables_of_the_docs_are_what_the_check_says(page: str) -> None:
+    assert (DOCS / page).read_text() == written(page), "write them anew: python -m tests.sync.test_capabilities"
+
+
+def test_every_method_has_a_row() -> None:
+    assert {type(method).__name__ for method in METHODS.values()} == {*sync.__all__, "OwnPolicy", "OwnMethod"}
+
+
+def test_a_method_of_ones_own_goes_with_what_it_says() -> None:
+    exchange = Exchange(OneBit())
+    SDPipeStrategy(sync=ForEightBits(), exchange=exchange, data="dealt")
+    assert deals("auto", ForEightBits(), 4, None)
+    for asked, said in (
+        (
+            {"sync": OwnMethod(), "exchange": exchange},
+            r"exchange=.*sync=OwnMethod\(.*\): it moves tensors in its own way",
+        ),
+        ({"sync": ForEightBits(), "exchange": Exchange(overlap="step")}, "Leave exchange out"),
+        ({"sync": OwnMethod(), "data": "dealt"}, "cannot leave and come back.*Use data='sharded'"),
+        ({"sync": ForEightBits(), "batch_by_speed": True}, r"take no step together. Use sync=AllReduce\(\)"),
+        (
+            {"sync": ForEightBits(PartialReduce()), "schedule": "pipedream", "num_stages": 2},
+            "schedule='pipedream' with num_stages=2 does not go with .*Use a schedule with a flush",
+        ),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            SDPipeStrategy(**asked)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"does not work in an elastic job.*may be gone"):
+        check_options(SDPipeStrategy(sync=ForEightBits()).options)
+
+
+def write() -> None:
+    for page in TABLES:
+        (DOCS / page).write_text(written(page))
+
+
+if __name__ == "__main__":
+    from tests.sync import test_capabilities  # where the registry finds the policy
+
+    test_capabilities.write()
