@@ -37,7 +37,7 @@ from lightning_sdpipe.scheduler.credentials import (
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, differences, read_log
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.log.status_page import render, to_plain
-from lightning_sdpipe.scheduler.server.server import Server
+from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits, Server
 from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
 
 _OWN_OPTIONS = {  # commands that parse their own
@@ -210,12 +210,9 @@ def _scheduler(options: argparse.Namespace) -> int:
         by_file or registry.from_text(options.policy, options.set),
         options.num_stages,
         options.num_pipelines,
-        options.bind,
-        keys=None if key_file is None else read_scheduler_keys(key_file),
-        worker_timeout=options.worker_timeout,
-        log=options.log,
-        log_limit=options.log_limit << 20,
-        journal=options.journal,
+        Endpoint(options.bind, None if key_file is None else read_scheduler_keys(key_file), options.lifeline_port),
+        limits=Limits(options.worker_timeout),
+        files=Files(options.log, options.log_limit << 20, options.journal),
         elastic=ElasticConfig(
             options.min_pipelines,
             options.start_pipelines,
@@ -223,7 +220,6 @@ def _scheduler(options: argparse.Namespace) -> int:
             options.hold_limit,
             resume=options.resume,
         ),
-        lifeline_port=options.lifeline_port,
     )
     with stop_signals(signal.SIGINT, signal.SIGTERM) as stop, server:
         print(f"scheduler listens at {server.address}", flush=True)

@@ -36,14 +36,14 @@ FAN_OUT = 22  # modules of the package that one imports
 SHORT = 90  # lines: such a module with a single importer belongs into it
 
 SHAPES = {
-    "classes with too many methods": 6,
+    "classes with too many methods": 5,
     "constructors with too many arguments": 3,
     "modules with too many imports": 2,
     "class names used twice": 4,
-    "short modules with one importer": 16,
-    "reaches into another object's privates": 50,
+    "short modules with one importer": 15,
+    "reaches into another object's privates": 0,
     "uses of Lightning's private names": 0,
-    "circles": 1,
+    "circles": 0,
 }
 """How many there may be. These numbers are only ever made smaller."""
 
@@ -53,22 +53,22 @@ SIZES: dict[str, tuple[int, int]] = {
     "dealing": (435, 5),
     "exchange": (2174, 32),
     "heterogeneity": (443, 8),
-    "loop": (2275, 26),
+    "loop": (2316, 27),
     "membership": (1017, 9),
     "optim": (342, 5),
     "partition": (3646, 33),
     "pipeline": (1750, 18),
     "placement": (2725, 24),
-    "policies": (2383, 25),
-    "recipes": (7099, 99),
-    "scheduler": (4798, 38),
+    "policies": (2384, 25),
+    "recipes": (7100, 99),
+    "scheduler": (4901, 40),
     "simulate": (612, 6),
-    "strategy": (876, 6),
+    "strategy": (818, 6),
     "supervision": (1432, 15),
-    "sync": (1681, 16),
-    "top": (952, 8),  # 213 for lightning_internals.py, with which other rooms use private names of Lightning's
+    "sync": (1737, 17),
+    "top": (948, 8),
     "topology": (520, 7),
-    "worker": (2365, 24),
+    "worker": (2442, 25),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 

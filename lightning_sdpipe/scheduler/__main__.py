@@ -17,7 +17,7 @@ import msgspec
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys
-from lightning_sdpipe.scheduler.server.server import Server
+from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits, Server
 from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
 
 
@@ -33,10 +33,9 @@ def main() -> int:
             registry.from_plain(configuration["policy"]),
             configuration["num_stages"],
             configuration["num_pipelines"],
-            configuration["bind"],
-            keys=msgspec.convert(configuration["keys"], SchedulerKeys | None),
-            worker_timeout=configuration["worker_timeout"],
-            log=None if configuration["log"] is None else Path(configuration["log"]),
+            Endpoint(configuration["bind"], msgspec.convert(configuration["keys"], SchedulerKeys | None)),
+            limits=Limits(configuration["worker_timeout"]),
+            files=Files(None if configuration["log"] is None else Path(configuration["log"])),
         )
         with stop_signals(signal.SIGTERM) as stop, server:
             _say({"address": server.address})

@@ -1,4 +1,4 @@
-"""Who takes part in groups: sessions come and go, their readies go to the policy, and its groups answer them."""
+"""Which workers take part in groups: sessions come and go, the policy hears of readies, and groups answer them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who is dealt which batches: asks are answered when the dealer has decided, and restarts are made good by telling."""
+"""Which pipeline is dealt which batches: asks wait here until the dealer has decided.
+
+A restarted scheduler asks workers what they were dealt before it deals anything.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ class LeaseDesk:
         self.deal(Told(request.worker, request.segment, request.leases, request.over, request.done), now)
 
     def deal(self, event: LeaseEvent, now: float) -> None:
-        """``event`` happened; whoever asked hears what follows."""
+        """``event`` happened; those that asked hear what follows."""
         self._driver.deal(event, now)
         for worker, (peer, segment, ordinal) in list(self._asking.items()):
             lease = self._dealer.answer(worker.pipeline, segment, ordinal)

@@ -1,8 +1,8 @@
 """The scheduler's half of an elastic run: what is heard of membership goes to the core, and what that decides, out.
 
 What membership means for groups and leases goes to the desks that keep them. Requests of sessions pass
-:meth:`MembershipDesk.admits` first, since nobody trains who is no member; those that came too early are kept until they
-are :meth:`~MembershipDesk.due`.
+:meth:`MembershipDesk.admits` first, since only members train; those that came too early are kept until they are
+:meth:`~MembershipDesk.due`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -35,6 +36,64 @@ MOST_UNHANDLED = 128
 _MORE_FOLLOWS, _IS_THERE_MORE = zmq.SNDMORE, zmq.RCVMORE
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server listens, and the keys by which it knows those that may connect.
+
+    Args:
+        bind: ZeroMQ address; a port of ``*`` is any that is free.
+        keys: None only where no other machine can connect.
+        lifeline_port: of the connections that processes of an elastic run hold; 0 is any that is free.
+
+    Raises:
+        ConfigurationError: other machines could connect without keys.
+    """
+
+    bind: str = "tcp://127.0.0.1:*"
+    keys: SchedulerKeys | None = None
+    lifeline_port: int = 0
+
+    def __post_init__(self) -> None:
+        if self.keys is None and not is_loopback(self.bind):
+            raise ConfigurationError(
+                f"the scheduler would listen at {self.bind}, which other machines can reach, without keys; "
+                "make some with `sdpipe keygen` and give them, or bind to tcp://127.0.0.1:*"
+            )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a server waits for workers, in seconds.
+
+    Args:
+        worker_timeout: of silence after which a worker is lost.
+        recovery_grace: for all workers, if it finds itself in the middle of a run.
+
+    Raises:
+        ConfigurationError: one of them is not above 0.
+    """
+
+    worker_timeout: float = 30.0
+    recovery_grace: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("worker_timeout", self.worker_timeout), ("recovery_grace", self.recovery_grace)):
+            if not value > 0:
+                raise ConfigurationError(f"{name}={value!r} is not allowed; give seconds above 0")
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a server writes: a log of at most ``log_limit`` bytes, and a journal of what is dealt; None writes none."""
+
+    log: Path | None = None
+    log_limit: int = LIMIT
+    journal: Path | None = None
+
+
+LOOPBACK, USUAL_LIMITS, NO_FILES = Endpoint(), Limits(), Files()
+
+
 class Server:
     """Serves one run. ``open`` binds, ``run`` serves until told to stop, ``close`` frees the port.
 
@@ -46,29 +105,16 @@ class Server:
         policy: PolicyConfig,
         num_stages: int,
         num_pipelines: int,
-        bind: str = "tcp://127.0.0.1:*",
+        endpoint: Endpoint = LOOPBACK,
         *,
-        keys: SchedulerKeys | None = None,
-        worker_timeout: float = 30.0,
-        recovery_grace: float = 10.0,
-        log: Path | None = None,
-        log_limit: int = LIMIT,
-        journal: Path | None = None,
+        limits: Limits = USUAL_LIMITS,
+        files: Files = NO_FILES,
         elastic: ElasticConfig | None = None,
-        lifeline_port: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value in (("worker_timeout", worker_timeout), ("recovery_grace", recovery_grace)):
-            if not value > 0:
-                raise ConfigurationError(f"{name}={value!r} is not allowed; give seconds above 0")
-        if keys is None and not is_loopback(bind):
-            raise ConfigurationError(
-                f"the scheduler would listen at {bind}, which other machines can reach, without keys; "
-                "make some with `sdpipe keygen` and give them, or bind to tcp://127.0.0.1:*"
-            )
         self.address = ""
         now = clock()
-        self._log = EventLog(log, log_limit)
+        self._log = EventLog(files.log, files.log_limit)
         self._beginning = Beginning(
             registry.to_plain(policy),
             num_stages,
@@ -81,18 +127,16 @@ class Server:
             policy,
             num_stages,
             num_pipelines,
-            worker_timeout=worker_timeout,
-            recovery_grace=recovery_grace,
+            worker_timeout=limits.worker_timeout,
+            recovery_grace=limits.recovery_grace,
             elastic=elastic,
             now=now,
             log=self._log,
         )
-        self._journal = None if journal is None else Journal(journal, num_stages, num_pipelines)
-        self._newest = None if journal is None else NewestCheckpoint(journal)
-        self._lifeline_port = lifeline_port
+        self._journal = None if files.journal is None else Journal(files.journal, num_stages, num_pipelines)
+        self._newest = None if files.journal is None else NewestCheckpoint(files.journal)
+        self._endpoint = endpoint
         self._lifeline_notice = StopMessage()
-        self._bind = bind
-        self._keys = keys
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -107,12 +151,12 @@ class Server:
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.SNDHWM, MOST_UNREAD)
         socket.setsockopt(zmq.RCVHWM, MOST_UNHANDLED)
-        socket.setsockopt(zmq.IPV6, 1 if "[" in self._bind else 0)
+        socket.setsockopt(zmq.IPV6, 1 if "[" in self._endpoint.bind else 0)
         try:
-            if self._keys is not None:
-                self._key_check = KeyCheck(context, socket, self._keys)
+            if self._endpoint.keys is not None:
+                self._key_check = KeyCheck(context, socket, self._endpoint.keys)
             socket.bind(self._stop_message.endpoint)
-            socket.bind(self._bind)
+            socket.bind(self._endpoint.bind)
         except zmq.ZMQError as error:
             self.close()
             advice = (
@@ -120,7 +164,9 @@ class Server:
                 if error.errno == zmq.EADDRINUSE
                 else "give an address of this machine, as in tcp://127.0.0.1:5555"
             )
-            raise SchedulerError(f"the scheduler cannot listen at {self._bind} ({error.strerror}); {advice}") from error
+            raise SchedulerError(
+                f"the scheduler cannot listen at {self._endpoint.bind} ({error.strerror}); {advice}"
+            ) from error
         try:
             self._log.open(self._beginning)
             if self._journal is not None:
@@ -179,13 +225,13 @@ class Server:
             yield
             return
         host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        notice = self._lifeline_notice
+        port, notice = self._endpoint.lifeline_port, self._lifeline_notice
         try:
             endpoint = self._stop_message.endpoint
-            lines = Lifelines(context, host, self._lifeline_port, endpoint, notice.identity, elastic.knows_line)
+            lines = Lifelines(context, host, port, endpoint, notice.identity, elastic.knows_line)
         except OSError as error:
             raise SchedulerError(
-                f"nobody can listen for the processes of the run at {host}, port {self._lifeline_port} "
+                f"nobody can listen for the processes of the run at {host}, port {port} "
                 f"({error.strerror}); choose another --lifeline-port, or 0 for any"
             ) from error
         with lines:

@@ -22,7 +22,7 @@ from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.client.step_timer import StepTimer
 from lightning_sdpipe.scheduler.credentials import make_keys
-from lightning_sdpipe.scheduler.server.server import Server
+from lightning_sdpipe.scheduler.server.server import Endpoint
 from tests.scheduler.live_scheduler import clients, serving
 
 W = Worker
@@ -371,6 +371,6 @@ def test_keys_for_a_scheduler_without_any_are_named() -> None:
 
 def test_beyond_this_machine_keys_are_required() -> None:
     with pytest.raises(ConfigurationError, match="without keys"):
-        Server(AllReduceModels(), 1, 1, "tcp://0.0.0.0:*")
+        Endpoint("tcp://0.0.0.0:*")
     with pytest.raises(ConfigurationError, match=r"worker\.key"):
         SchedulerClient("tcp://10.0.0.1:5555", W(0, 0))

@@ -27,7 +27,7 @@ from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.recovery_report import HeardLeases
 from lightning_sdpipe.scheduler.log.event_log import Entry, differences, read_log
 from lightning_sdpipe.scheduler.log.journal import Journal
-from lightning_sdpipe.scheduler.server.server import Server
+from lightning_sdpipe.scheduler.server.server import Files, Server
 from tests.scheduler.live_scheduler import clients, serving
 from tests.scheduler.server.test_service import Dialogue
 
@@ -375,7 +375,7 @@ def test_a_journal_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be written"):
         Journal(tmp_path / "journal" / "inside", 1, 2).open()
     path.write_text("")
-    with Server(NoSync(), 1, 2, journal=path):
+    with Server(NoSync(), 1, 2, files=Files(journal=path)):
         assert path.read_text().startswith('{"format":"sdpipe-journal/1"')
 
 

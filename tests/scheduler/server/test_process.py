@@ -22,7 +22,7 @@ from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.server import process
 from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler
-from lightning_sdpipe.scheduler.server.server import Server
+from lightning_sdpipe.scheduler.server.server import Endpoint, Server
 from tests.scheduler.live_scheduler import clients, serving
 
 W = Worker
@@ -31,7 +31,7 @@ W = Worker
 def test_a_port_in_use_is_one_clear_error() -> None:
     with serving(AllReduceModels(), 1, 1) as server:
         with pytest.raises(SchedulerError, match=f"{server.address}.*another program listens"):
-            Server(AllReduceModels(), 1, 1, server.address).open()
+            Server(AllReduceModels(), 1, 1, Endpoint(server.address)).open()
         with pytest.raises(SchedulerError, match=f"{server.address}.*another program listens"):
             EmbeddedScheduler.start(AllReduceModels(), 1, 1, server.address)
 
