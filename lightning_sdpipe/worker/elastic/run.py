@@ -33,7 +33,7 @@ from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import policy_file
-from lightning_sdpipe.scheduler.client.membership_client import Callbacks, CancelledError, Receive, Start
+from lightning_sdpipe.scheduler.client.membership_client import Callbacks, CancelledError, Receive
 from lightning_sdpipe.sync.mover_choice import among_groups
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
@@ -246,7 +246,7 @@ class ElasticRun(FixedRun):
         elif answer.checkpoint:
             self._go_on_from_file(answer.checkpoint, trainer)
         if state is None and len(answer.epoch.members) > 1:
-            data_seed = self._begin_together(answer, trainer, data_seed)
+            data_seed = self._begin_together(trainer, data_seed)
         if self.leads:
             leader.show_progress(trainer, underway=False)
         self._others_led = not self._leads
@@ -282,9 +282,9 @@ class ElasticRun(FixedRun):
         log.warning("Nobody was left of the run: it goes on from %s.", path)
         lightning_internals.resume_from_file(trainer, path)
 
-    def _begin_together(self, answer: Start, trainer: Trainer, data_seed: int) -> int:
+    def _begin_together(self, trainer: Trainer, data_seed: int) -> int:
         """The first pipelines begin equal, with the data's seed of the first of them."""
-        with self._meetings.at(f"beginning/{answer.epoch.number}"):
+        with self._meetings.at("beginning"):  # not of an epoch: if a pipeline is lost, starts may name different ones
             mine = {"turns": self._turns.state, "seed": data_seed, "names": leader.names(trainer)}
             tensors = [*tensors_of(self._parts.freezing.buckets), *self._parts.buffers]
             says = json.dumps(mine).encode()
