@@ -113,7 +113,7 @@ def test_blocks_are_asked_for_only_where_they_are_named(tmp_path: Path) -> None:
         SDPipeStrategy(2, partition="placed", placement=placed(tmp_path, ACROSS))
     with pytest.raises(ConfigurationError, match="partition='placed' needs a placement"):
         SDPipeStrategy(2, partition="placed")
-    assert SDPipeStrategy(2, partition="placed", placement=placed(tmp_path, ACROSS, (1, 3))).partition == (1, 3)
+    assert SDPipeStrategy(2, partition="placed", placement=placed(tmp_path, ACROSS, (1, 3))).options.partition == (1, 3)
 
 
 def test_a_host_may_be_given_another_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_training_goes_by_it(own: ModuleType, tmp_path: Path) -> None:
 
 
 def test_the_import_path_will_do(own: ModuleType) -> None:
-    assert SDPipeStrategy(sync=NAME)._method.policy == own.RoundRobin()
+    assert SDPipeStrategy(sync=NAME).options.method.policy == own.RoundRobin()
 
 
 def test_a_log_of_a_scheduler_that_runs_already_is_not_ours_to_ask_for(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ os.wait()
 WOKEN = """
 from types import SimpleNamespace
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler import elastic_messages as e
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 
 class Woken(SchedulerClient):
