@@ -22,6 +22,8 @@ gc.disable()  # until all is imported: what imports make, stays
 # What takes longest, first: else one process of xdist would end with it alone. They wait for other processes mostly.
 LONG = [
     "strategy/test_accelerators.py",
+    "worker/elastic/test_runs.py",
+    "golden/test_golden.py",
     *(
         "worker/launching/test_launching.py",
         "test_sweep.py",

@@ -35,7 +35,7 @@ from lightning_sdpipe.strategy.setup_hooks import SetupHooks
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.launching import elastic_job
-from lightning_sdpipe.worker.launching.elastic_job import ElasticEnvironment
+from lightning_sdpipe.worker.launching.environment import ElasticEnvironment
 from lightning_sdpipe.worker.launching.launcher import end_after_failure
 from lightning_sdpipe.worker.options import Schedule, resolve
 

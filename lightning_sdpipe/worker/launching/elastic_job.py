@@ -6,8 +6,6 @@ at a scheduler that runs by itself. ``SDPIPE_PIPELINE`` says which pipeline a jo
 whatever starts the job's processes, in the variables that ``torchrun`` sets: ``sdpipe run`` sets the same. It also sets
 ``SDPIPE_POLICY_FILE``, where a worker has to write what the scheduler shall decide by before it asks for the scheduler
 (:mod:`lightning_sdpipe.scheduler.policy_file`).
-
-Lightning's view of the processes of an elastic job.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
-
-from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_sdpipe.errors import ConfigurationError
 
@@ -208,50 +204,3 @@ def _refuse_other_launchers(environment: Mapping[str, str], pipeline: int) -> No
                 "and WORLD_SIZE, from which an elastic job learns who is who. Let one task per machine run `torchrun "
                 "--nproc-per-node M SCRIPT`; docs/faults.md has job scripts."
             )
-
-
-class ElasticEnvironment(ClusterEnvironment):
-    """What the job's launcher has said, wherever it runs.
-
-    Lightning would look for SLURM first, even if ``sdpipe run`` is what SLURM started, and would refuse a Trainer whose
-    devices × num_nodes are not the job's processes.
-    """
-
-    def __init__(self, job: ElasticJob) -> None:
-        super().__init__()
-        self.job = job
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return self.job.main_address
-
-    @property
-    def main_port(self) -> int:
-        return self.job.main_port
-
-    @staticmethod
-    def detect() -> bool:
-        """False: the strategy makes it, Lightning does not choose it."""
-        return False
-
-    def world_size(self) -> int:
-        return self.job.world_size
-
-    def set_world_size(self, size: int) -> None:
-        """Nothing: the launcher has said it."""
-
-    def global_rank(self) -> int:
-        return self.job.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """Nothing: the launcher has said it."""
-
-    def local_rank(self) -> int:
-        return self.job.local_rank
-
-    def node_rank(self) -> int:
-        return self.job.node_rank

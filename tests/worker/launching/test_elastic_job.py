@@ -8,12 +8,8 @@ import pytest
 import torch
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.worker.launching.elastic_job import (
-    ElasticEnvironment,
-    ElasticJob,
-    from_environment,
-    require_scheduler,
-)
+from lightning_sdpipe.worker.launching.elastic_job import ElasticJob, from_environment, require_scheduler
+from lightning_sdpipe.worker.launching.environment import ElasticEnvironment
 
 ELASTIC = {"SDPIPE_PIPELINE": "2", "SDPIPE_SCHEDULER": "tcp://10.0.0.1:5555"}
 RANKS = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
