@@ -37,7 +37,7 @@ SHORT = 90  # lines: such a module with a single importer belongs into it
 
 SHAPES = {
     "classes with too many methods": 5,
-    "constructors with too many arguments": 3,
+    "constructors with too many arguments": 2,
     "modules with too many imports": 2,
     "class names used twice": 4,
     "short modules with one importer": 15,
@@ -76,7 +76,7 @@ FOREIGN = {"_apply", "_buffers", "_device", "_modules", "_parameters", "_values"
 """Private names of torch that the package has, too."""
 LIGHTNING = ("lightning.", "lightning_utilities.")
 _DECLARED = re.compile(r"(?:def |class |self\.|\w\.(?=_\w+ = ))(_[a-zA-Z]\w*)")
-FREE_ARGUMENTS = {"SDPipeOptions.__init__"}  # users' options
+FREE_ARGUMENTS = {"SDPipeStrategy.__init__"}  # users' options
 
 
 @cache
