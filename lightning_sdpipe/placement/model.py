@@ -63,10 +63,6 @@ class StageTraffic:
         """The same for every stage and cut."""
         return cls((stage_bytes,) * num_stages, (cut_bytes,) * (num_stages - 1))
 
-    @property
-    def is_even(self) -> bool:
-        return len(set(self.stage_bytes)) == 1 and len(set(self.cut_bytes)) <= 1
-
 
 def traffic_of(chain: Sequence[Block], spans: Sequence[range]) -> StageTraffic:
     """What the stages send when stage j runs the blocks of ``spans[j]``.
