@@ -377,13 +377,40 @@ class Decaying(L.LightningModule):
         return loss
 
 
+class Keeper(L.Callback):
+    def __init__(self) -> None:
+        self.factors = [1.0]
+
+
+class Asking(L.LightningModule):
+    """Keeps state in a callback of the user's."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.model, self.late = Model(), late
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        (keeper,) = (callback for callback in self.trainer.callbacks if isinstance(callback, Keeper))
+        if not self.late:
+            keeper.factors.append(2.0)
+        loss = squared(self.model(batch * keeper.factors[-1]))
+        if self.late:
+            keeper.factors = [loss.item()]
+        return loss
+
+
 @pytest.mark.parametrize(
-    ("make", "what"), [(Logging, "the metric 'mean_epoch'"), (Decaying, "the options of the optimizer's group 0")]
+    ("make", "what"),
+    [
+        (Logging, "the metric 'mean_epoch'"),
+        (Decaying, "the options of the optimizer's group 0"),
+        (Asking, "the callback Keeper"),
+    ],
 )
 def test_what_the_trainer_keeps(make: Any, what: str) -> None:
     for late in (False, True):
         module = make(late)
-        module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Keeper()])
         module.trainer.strategy.optimizers = [torch.optim.SGD(module.parameters())]
         steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
         with pytest.raises(ConfigurationError, match=f"changes {what} after") if late else nullcontext():
