@@ -1,7 +1,8 @@
-"""What user code reads and sets by name outside of objects: global variables, and attributes of classes.
+"""What user code reads and sets by name outside of objects: global variables, variables of closures, and attributes of
+classes.
 
-A global variable is seen by the instructions of Python that read and set it, in the user's own files. An attribute of a
-class is replaced by a descriptor that notes when it is read, through the class or through an object.
+A variable is seen by the instructions of Python that read and set it, in the user's own files. An attribute of a class
+is replaced by a descriptor that notes when it is read, through the class or through an object.
 """
 
 from __future__ import annotations
@@ -10,20 +11,90 @@ import dis
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from types import CodeType, FrameType
+from functools import lru_cache, partial
+from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
+
+from torch import nn
 
 from lightning_sdpipe.partition.mementos import is_users
 
 _GLOBALS = {"LOAD_GLOBAL": False, "LOAD_NAME": False, "STORE_GLOBAL": True}
+_OF_CLOSURES = {"LOAD_DEREF": False, "LOAD_CLASSDEREF": False, "STORE_DEREF": True}
 _PLAIN = (type(None), bool, int, float, str, tuple)
 
 
+class Closures:
+    """Those of the user's functions that can be found from ``root``: by attributes, by items of containers, as methods
+    of classes, and through what functions hold and name. They outlive a step; a function that a step makes does not."""
+
+    def __init__(self, root: Any) -> None:
+        self._cells: dict[CodeType, dict[str, list[CellType]]] = {}
+        self._names: dict[int, str] = {}  # of each cell: they compare by what they hold
+        found: dict[int, Any] = {}
+        todo = [root]
+        while todo:
+            value = todo.pop()
+            if id(value) not in found and not isinstance(value, _PLAIN[:-1]):
+                found[id(value)] = value
+                todo += self._within(value)
+
+    def _within(self, value: Any) -> Iterator[Any]:
+        if isinstance(value, FunctionType):
+            if is_users(value.__module__):
+                yield from self._of_function(value)
+        elif isinstance(value, type):
+            if is_users(value.__module__):
+                yield from (getattr(each, "__func__", getattr(each, "fget", each)) for each in vars(value).values())
+                yield from value.__mro__[1:]
+        elif isinstance(value, MethodType):
+            yield from (value.__self__, value.__func__)
+        elif isinstance(value, partial):
+            yield from (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, (list, tuple)):
+            yield from value
+        elif isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, nn.Module) or is_users(type(value).__module__):
+            yield from getattr(value, "__dict__", {}).values()
+            yield type(value)
+
+    def _of_function(self, function: FunctionType) -> Iterator[Any]:
+        of_code = self._cells.setdefault(function.__code__, {})
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__":
+                of_code.setdefault(name, []).append(cell)
+                self._name(cell, f"the variable {name} of {function.__qualname__.rpartition('.<locals>')[0]}")
+                yield _content(cell)
+        yield from (function.__globals__.get(name) for name in function.__code__.co_names)
+        yield function.__defaults__
+
+    def _name(self, cell: CellType, what: str) -> None:
+        """A variable has one name, whichever function uses it; those of several calls differ in a number."""
+        if id(cell) not in self._names:
+            same = sum(each.partition(" (call ")[0] == what for each in self._names.values())
+            self._names[id(cell)] = f"{what} (call {same + 1})" if same else what
+
+    def named(self, frame: FrameType, name: str) -> Iterator[tuple[str, Any]]:
+        """What the variable ``name`` of a running function is called, and its value, where it outlives the step."""
+        cells = self._cells.get(frame.f_code, {}).get(name, ())
+        for cell in cells:
+            value = _content(cell)
+            if len(cells) == 1 or value is frame.f_locals.get(name):
+                yield self._names[id(cell)], value
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
 @contextmanager
-def heard_globals(note: Callable[[str, Any, bool], None]) -> Iterator[None]:
-    """Around user code in this thread: ``note(name, value, writes)`` for each of the user's global variables that it
-    reads, or is about to set, by its whole name. A debugger does not stop within."""
+def heard_variables(closures: Closures, note: Callable[[str, Any, bool], None]) -> Iterator[None]:
+    """Around user code in this thread: ``note(name, value, writes)`` for each of the user's global variables, by its
+    whole name, and of the variables of closures that it reads, or is about to set. A debugger does not stop within."""
 
     def called(frame: FrameType, event: str, argument: Any) -> Any:
         if not is_users(frame.f_globals.get("__name__")) or not _instructions(frame.f_code):
@@ -32,9 +103,12 @@ def heard_globals(note: Callable[[str, Any, bool], None]) -> Iterator[None]:
         return instruction
 
     def instruction(frame: FrameType, event: str, argument: Any) -> Any:
-        name, writes = _instructions(frame.f_code).get(frame.f_lasti if event == "opcode" else -1, ("", False))
-        if name and (writes or name in frame.f_globals):
-            note(f"{frame.f_globals['__name__']}.{name}", frame.f_globals.get(name), writes)
+        kind, name = _instructions(frame.f_code).get(frame.f_lasti if event == "opcode" else -1, ("", ""))
+        if kind in _OF_CLOSURES:
+            for what, value in closures.named(frame, name):
+                note(what, value, _OF_CLOSURES[kind])
+        elif kind and (_GLOBALS[kind] or name in frame.f_globals):
+            note(f"{frame.f_globals['__name__']}.{name}", frame.f_globals.get(name), _GLOBALS[kind])
         return instruction
 
     before = sys.gettrace()
@@ -46,10 +120,13 @@ def heard_globals(note: Callable[[str, Any, bool], None]) -> Iterator[None]:
 
 
 @lru_cache(maxsize=4096)
-def _instructions(code: CodeType) -> dict[int, tuple[str, bool]]:
-    """Those that read or set a global variable: its name, and whether it is set, by their place."""
-    found = (each for each in dis.get_instructions(code) if each.opname in _GLOBALS)
-    return {each.offset: (each.argval, _GLOBALS[each.opname]) for each in found}
+def _instructions(code: CodeType) -> dict[int, tuple[str, str]]:
+    """Those that read or set a variable that outlives a call: what they do and its name, by their place."""
+    return {
+        each.offset: (each.opname, each.argval)
+        for each in dis.get_instructions(code)
+        if each.opname in _GLOBALS or (each.opname in _OF_CLOSURES and each.argval in code.co_freevars)
+    }
 
 
 class ClassAttributes:

@@ -30,7 +30,7 @@ from torchmetrics import Metric
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE, trainer_of
 from lightning_sdpipe.partition.effects import hear_assignments, listening
 from lightning_sdpipe.partition.mementos import is_users
-from lightning_sdpipe.partition.names import ClassAttributes, heard_globals
+from lightning_sdpipe.partition.names import ClassAttributes, Closures, heard_variables
 from lightning_sdpipe.partition.python_values import GENERATORS, is_of_the_user, state_of
 
 _CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
@@ -91,7 +91,7 @@ class Touches:
                 self._reading(),
                 self._metrics(),
                 self._classes.heard(),
-                heard_globals(self._global),
+                heard_variables(Closures(self._module), self._variable),
             ):
                 for what in self._options_of_optimizers():
                     self._note(what, writes=False)  # every update does
@@ -169,7 +169,7 @@ class Touches:
         if not writes and _is_taken_from(value):
             self._note(what, writes=True)
 
-    def _global(self, what: str, value: Any, writes: bool) -> None:
+    def _variable(self, what: str, value: Any, writes: bool) -> None:
         if isinstance(value, types.FunctionType):
             value = vars(value)  # its attributes
         if writes or _has_names(value) or not isinstance(value, (*_CODE, Tensor, types.ModuleType, *GENERATORS)):

@@ -220,6 +220,32 @@ def late_global(model: Any, x: Tensor) -> Tensor:
     return squared(model(x + float(GLOBAL.random())) + float(GLOBAL.random()))
 
 
+def counted() -> Any:
+    number = 1.0
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        nonlocal number
+        loss = squared(model(x * number))
+        number = loss.item()
+        return loss
+
+    return loss_of
+
+
+def shared_meter() -> Any:
+    meter = Meter()
+
+    def read(x: Tensor) -> Tensor:
+        return x + meter()
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        loss = squared(model(read(x)))
+        meter.add(loss.item())
+        return loss
+
+    return loss_of
+
+
 def in_every_block(model: Any, x: Tensor) -> Tensor:
     return squared(model(x))
 
@@ -260,6 +286,8 @@ def kept_globals() -> Iterator[None]:
         (late_numpy, "model.arrays"),
         (late_random, "model.numbers"),
         (late_global, "tests.partition.test_touches.GLOBAL"),
+        (counted(), "the variable number of counted"),
+        (shared_meter(), "the variable meter of shared_meter"),
     ],
 )
 @pytest.mark.parametrize("num_stages", [2, 4])
