@@ -37,7 +37,7 @@ LONGEST_BEAT = 1.0
 
 class DeferredRequests:
     """What sessions said too early, before their pipeline was a member or had a process group: the last request of each
-    kind of each worker, in the order in which they came."""
+    kind of each worker, in the order in which it made them."""
 
     def __init__(self) -> None:
         self._kept: dict[Worker, list[tuple[bytes, m.Request]]] = {}
@@ -53,6 +53,7 @@ class DeferredRequests:
             (at, other) for at, other in kept if type(other) is not type(request) and other.session == request.session
         ]
         kept.append((peer, request))
+        kept.sort(key=lambda pair: pair[1].number)
         self._since.setdefault(request.worker, now)
 
     def waited(self, worker: Worker, now: float) -> float:
@@ -217,7 +218,8 @@ class MembershipDesk:
                 self._outbox.say(peer, m.Refused(request.number, refusal))
                 return False
         if core.is_member(worker.pipeline, incarnation) and not core.recovering:
-            if not is_join or self._shares_a_group(worker, now):
+            behind_its_join = isinstance(request, m.Ready) and worker in self._early  # else it is told to join again
+            if not behind_its_join and (not is_join or self._shares_a_group(worker, now)):
                 return True
         elif isinstance(request, m.Heartbeat):
             self._outbox.say(peer, m.Pulse(None))

@@ -9,6 +9,7 @@ from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Epoch, Member
 from lightning_sdpipe.policies import PolicyConfig, Worker, registry
 from lightning_sdpipe.policies.events import Widened
+from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
@@ -149,3 +150,20 @@ def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_jo
                 d.say(e.Beat, Worker(stage, member.pipeline), member.incarnation, (), 3, True, now=now)
         d.tick(now)
     assert d.service.failure is None
+
+
+def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
+    """Else all would wait for groups with a worker that is at a pause."""
+    d = ElasticDialogue(LocalSGD(every=1))
+    epoch = Epoch(4, (A, B), "pipeline 1 has come")
+    for member in (A, B):
+        d.say(e.Resume, Worker(0, member.pipeline), member.incarnation, SAME, epoch, (), ())
+    d.say(m.Join, Worker(0, 0), A.incarnation, None, True, 3, (), True, 3)
+    d.say(m.Join, Worker(0, 1), B.incarnation, None, True, 3, (), True, 3)
+    assert d.say(m.Ready, Worker(0, 1), B.incarnation, 4) == [], "it is told to join, which it has done"
+    d.say(m.Leave, Worker(0, 1), B.incarnation)
+    for member in (A, B):
+        d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (5,), 5, True, False)
+    d.say(m.Ready, Worker(0, 0), A.incarnation, 4)
+    replies = d.service.tick(0.0)
+    assert [reply.group.members for _, reply in replies if isinstance(reply, m.Answer)] == [(Worker(0, 0),)]
