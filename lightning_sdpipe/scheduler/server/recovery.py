@@ -50,8 +50,7 @@ class Recovery:
         self._end_if_all_are_back()
 
     def joins(self, worker: Worker, has_taken_part: bool, now: float) -> None:
-        """This scheduler hears of a client for the first time, which joins or stays away. It may have taken part before.
-        """
+        """A client is heard of for the first time, which joins or stays away. It may have taken part before."""
         self._back.add(worker)
         if has_taken_part and not self.holds and not self._over:
             self.holds, self.until = True, now + self._grace
