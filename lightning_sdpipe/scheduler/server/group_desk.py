@@ -78,11 +78,6 @@ class GroupDesk:
         """When the policy is due, or the end of the recovery."""
         return min(self._driver.deadline, self.recovery.until)
 
-    @property
-    def next_sequence(self) -> int:
-        """Of the next group, at least."""
-        return self._driver.next_sequence
-
     # -------------------------------------------------------- coming and going
 
     def join_anew(self, request: m.Join, peer: bytes, now: float) -> None:
@@ -273,7 +268,7 @@ class GroupDesk:
         Raises:
             PolicyFailed: it makes another one, or none.
         """
-        if group.sequence < self.next_sequence:
+        if group.sequence < self._driver.next_sequence:
             self._carry_out(self._driver.tell(Broken(group.sequence), now), now)
         decisions = self._driver.tell(Regrouped(group.sequence, tuple(members), tuple(weights)), now)
         if len(decisions) != 1 or decisions[0].members != tuple(members):

@@ -256,7 +256,8 @@ class MembershipDesk:
         if isinstance(request, e.Enrol):
             self._decide(w.Enrolled(worker, incarnation, request.fingerprint), now)
         else:
-            self._decide(w.Resumed(worker, incarnation, request.fingerprint, request.epoch, request.met), now)
+            told = request.fingerprint, request.epoch, request.met, request.since
+            self._decide(w.Resumed(worker, incarnation, *told), now)
             self._process_groups.holds(worker, request.holds)
         if core.is_here(worker, incarnation):
             self._presence.comes(worker, incarnation, now)
@@ -343,7 +344,6 @@ class MembershipDesk:
                     self._update = -1
                 logger.info("epoch %d of membership: %s", decision.number, decision.reason)
                 members = [member.pipeline for member in decision.members]
-                self._answers.members_are(members)
                 self._groups.members_are(members)
                 self._leases.members_are(members, now)
                 self._tell(members, e.NewEpoch(decision))
