@@ -73,12 +73,14 @@ class Enrolled(_FromWorker, frozen=True, tag="enrolled"):
 class Resumed(_FromWorker, frozen=True, tag="resumed"):
     """The process is a member, for all it knows, of the run whose newest epoch it heard of is ``epoch``.
 
-    ``met`` are meetings that it heard of and that another member may not have.
+    ``met`` are meetings that it heard of and that another member may not have; ``since`` is the number of the first
+    epoch that it heard of as a member (0: it does not say).
     """
 
     fingerprint: dict[str, str]
     epoch: Epoch
     met: tuple[Met, ...] = ()
+    since: int = 0
 
 
 class Snapshot(_FromWorker, frozen=True, tag="snapshot"):

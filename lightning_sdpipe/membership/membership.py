@@ -64,7 +64,7 @@ _NUMBER = re.compile(r"\d+")
 class _Pipeline:
     """One start of a pipeline's job."""
 
-    __slots__ = ("arrived", "finished", "fresh", "incarnation", "member", "stages")
+    __slots__ = ("arrived", "finished", "fresh", "incarnation", "member", "since", "stages")
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -72,6 +72,8 @@ class _Pipeline:
         self.arrived: float | None = None
         """When it was complete."""
         self.member = self.fresh = False
+        self.since = 0
+        """The number of the first epoch of which it was a member, at most."""
         self.finished: set[int] = set()
 
 
@@ -119,6 +121,11 @@ class Membership:
         """Is that start of ``pipeline`` in the run?"""
         here = self._pipelines.get(pipeline)
         return here is not None and here.member and here.incarnation == incarnation
+
+    def was_member(self, pipeline: int, epoch: int) -> bool:
+        """Was that start of ``pipeline`` which is a member now one in the epoch of that number, too?"""
+        here = self._pipelines.get(pipeline)
+        return here is not None and here.member and here.since <= epoch
 
     def is_here(self, worker: Worker, incarnation: int) -> bool:
         """Has that process enrolled, in a start of its pipeline that is not gone?"""
@@ -532,6 +539,7 @@ class Membership:
                 continue
             here = self._pipelines[member.pipeline] = _Pipeline(member.incarnation)
             here.stages, here.arrived, here.member = set(range(self._num_stages)), now, True
+            here.since = returning.since[member]
         for member in returning.replaced():
             reason = "the others went on without it"
             self._bury(member, reason)
@@ -573,6 +581,8 @@ class Membership:
         stay = [member for member in self.epoch.members if self.is_member(member.pipeline, member.incarnation)]
         come = sorted((more or {}).items(), key=lambda item: item[0])
         stay += [Member(i, here.incarnation) for i, here in come]
+        for _, here in come:
+            here.since = self.epoch.number + 1
         self.ever |= {member.pipeline for member in stay}
         self.epoch = Epoch(self.epoch.number + 1, tuple(stay), reason, lost, tries)
         return [self.epoch]

@@ -20,6 +20,8 @@ class MemberRecovery:
         """Heard meanwhile, decided after it."""
         self._num_stages = num_stages
         self._back: dict[Member, set[int]] = {}
+        self.since: dict[Member, int] = {}
+        """The first epoch that each heard of as a member."""
 
     def hear(self, event: Resumed) -> None:
         """A process resumes."""
@@ -28,6 +30,7 @@ class MemberRecovery:
         member = Member(event.worker.pipeline, event.incarnation)
         self.early = [early for early in self.early if not _rivals(_of(early), member)]
         self._back.setdefault(member, set()).add(event.worker.stage)
+        self.since[member] = min(event.since, self.since.get(member, event.since))
 
     def keep(self, event: MemberEvent) -> None:
         """``event`` is to be decided later, unless it is of a job whose number another one has: that asks again.

@@ -33,12 +33,14 @@ class Enrol(ElasticRequest, frozen=True, gc=False, tag="enrol"):
 
 
 class Resume(ElasticRequest, frozen=True, gc=False, tag="resume"):
-    """The worker takes part, for all it knows; ``holds`` are epochs that it has a process group of."""
+    """The worker takes part, for all it knows; ``holds`` are epochs that it has a process group of. For the rest see
+    :class:`~lightning_sdpipe.membership.members.Resumed`."""
 
     fingerprint: dict[str, str]
     epoch: Epoch
     holds: tuple[Count, ...]
     met: tuple[Met, ...]
+    since: Count = 0
 
 
 class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):

@@ -43,6 +43,7 @@ class Process:
     state: str = "enrolling"
     number: int = 0
     epoch: Epoch | None = None
+    member_since: int = 0
     holds: set[int] = field(default_factory=set)
     receive: Receive | None = None
     donate: dict[int, Donate] = field(default_factory=dict)
@@ -378,12 +379,13 @@ class World:
         process.donations.clear()
         assert process.epoch is not None
         fields = process.worker, process.incarnation, process.number
-        self.say(process, e.Resume(*fields, SAME, process.epoch, tuple(process.holds), tuple(process.met)))
+        told = process.epoch, tuple(process.holds), tuple(process.met), process.member_since
+        self.say(process, e.Resume(*fields, SAME, *told))
 
     def hear_epoch(self, process: Process, epoch: Epoch) -> None:
         if process.epoch is None or epoch.number > process.epoch.number:
             assert process.incarnation in {member.incarnation for member in epoch.members}
-            process.epoch = epoch
+            process.epoch, process.member_since = epoch, process.member_since or epoch.number
             self.after(self.rng.uniform(0.005, 0.05), lambda: self.make_groups(process))
             if epoch.tries:
                 self.after(self.rng.uniform(0.01, 3.0), lambda: self.tried(process, epoch))

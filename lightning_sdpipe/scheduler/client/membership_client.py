@@ -151,6 +151,8 @@ class MembershipClient:
         self._fingerprint: dict[str, str] = {}
         self._enrolled = self._member = False
         self._epoch = Epoch(0, (), "nobody has come yet")
+        self._since = 0
+        """The number of the first one of which this process was a member."""
         self._holds: tuple[int, ...] = ()
         self._exchange: Exchanging | None = None
         self._left = (-1, -1)
@@ -592,6 +594,8 @@ class MembershipClient:
             if epoch.number <= self._epoch.number:
                 return
             self._epoch = epoch
+            if not self._since and any(member.incarnation == self.incarnation for member in epoch.members):
+                self._since = epoch.number
             self._changed.notify_all()
         self._told.epoch(epoch)
 
@@ -626,11 +630,11 @@ class MembershipClient:
         """The scheduler does not know this process: it was started again."""
         with self._changed:
             fingerprint, member, enrolled = self._fingerprint, self._member, self._enrolled
-            epoch, holds, met = self._epoch, self._holds, tuple(self._met)
+            epoch, holds, met, since = self._epoch, self._holds, tuple(self._met), self._since
             self._told_last.clear()  # which was for the scheduler before
             self._donations.clear()
         if member:
-            self._send(self._make(e.Resume, fingerprint, epoch, holds, met))
+            self._send(self._make(e.Resume, fingerprint, epoch, holds, met, since))
             if self._newest is not None:
                 self.published(*self._newest)
         elif enrolled:

@@ -13,9 +13,8 @@ Models: those without the result try again among themselves; who has it goes on 
 from __future__ import annotations
 
 import logging
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -50,8 +49,8 @@ class BrokenGroup:
 
     def undecided(self, is_gone: Callable[[Worker, int], bool]) -> list[Worker]:
         """Who may still say one or the other."""
-        known, sequence = self.said | self.done, self.group.sequence
-        return [worker for worker in self.group.members if worker not in known and not is_gone(worker, sequence)]
+        known, epoch = self.said | self.done, self.group.epoch
+        return [worker for worker in self.group.members if worker not in known and not is_gone(worker, epoch)]
 
     def weights(self) -> tuple[tuple[Worker, ...], tuple[float, ...]]:
         """Of those who try again."""
@@ -148,14 +147,7 @@ class GroupDelivery:
         self._here, self._unreachable = incarnations, unreachable
         self._regrouping = Regrouping()
         self._stuck = Stuck(limit)
-        self._since: dict[int, int] = {}
-        """Of each member: the first group that it can be in."""
         self._met: list[_KeptMet] = []
-
-    def members_are(self, pipelines: Iterable[int]) -> None:
-        """An epoch has begun."""
-        for pipeline in pipelines:
-            self._since.setdefault(pipeline, self._groups.next_sequence)
 
     def goes(self, workers: Sequence[Worker]) -> None:
         """They are gone, and with them their pipeline."""
@@ -163,7 +155,6 @@ class GroupDelivery:
             self._process_groups.forget(worker)
             self._regrouping.goes(worker)
             self._stuck.forget(worker)
-            self._since.pop(worker.pipeline, None)
 
     def deadline(self) -> float:
         """When somebody has waited for a process group for long, or in an exchange."""
@@ -203,13 +194,13 @@ class GroupDelivery:
         for kept in list(kept_groups.values()):
             sequence = kept.group.sequence
             del kept_groups[sequence]
-            there = [w for w in kept.group.members if not self.is_gone(w, sequence) and takes_part(w)]
+            there = [w for w in kept.group.members if not self.is_gone(w, kept.group.epoch) and takes_part(w)]
             if len(there) == len(kept.group.members):
                 self._say_or_keep(kept)
             elif there:
                 weights = [x for x, w in zip(kept.group.weights, kept.group.members, strict=True) if w in there]
                 again = self._groups.regroup(kept.group, there, weights, now)
-                self._say_or_keep(KeptGroup(again, now + REMAKE_AFTER, kept.broken))
+                self._say_or_keep(self._process_groups.keepable(again, now, kept.broken))
         self._met = [meeting for meeting in self._met if not self._say_met(meeting)]
         for broken in list(self._regrouping.settled(self.is_gone, takes_part)):
             self._settle(broken, now)
@@ -221,12 +212,12 @@ class GroupDelivery:
         if any(kept.met == met for kept in self._met):
             return
         workers = [Worker(met.stage, i) for i in met.pipelines]
-        who = {w: self._here[w] for w in workers if w in self._here and w.pipeline in self._since}
+        who = {w: self._here[w] for w in workers if w in self._here and self._process_groups.was_member(w)}
         self._met.append(_KeptMet(met, now + REMAKE_AFTER, who))
 
-    def is_gone(self, worker: Worker, sequence: int) -> bool:
-        """Is the process gone that was ``worker`` when the group ``sequence`` went out?"""
-        return worker not in self._here or self._since.get(worker.pipeline, math.inf) > sequence
+    def is_gone(self, worker: Worker, epoch: int) -> bool:
+        """Is the process gone that was ``worker`` in the epoch of a group?"""
+        return worker not in self._here or not self._process_groups.was_member(worker, epoch)
 
     def _say_or_keep(self, kept: KeptGroup) -> None:
         group = self._process_groups.with_epoch(kept.group)
@@ -279,14 +270,14 @@ class GroupDelivery:
         if broken.together and broken.done:
             self._tell_outcome(group, e.Skip(group.sequence, min(broken.done).pipeline), sorted(broken.said))
             return
-        if broken.said and not any(self.is_gone(worker, group.sequence) for worker in group.members):
+        if broken.said and not any(self.is_gone(worker, group.epoch) for worker in group.members):
             self._unreachable(group.stage, sorted(worker.pipeline for worker in broken.said), False, now)
-            broken.said -= {worker for worker in broken.said if self.is_gone(worker, group.sequence)}  # who was put out
+            broken.said -= {worker for worker in broken.said if self.is_gone(worker, group.epoch)}  # who was put out
         members, weights = broken.weights()
         if not members:
             return
         again = self._groups.regroup(group, members, weights, now)
-        self._say_or_keep(KeptGroup(again, now + REMAKE_AFTER, group))
+        self._say_or_keep(self._process_groups.keepable(again, now, group))
 
     def _tell_outcome(self, group: Group, message: e.Regroup | e.Skip, workers: Sequence[Worker]) -> None:
         self._regrouping.remember(group.sequence, message, workers)

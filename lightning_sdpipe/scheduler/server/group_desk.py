@@ -78,11 +78,6 @@ class GroupDesk:
         """When the policy is due, or the end of the recovery."""
         return min(self._driver.deadline, self.recovery.until)
 
-    @property
-    def next_sequence(self) -> int:
-        """Of the next group, at least."""
-        return self._driver.next_sequence
-
     # -------------------------------------------------------- coming and going
 
     def join_anew(self, request: m.Join, peer: bytes, now: float) -> None:
@@ -120,6 +115,16 @@ class GroupDesk:
             self._carry_out(decisions, now)
             self.recovery.keep(request.answers, session.worker)
         self._outbox.say(peer, m.Acknowledged(request.number, session.invitations))
+
+    def leave_unseen(self, request: m.Leave, peer: bytes, now: float) -> None:
+        """A client leaves that this scheduler has never seen. A join that it sent before may still be on its way by its
+        other socket, or be kept until its process group is there: the leave outdates it."""
+        worker, id = request.worker, request.session
+        if self.sessions.get(worker) is None and self.failure is None:
+            self.extent.check_exists(worker)
+            session = self.sessions.begin(worker, id, now, elastic=peer == m.routing_id(worker, id))
+            session.received.left_at = request.number
+            self.recovery.joins(worker, True, now)
 
     def leave(self, session: Session, now: float) -> None:
         """A client leaves; the others go on without it."""
@@ -163,7 +168,7 @@ class GroupDesk:
 
     def members_are(self, pipelines: Collection[int]) -> None:
         """These pipelines of an elastic run train; all their workers come back after a restart."""
-        self.recovery.expect(len(pipelines) * self.extent.num_stages)
+        self.recovery.expect([Worker(j, i) for i in pipelines for j in range(self.extent.num_stages)])
 
     def widen(self, num_pipelines: int, now: float) -> None:
         """There may be so many pipelines from now on.
@@ -263,7 +268,7 @@ class GroupDesk:
         Raises:
             PolicyFailed: it makes another one, or none.
         """
-        if group.sequence < self.next_sequence:
+        if group.sequence < self._driver.next_sequence:
             self._carry_out(self._driver.tell(Broken(group.sequence), now), now)
         decisions = self._driver.tell(Regrouped(group.sequence, tuple(members), tuple(weights)), now)
         if len(decisions) != 1 or decisions[0].members != tuple(members):

@@ -37,7 +37,7 @@ LONGEST_BEAT = 1.0
 
 class DeferredRequests:
     """What sessions said too early, before their pipeline was a member or had a process group: the last request of each
-    kind of each worker, in the order in which they came."""
+    kind of each worker, in the order in which it made them."""
 
     def __init__(self) -> None:
         self._kept: dict[Worker, list[tuple[bytes, m.Request]]] = {}
@@ -53,6 +53,7 @@ class DeferredRequests:
             (at, other) for at, other in kept if type(other) is not type(request) and other.session == request.session
         ]
         kept.append((peer, request))
+        kept.sort(key=lambda pair: pair[1].number)
         self._since.setdefault(request.worker, now)
 
     def waited(self, worker: Worker, now: float) -> float:
@@ -217,7 +218,8 @@ class MembershipDesk:
                 self._outbox.say(peer, m.Refused(request.number, refusal))
                 return False
         if core.is_member(worker.pipeline, incarnation) and not core.recovering:
-            if not is_join or self._shares_a_group(worker, now):
+            behind_its_join = isinstance(request, m.Ready) and worker in self._early  # else it is told to join again
+            if not behind_its_join and (not is_join or self._shares_a_group(worker, now)):
                 return True
         elif isinstance(request, m.Heartbeat):
             self._outbox.say(peer, m.Pulse(None))
@@ -254,7 +256,8 @@ class MembershipDesk:
         if isinstance(request, e.Enrol):
             self._decide(w.Enrolled(worker, incarnation, request.fingerprint), now)
         else:
-            self._decide(w.Resumed(worker, incarnation, request.fingerprint, request.epoch, request.met), now)
+            told = request.fingerprint, request.epoch, request.met, request.since
+            self._decide(w.Resumed(worker, incarnation, *told), now)
             self._process_groups.holds(worker, request.holds)
         if core.is_here(worker, incarnation):
             self._presence.comes(worker, incarnation, now)
@@ -341,7 +344,6 @@ class MembershipDesk:
                     self._update = -1
                 logger.info("epoch %d of membership: %s", decision.number, decision.reason)
                 members = [member.pipeline for member in decision.members]
-                self._answers.members_are(members)
                 self._groups.members_are(members)
                 self._leases.members_are(members, now)
                 self._tell(members, e.NewEpoch(decision))

@@ -71,5 +71,14 @@ class ProcessGroupRegistry:
             return group
         ready = self.with_epoch(group)
         if ready is None:
-            self.kept[group.sequence] = KeptGroup(group, now + REMAKE_AFTER)
+            self.kept[group.sequence] = self.keepable(group, now)
         return ready
+
+    def keepable(self, group: Group, now: float, broken: Group | None = None) -> KeptGroup:
+        """Return ``group``, which is decided ``now`` among members of this epoch."""
+        decided = msgspec.structs.replace(group, epoch=self._membership.epoch.number)
+        return KeptGroup(decided, now + REMAKE_AFTER, broken)
+
+    def was_member(self, worker: Worker, epoch: int | None = None) -> bool:
+        """Is the process that is ``worker`` a member, and was it one in that ``epoch``?"""
+        return self._membership.was_member(worker.pipeline, self._membership.epoch.number if epoch is None else epoch)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.protocol import Answer
@@ -25,11 +25,11 @@ class Recovery:
     """The scheduler's half; idle unless a worker turns out to be in the middle of a run.
 
     Args:
-        expected: workers of the run; once all are back, nobody is held any longer.
+        expected: the workers of the run; once all are back, no ready is held any longer.
         grace: seconds to wait for them.
     """
 
-    def __init__(self, expected: int, grace: float) -> None:
+    def __init__(self, expected: Collection[Worker], grace: float) -> None:
         self.holds = False
         """Are readies held now?"""
         self.until = math.inf
@@ -38,20 +38,19 @@ class Recovery:
         """Readies that are neither answered nor told to the policy, in the order in which they came."""
         self.answers: dict[Worker, dict[int, Answer]] = {}
         """Of the scheduler before this one, by the readies that they answer."""
-        self._expected = expected
+        self._expected = frozenset(expected)
         self._grace = grace
         self._over = False
         self._back: set[Worker] = set()
         self._reported: dict[Worker, Sequence[Answer]] = {}
 
-    def expect(self, workers: int) -> None:
-        """So many are in the run now."""
-        self._expected = workers
-        if self.holds and len(self._back) >= self._expected:
-            self.until = -math.inf
+    def expect(self, workers: Collection[Worker]) -> None:
+        """These are in the run now."""
+        self._expected = frozenset(workers)
+        self._end_if_all_are_back()
 
     def joins(self, worker: Worker, has_taken_part: bool, now: float) -> None:
-        """A client joins that this scheduler has never seen, though it may have taken part before."""
+        """A client is heard of for the first time, which joins or stays away. It may have taken part before."""
         self._back.add(worker)
         if has_taken_part and not self.holds and not self._over:
             self.holds, self.until = True, now + self._grace
@@ -60,7 +59,10 @@ class Recovery:
                 worker,
                 self._grace,
             )
-        if self.holds and len(self._back) >= self._expected:
+        self._end_if_all_are_back()
+
+    def _end_if_all_are_back(self) -> None:
+        if self.holds and self._back >= self._expected:
             self.until = -math.inf
 
     def keep(self, answers: Sequence[Answer], reporter: Worker) -> None:

@@ -23,6 +23,7 @@ from lightning_sdpipe.dealing.leases import LeaseEvent
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.membership import MOST_PIPELINES, Membership
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -88,7 +89,8 @@ class SchedulerService:
         self._started = now
         self._roll_call = RollCall(worker_timeout, now)
         self._outbox = Outbox()
-        recovery = Recovery(num_stages * num_pipelines, recovery_grace)
+        everybody = [Worker(j, i) for i in range(num_pipelines) for j in range(num_stages)]
+        recovery = Recovery(everybody, recovery_grace)
         process_groups = None
         if elastic is not None:
             membership, presence = Membership(num_stages, elastic, now), Liveness(worker_timeout)
@@ -265,9 +267,11 @@ class SchedulerService:
             case m.Join():
                 self.groups.join_anew(request, peer, now)
             case m.Heartbeat(joined=False):
+                self.groups.recovery.joins(request.worker, False, now)  # it waits for no group
                 self._answer_heartbeat(request, peer, now)
             case m.Leave():
-                self._outbox.say(peer, m.Acknowledged(request.number))  # it takes no part in anything here
+                self.groups.leave_unseen(request, peer, now)
+                self._outbox.say(peer, m.Acknowledged(request.number))
             case m.Hello() | m.Failed() | m.AskFailure() | m.AskMissing() | m.AskLease() | m.TellLeases():
                 self._from_anybody(request, peer, now)
             case _:

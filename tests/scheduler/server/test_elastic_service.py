@@ -7,8 +7,9 @@ from pathlib import Path
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment, Told
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Epoch, Member
-from lightning_sdpipe.policies import PolicyConfig, Worker, registry
+from lightning_sdpipe.policies import Group, PolicyConfig, Worker, registry
 from lightning_sdpipe.policies.events import Widened
+from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
@@ -149,3 +150,39 @@ def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_jo
                 d.say(e.Beat, Worker(stage, member.pipeline), member.incarnation, (), 3, True, now=now)
         d.tick(now)
     assert d.service.failure is None
+
+
+def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
+    """Else all would wait for groups with a worker that is at a pause."""
+    d = ElasticDialogue(LocalSGD(every=1))
+    epoch = Epoch(4, (A, B), "pipeline 1 has come")
+    for member in (A, B):
+        d.say(e.Resume, Worker(0, member.pipeline), member.incarnation, SAME, epoch, (), ())
+    d.say(m.Join, Worker(0, 0), A.incarnation, None, True, 3, (), True, 3)
+    d.say(m.Join, Worker(0, 1), B.incarnation, None, True, 3, (), True, 3)
+    assert d.say(m.Ready, Worker(0, 1), B.incarnation, 4) == [], "it is told to join, which it has done"
+    d.say(m.Leave, Worker(0, 1), B.incarnation)
+    for member in (A, B):
+        d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (5,), 5, True, False)
+    d.say(m.Ready, Worker(0, 0), A.incarnation, 4)
+    replies = d.service.tick(0.0)
+    assert [reply.group.members for _, reply in replies if isinstance(reply, m.Answer)] == [(Worker(0, 0),)]
+
+
+def test_a_new_start_of_a_pipeline_is_not_asked_about_groups_of_the_start_before() -> None:
+    """Though it came before a restarted scheduler heard how groups are numbered."""
+    d, again = ElasticDialogue(LocalSGD(every=1)), Member(2, 202)
+    broke = Group((Worker(0, 0), Worker(0, 1), Worker(0, 2)), (1 / 3,) * 3, 9, "everybody came", epoch=4)
+    for member in (A, B):
+        d.say(e.Resume, Worker(0, member.pipeline), member.incarnation, SAME, EPOCH, (4,), (), 1)
+    d.tick(4.0)
+    replies = d.say(e.Enrol, Worker(0, 2), again.incarnation, SAME, now=4.0)
+    (donate,) = {reply.donate for _, reply in replies if isinstance(reply, e.Give)}
+    d.say(e.TellSnapshot, Worker(0, donate.donor), (A, B)[donate.donor].incarnation, donate.transfer, 3, "taken")
+    d.say(e.TellReceived, Worker(0, 2), again.incarnation, donate.transfer, "")
+    for member in (A, B):
+        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), True, 4)
+    replies = d.say(e.AskRegroup, Worker(0, 0), A.incarnation, broke, (), False, now=4.0)
+    assert [peer for peer, reply in replies if isinstance(reply, e.Broke)] == [e.peer_of(Worker(0, 1), B.incarnation)]
+    replies = d.say(e.TellCompleted, Worker(0, 1), B.incarnation, 9, now=4.0)
+    assert [reply.group.members for _, reply in replies if isinstance(reply, e.Regroup)] == [(Worker(0, 0),)]

@@ -164,7 +164,7 @@ def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:
 
 
 def test_of_each_worker_only_the_last_report_of_answers_is_kept() -> None:
-    recovery, reporter = Recovery(2, 10.0), Worker(0, 1)
+    recovery, reporter = Recovery([Worker(0, 0), Worker(0, 1)], 10.0), Worker(0, 1)
     for number in range(1000):
         group = Group((Worker(0, 0), reporter), (0.5, 0.5), number, "made up")
         recovery.keep((m.Answer(group, (number, number)),), reporter)

@@ -199,6 +199,27 @@ def test_a_late_rejoin_does_not_undo_a_leave() -> None:
     assert d.states() == ["away"]
 
 
+def test_a_late_rejoin_does_not_undo_a_leave_of_which_a_new_scheduler_heard_first() -> None:
+    d = Dialogue()
+    late = m.Join(B, 7, 1, None, True, 3)
+    d.number = 1
+    d.say(m.Leave, B)
+    assert d.hear(b"0.1.heartbeat", late) == []
+    d.join(A, resumed=True)
+    d.say(m.Ready, A, 5)
+    assert [reply.group.members for _, reply in d.tick(0.0) if isinstance(reply, m.Answer)] == [(A,)]
+    d.join(B)
+    assert d.states() == ["computing", "computing"]
+
+
+def test_a_new_scheduler_does_not_wait_for_a_worker_that_stays_away() -> None:
+    d = Dialogue()
+    d.join(A, resumed=True)
+    d.say(m.Ready, A, 5)
+    d.say(m.Heartbeat, B, False)
+    assert [reply.group.members for _, reply in d.tick(0.0) if isinstance(reply, m.Answer)] == [(A,)]
+
+
 def test_the_first_failure_reaches_all_and_stays_the_first() -> None:
     d = Dialogue()
     d.join(A)
