@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -45,7 +46,8 @@ class PipelineLoader:
     """A data loader whose random draws come from seeds of the run.
 
     Args:
-        loader: any iterable of batches; its other attributes stay reachable.
+        loader: any iterable of batches; its other attributes stay reachable. What it says of its state, and is told to
+            resume, is that of the copy whose batches are given.
         pipeline: this one.
         num_pipelines: N.
         seed: non-negative integers that are equal on all workers, and differ between epochs.
@@ -77,6 +79,8 @@ class PipelineLoader:
             batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             self._draws = _Positions(batches, pipeline, num_pipelines)
             self._source = drawing_copy(loader, self._draws)
+        if isinstance(self._source, Stateful):
+            self.state_dict, self.load_state_dict = self._source.state_dict, self._source.load_state_dict
         # Draws of a plain loader are its sampler's or its data set's. Of another one nobody knows what they are.
         self._plain = isinstance(self._draws, _Positions) and type(loader).__iter__ is DataLoader.__iter__
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -26,6 +27,8 @@ def why_sharded(loader: Any, pipeline: int, num_pipelines: int) -> str | None:
         return "an IterableDataset is read in order, so nobody can be given a part of it"
     if not getattr(loader, "in_order", True):
         return "DataLoader(in_order=False) gives batches in an order that nobody knows beforehand"
+    if isinstance(loader, Stateful):
+        return f"a {type(loader).__name__} keeps by itself where it is in the epoch (state_dict), in its own shard"
     batches = _index_sampler(loader)
     if not hasattr(batches, "__len__"):
         return f"the batch sampler {type(batches).__name__} has no length; give it a __len__"

@@ -245,6 +245,14 @@ class Hidden(Sampler[list[int]]):
         return len(self.inside[0])
 
 
+class Resuming(DataLoader[Any]):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 class Uncopied(BatchSampler):
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("it holds a file")
@@ -261,6 +269,7 @@ class Uncopied(BatchSampler):
         (lambda: sharded(2), "its sampler is of replica 2 of 3, and this is pipeline 1 of 3"),
         (lambda: sharded(1, Noisy(8), drop_last=True), "a pipeline has no batch in an epoch"),
         (lambda: sharded(1, num_workers=1, in_order=False), "in an order that nobody knows"),
+        (lambda: Resuming(Noisy(), sampler=DistributedSampler(Noisy(), N, 1)), "keeps by itself where it is"),
         (
             lambda: DataLoader(Noisy(), batch_sampler=Uncopied(DistributedSampler(Noisy(), N, 1), 2, False)),
             "cannot be copied for the other shards (TypeError: it holds a file)",

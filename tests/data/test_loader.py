@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -264,3 +265,36 @@ def test_batches_that_lightning_loses_are_refused(lost: bool) -> None:
             PipelineLoader(loader, 0, 1, lambda: SEED)
     else:
         assert next(iter(PipelineLoader(loader, 0, 1, lambda: SEED))).shape == (2, 4)
+
+
+class Resuming(DataLoader[Any]):
+    """Goes on where its state says, as Lightning's checkpoints of the middle of an epoch have it."""
+
+    given = skipped = 0
+
+    def __iter__(self) -> Any:
+        skipped, self.skipped = self.skipped, 0
+        for self.given, batch in enumerate(super().__iter__(), start=1):
+            if self.given > skipped:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skipped = state["given"]
+
+
+@pytest.mark.parametrize("data", [Noisy(), Stream(1)], ids=["map", "iterable"])
+def test_a_loader_that_keeps_its_place_resumes_there(data: Any) -> None:
+    def wrapped() -> PipelineLoader:
+        return PipelineLoader(Resuming(data, BATCH), 1, N, lambda: SEED)
+
+    loader, resumed = wrapped(), wrapped()
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+    assert loader.state_dict() == {"given": 2}
+    resumed.load_state_dict(loader.state_dict())
+    torch.testing.assert_close(list(resumed), list(batches))
+    assert not isinstance(PipelineLoader(DataLoader(data), 1, N, lambda: SEED), Stateful)
