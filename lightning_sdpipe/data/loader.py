@@ -40,6 +40,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 _STREAMS = RandomStreams(torch.device("cpu"))
 _FETCHING = -1  # in the place of a block's number
+_END = object()
 
 
 class PipelineLoader:
@@ -126,12 +127,16 @@ class PipelineLoader:
         stream = Stream(mix(*key))
         with _seeding_what_follows(), stream.drawn():
             batches = iter(self._source)
+        draws = nullcontext if self._plain else stream.drawn
         while True:
-            with _seeding_what_follows(), nullcontext() if self._plain else stream.drawn():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
+            before = _STREAMS.current
+            try:  # as _seeding_what_follows, without the cost of a generator for each batch
+                with draws():
+                    batch = next(batches, _END)
+            finally:
+                _STREAMS.leave(_FETCHING, before)
+            if batch is _END:
+                return
             yield batch
 
 

@@ -43,6 +43,7 @@ class Averaged:
 @dataclass
 class _Bucket:
     numbers: list[int]
+    sizes: list[int]
     room: int = 0
     """Elements behind the gradients."""
     sent: Tensor | None = None
@@ -82,8 +83,10 @@ class GradientRounds:
 
     def arrange(self) -> None:
         """Lays the buckets out for the parameters that there are; all members must do so between the same rounds."""
-        quarter = sum(parameter.nbytes for parameter in self._parameters) // 4
-        self._layout = _layout(self._parameters, min(self._cap, max(quarter, SMALL)))
+        self.nbytes = sum(parameter.nbytes for parameter in self._parameters)
+        self._layout = _layout(self._parameters, min(self._cap, max(self.nbytes // 4, SMALL)))
+        self._shapes = [parameter.shape for parameter in self._parameters]
+        self._sizes = [[self._parameters[number].numel() for number in numbers] for numbers in self._layout]
         self._bucket_of = {number: index for index, numbers in enumerate(self._layout) for number in numbers}
         last = [self._parameters[number] for number in self._layout[-1]] if self._layout else []
         self._together = (
@@ -97,7 +100,7 @@ class GradientRounds:
 
     def _begin_round(self) -> None:
         # fresh memory in every round: the optimizer's gradients are views of the last round's
-        self._buckets = [_Bucket(numbers) for numbers in self._layout]
+        self._buckets = [_Bucket(*of_bucket) for of_bucket in zip(self._layout, self._sizes, strict=True)]
         if self._together:
             self._buckets[-1].room = 1 + 2 * self._size + len(self._parameters)
         self._launched = 0
@@ -149,13 +152,16 @@ class GradientRounds:
         if last is not None:
             self._look_at(last)
         head = 1 + 2 * self._size
-        flags = torch.zeros(head + len(self._parameters), dtype=torch.float32)
-        flags[0] = trains
-        flags[1 + self._size + self._place] = mark if trains else -1
-        flags[[head + number for number in self._used]] = 1
+        said = [0.0] * (head + len(self._parameters))
+        said[0] = trains
+        said[1 + self._size + self._place] = mark if trains else -1
+        for number in self._used:
+            said[head + number] = 1
+        flags = torch.tensor(said, dtype=torch.float32)
         flags = flags.to(self.device) if last is None else self._behind(last).copy_(flags)
         if self._totals:
-            flags[1 + self._place] = ~torch.isfinite(torch.stack(self._totals)).all()
+            totals = self._totals[0] if len(self._totals) == 1 else torch.stack(self._totals)
+            flags[1 + self._place] = (totals - totals).any()  # of what is not finite, that is nan
         self._flags = flags, self._reduce(flags) if last is None else self._send(last)
 
     def wait(self) -> Averaged:
@@ -190,14 +196,12 @@ class GradientRounds:
 
     def _views(self, bucket: _Bucket) -> dict[int, Tensor]:
         if bucket.flat is None:
-            parameters = [self._parameters[number] for number in bucket.numbers]
-            total = sum(p.numel() for p in parameters)
-            bucket.sent = torch.empty(total + bucket.room, dtype=parameters[0].dtype, device=parameters[0].device)
+            first = self._parameters[bucket.numbers[0]]
+            total = sum(bucket.sizes)
+            bucket.sent = torch.empty(total + bucket.room, dtype=first.dtype, device=first.device)
             bucket.flat = bucket.sent[:total] if bucket.room else bucket.sent
-            parts = torch.split_with_sizes(bucket.flat, [p.numel() for p in parameters])
-            bucket.views = {
-                number: part.view(p.shape) for number, part, p in zip(bucket.numbers, parts, parameters, strict=True)
-            }
+            parts = bucket.flat.split_with_sizes(bucket.sizes)
+            bucket.views = {n: part.view(self._shapes[n]) for n, part in zip(bucket.numbers, parts, strict=True)}
         return bucket.views
 
     def _launch(self) -> None:

@@ -60,7 +60,7 @@ class Delays:
         """Seconds that worker (stage, pipeline) sleeps before this pass of this iteration; a pure function."""
         if self.draws == "iteration" and during == "backward":
             return 0.0
-        if uniform(self.seed, stage, pipeline, iteration, during) >= self.probability:
+        if self.probability == 0.0 or uniform(self.seed, stage, pipeline, iteration, during) >= self.probability:
             return 0.0
         return self.seconds * self.scale
 

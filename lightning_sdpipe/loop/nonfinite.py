@@ -16,6 +16,7 @@ from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.exchange.buckets import FlatBucket
 
 _NEVER = 2**62
+_KEPT = 64  # numbers that are looked at together, which takes as long as looking at one
 
 
 class NonfiniteWatch:
@@ -32,28 +33,48 @@ class NonfiniteWatch:
         self._where = where
         self._buckets = buckets
         self._losses = losses
-        self._never = torch.tensor(_NEVER, device=device)
-        self._loss_since = self._parameters_since = self._never
+        self._loss, self._parameters = _Earliest(device), _Earliest(device)
 
     def loss(self, loss: Tensor, batch: int) -> None:
         """Looks at the loss of mini-batch ``batch``."""
         if self._losses:
-            self._loss_since = self._earliest(self._loss_since, loss, batch)
+            self._loss.add(loss, batch)
 
     def parameters(self, update: int) -> None:
         """Looks at the parameters after ``update``."""
         for bucket in self._buckets:
             if bucket.trains:
                 total = bucket.buffer.sum(dtype=torch.float32)  # finite if all are, and one pass over memory
-                self._parameters_since = self._earliest(self._parameters_since, total, update)
+                self._parameters.add(total, update)
 
     def check(self) -> None:
         """Raises NonFiniteError if anything was not finite."""
-        loss, parameters = torch.stack([self._loss_since, self._parameters_since]).tolist()
+        loss, parameters = torch.stack([self._loss.found(), self._parameters.found()]).tolist()
         if loss == parameters == _NEVER:
             return
         what = f"the loss of mini-batch {loss}" if loss <= parameters else f"the parameters after update {parameters}"
         raise NonFiniteError(f"{what}, counted from 0 since training started, on {self._where}")
 
-    def _earliest(self, since: Tensor, value: Tensor, now: int) -> Tensor:
-        return torch.minimum(since, torch.where(torch.isfinite(value), self._never, now))
+
+class _Earliest:
+    """The earliest time of a number that is not finite, as a tensor on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._since = torch.tensor(_NEVER, device=device)
+        self._values: list[Tensor] = []
+        self._times: list[int] = []
+
+    def add(self, value: Tensor, time: int) -> None:
+        self._values.append(value)
+        self._times.append(time)
+        if len(self._values) == _KEPT:
+            self.found()
+
+    def found(self) -> Tensor:
+        if self._values:
+            finite = torch.stack(self._values).isfinite()
+            times = torch.tensor(self._times, device=self._device)
+            self._since = torch.minimum(self._since, times.masked_fill(finite, _NEVER).min())
+            self._values, self._times = [], []
+        return self._since

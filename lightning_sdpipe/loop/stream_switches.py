@@ -23,6 +23,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 _BEFORE_THE_STEP = -2  # in the place of a micro-batch's number
 _BETWEEN_STEPS = -1
+_KINDS = {stage.value: number for number, stage in enumerate(RunningStage)}
 
 
 class Point(IntEnum):
@@ -115,15 +116,15 @@ class StreamSwitches:
         ``on_after_batch_transfer``, comes from a stream of the batch too."""
         trainer = self._trainer
         stage = trainer.state.stage
-        if stage == RunningStage.TRAINING:
+        training = stage is RunningStage.TRAINING
+        if training:
             loop = trainer.fit_loop.epoch_loop
         else:
-            loop = trainer.predict_loop if stage == RunningStage.PREDICTING else evaluation_loop(trainer)
+            loop = trainer.predict_loop if stage is RunningStage.PREDICTING else evaluation_loop(trainer)
         before = loop.batch_progress.current.ready
-        dealt = self._dealt() if stage == RunningStage.TRAINING else None
+        dealt = self._dealt() if training else None
         position = before * self._num_pipelines + self._pipeline if dealt is None else dealt
-        kind = list(RunningStage).index(stage)
-        self.stream = (self._seed(), trainer.current_epoch, kind, dataloader_idx, position)
+        self.stream = (self._seed(), trainer.current_epoch, _KINDS[stage.value], dataloader_idx, position)
         self._common = (*self.stream[:-1], before if dealt is None else dealt)
         self._updates = 0
         self._streams.begin(*self.stream, _BEFORE_THE_STEP)

@@ -71,6 +71,7 @@ class SharedLoss:
         self._afterwards = p2p.backend_for(link.device, link.group) != "gloo"
         self._sent: list[p2p.Transfer] = []
         self._parts: list[Tensor] = []
+        self._total = self._message = torch.zeros(())
         self._type: torch.dtype | None = None
 
     def add(self, part: Tensor) -> None:
@@ -79,28 +80,31 @@ class SharedLoss:
 
     def exchange(self) -> None:
         """Sends it, when all parts are there, or waits for it; before the last backward."""
-        message = torch.zeros(2, dtype=torch.float64, device=self._device)
         if self._is_last:
-            total = torch.stack(self._parts).sum()
-            message[0], message[1] = total, _TYPES.index(total.dtype)
-        self._parts = [message]
+            self._total = self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts).sum()
+            self._parts = []
+        *others, last = self._ranks
+        if not others:
+            return
+        self._message = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._is_last:
+            self._message[0], self._message[1] = self._total, _TYPES.index(self._total.dtype)
         if self._afterwards:
             return
-        last = self._ranks[-1]
         if self._is_last:
-            others = [rank for rank in self._ranks if rank != last]
-            self._sent += [p2p.send([message], rank, self._group, _TAG, f"rank {rank}") for rank in others]
+            self._sent += [p2p.send([self._message], rank, self._group, _TAG, f"rank {rank}") for rank in others]
         else:
-            p2p.receive([message], last, self._group, _TAG, f"the last stage (rank {last})").wait()
+            p2p.receive([self._message], last, self._group, _TAG, f"the last stage (rank {last})").wait()
 
     def take(self) -> Tensor:
         """The loss; after the last backward."""
-        (message,), self._parts = self._parts, []
-        if self._afterwards:
-            dist.broadcast(message, self._ranks[-1], group=self._group)
+        if self._afterwards and len(self._ranks) > 1:
+            dist.broadcast(self._message, self._ranks[-1], group=self._group)
+        if self._is_last:
+            return self._total
         if self._type is None or not self._afterwards:  # looking would keep the host waiting
-            self._type = _TYPES[int(message[1])]
-        return message[0].to(self._type)
+            self._type = _TYPES[int(self._message[1])]
+        return self._message[0].to(self._type)
 
     def settle(self) -> None:
         """Waits until the other stages have it."""
@@ -140,7 +144,8 @@ class FlushPipeline:
             CutStage(runner.module, runner.link.stage, len(runner.link.ranks), num_workers, runner.link)
             for runner in runners
         ]
-        self._schedule_of = cache(lambda parts: _schedule(schedule, self._stages, parts))
+        # the schedules want a target to call the loss function
+        self._schedule_of = cache(lambda parts: (_schedule(schedule, self._stages, parts), torch.arange(parts)))
         self._schedule_of(num_micro_batches)  # refuses what cannot be ordered
         self._splits_backwards = schedule == "zero_bubble"
         self._num_micro_batches = num_micro_batches
@@ -189,15 +194,15 @@ class FlushPipeline:
         for runner, stage in zip(self._runners, self._stages, strict=True):
             forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
             stage.begin(keys, forward, before_backward, word.computing, last_backward)
-        indices = torch.arange(len(micro_batches))  # the schedules want a target to call the loss function
-        self._schedule_of(len(micro_batches)).step(target=indices, return_outputs=False)
+        schedule, target = self._schedule_of(len(micro_batches))
+        schedule.step(target=target, return_outputs=False)
         self._shared.sum_gradients()
         if waits_for_owners:
             announce()
         log.replay(self._runners[0].module.log)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
-        loss = self._loss.take() / (1.0 if step.portion is None else step.portion.share)
+        loss = self._loss.take() if step.portion is None else self._loss.take() / step.portion.share
         return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale, exchange, accumulated)
 
     def drain(self, exchange: GradientExchange | None = None, announce: Callable[[], None] = lambda: None) -> Tensor:

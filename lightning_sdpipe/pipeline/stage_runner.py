@@ -72,7 +72,8 @@ class StageRunner:
             outcome = self._run(micro_batch, number, step, received)
         if isinstance(outcome, Message):
             return outcome
-        loss = _loss(outcome) * micro_batch.weight
+        loss, weight = _loss(outcome), micro_batch.weight
+        loss = loss if weight == 1.0 else loss * weight
         return loss if step.loss_scale is None else loss * step.loss_scale
 
     def evaluate(self, batch: Any, step: Step) -> Any:

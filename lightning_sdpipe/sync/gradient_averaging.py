@@ -60,9 +60,8 @@ class GradientAveraging(Synchronizer):
             )
         self._rounds += 1
         if not isinstance(self._buckets, EncodedRounds):  # torch sends them
-            sizes = [parameter.nbytes for parameter in self.replica.trained]
             replicas = len(self.replica.ranks)
-            self.statistics.traffic.add(2 * (replicas - 1) * sum(sizes) // replicas)
+            self.statistics.traffic.add(2 * (replicas - 1) * self._buckets.nbytes // replicas)
         self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
         return outcome.gradients
 

@@ -104,6 +104,7 @@ class Training:
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
+        self._device = self.trainer.strategy.root_device
         self.rendezvous = self.make_rendezvous(self.sync)
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.readiness = Readiness(last, self.announce)
@@ -369,10 +370,6 @@ class Training:
         """Before others may get this worker's model."""
         if self.watch is not None:
             self.watch.check()
-
-    @property
-    def _device(self) -> torch.device:
-        return self.trainer.strategy.root_device
 
     @contextmanager
     def _running(self, name: str) -> Iterator[None]:
