@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.whole_module import make_whole, tie_again, to_cpu
 from lightning_sdpipe.data.loader import PipelineLoader
+from lightning_sdpipe.errors import ONLY_LIGHTNING
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.loop.optimizers import follow
@@ -155,6 +156,10 @@ class SDPipeStrategy(SetupHooks):
             timeout=timeout,
             start_method=start_method,
         )
+
+    def __repr__(self) -> str:
+        """What other Trainers print when they refuse it."""
+        return f"<SDPipeStrategy of {self.num_stages} stages. {ONLY_LIGHTNING}>"
 
     # ----------------------------------------------------------------- options
 
