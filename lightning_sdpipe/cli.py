@@ -53,6 +53,8 @@ _OWN_OPTIONS = {  # commands that parse their own
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 2 when it cannot be carried out."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if "" not in sys.path:  # a console script does not look for modules in the working directory
+        sys.path.append("")
     if given and given[0] in _OWN_OPTIONS:
         return int(import_module(f"lightning_sdpipe.{_OWN_OPTIONS[given[0]]}").main(given[1:]))
     options = _parser().parse_args(given)

@@ -43,6 +43,11 @@ class MustEndError(WorkerFailedError):
         super().__init__(f"this process of pipeline {pipeline} must end: {reason}")
 
 
+ONLY_LIGHTNING = (
+    "SDPipeStrategy works with the Trainer of `import lightning as L` only: pytorch_lightning has one of its own, "
+    "which takes none of its strategies, and with Fabric there is no training_step that could be cut."
+)
+
 LOST_CONNECTION = "gloo/transport"
 """In the text of an exception of gloo that has lost a connection: it names the line of its own source."""
 

@@ -152,6 +152,11 @@ def syncs_batchnorm(strategy: Any) -> bool:
     return getattr(strategy, "_layer_sync", None) is not None
 
 
+def is_compiled(module: LightningModule) -> bool:
+    """Has ``torch.compile`` been called with ``module``, and the result given to a Trainer?"""
+    return module._compiler_ctx is not None
+
+
 def strategy_of(launcher: MultiProcessingLauncher) -> Any:
     """The strategy whose processes ``launcher`` starts."""
     return launcher._strategy

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import lightning as L
 import pytest
 import torch
@@ -102,3 +106,15 @@ def test_one_that_does_not(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_compared(factory: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{__name__}:{factory}"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_module_in_the_working_directory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A console script does not have it in ``sys.path``, as ``python -m`` does."""
+    (tmp_path / "my_model.py").write_text(f"from {__name__} import residual as make")
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    monkeypatch.syspath_prepend(os.getcwd())
+    monkeypatch.chdir(tmp_path)
+    for command in ("check", "partition"):
+        assert main([command, "my_model:make"]) == 0, capsys.readouterr().err

@@ -141,6 +141,7 @@ SYMBOLS = [
     Symbol(_STRATEGY, "_checkpoint_io", "writes whole files", "given_checkpoint_io, set_checkpoint_io"),
     Symbol(_STRATEGY, "_lightning_module", "keeps meta tensors where they are", "without_module"),
     Symbol(_DDP, "_layer_sync", "refuses sync_batchnorm", "syncs_batchnorm"),
+    Symbol("pytorch.core.module.LightningModule", "_compiler_ctx", "refuses torch.compile(model)", "is_compiled"),
     Symbol(_PROCESSES, "_strategy", "tells other workers of a failure", "strategy_of"),
     # signals, resuming
     Symbol(_TRAINER, "_signal_connector", "handles signals", "mark_sigterm_received, on_sigterm, on_requeue_signal"),

@@ -15,24 +15,35 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import (
     Method,
+    is_compiled,
     names_logged_by_step,
     of_its_class,
     replace,
     restore,
     syncs_batchnorm,
 )
+from lightning_sdpipe.partition.chain import compiled_as_one
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.pipeline.micro_batches import part_sizes
+
+_OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks that may change the number of samples in a batch."""
 
 
-def refuse_unsupported(trainer: Trainer) -> None:
-    """Raises ConfigurationError for options of the Trainer or the module that do not go with a pipeline."""
+def refuse_unsupported(trainer: Trainer, cut: bool) -> None:
+    """Raises ConfigurationError for options of the Trainer or the module that do not go with a pipeline; some only
+    where the module is ``cut`` into several stages."""
     module = trainer.lightning_module
+    if cut and is_compiled(module):
+        raise ConfigurationError(compiled_as_one(type(module).__name__))
     if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
         raise ConfigurationError(
             f"{type(module).__name__} uses manual optimization. A pipeline runs forward and backward of several "
@@ -50,6 +61,15 @@ def refuse_unsupported(trainer: Trainer) -> None:
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _refuse_callback(trainer, callback)
+
+
+def refuse_small_batches(module: LightningModule, loader: Any, num_micro_batches: int) -> None:
+    """Raises ConfigurationError if every batch of ``loader`` has fewer samples than micro-batches, as far as that is
+    known without asking it for one."""
+    if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate or loader.batch_size is None:
+        return
+    if not hasattr(module, "split_batch") and not any(is_overridden(name, module) for name in _OF_BATCHES):
+        part_sizes(loader.batch_size, num_micro_batches)
 
 
 def _refuse_callback(trainer: Trainer, callback: Callback) -> None:

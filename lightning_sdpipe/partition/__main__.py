@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import factory
-from lightning_sdpipe.partition.chain import Block
+from lightning_sdpipe.partition.chain import Block, described
 from lightning_sdpipe.partition.plan import Plan, Profile, num_parameters, plan, with_crossing
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
@@ -42,7 +42,7 @@ def table(module: nn.Module, plan: Plan, profile: Profile | None = None, each_bl
 def _row(module: nn.Module, plan: Plan, stage: int, span: range, profile: Profile | None) -> Sequence[str]:
     blocks = plan.blocks[span.start : span.stop]
     together: Block = tuple(path for block in blocks for path in block)
-    cells = [str(stage), _names(blocks), f"{num_parameters(module, together):,}"]
+    cells = [str(stage), described(blocks), f"{num_parameters(module, together):,}"]
     if profile is None:
         return [*cells, "–", "–", "–"]
     measured = profile[span.start : span.stop]
@@ -52,11 +52,6 @@ def _row(module: nn.Module, plan: Plan, stage: int, span: range, profile: Profil
     if span.stop == len(plan.blocks):
         return [*cells, "–"]
     return [*cells, "cannot travel" if last is None else f"{last / 1024:,.1f}"]
-
-
-def _names(blocks: Sequence[Block]) -> str:
-    first, last = " + ".join(blocks[0]), " + ".join(blocks[-1])
-    return first if len(blocks) == 1 else f"{first} … {last} ({len(blocks)})"
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -75,6 +75,30 @@ def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterat
         yield second
 
 
+def described(blocks: Sequence[Block]) -> str:
+    """The first and the last of consecutive blocks, and how many they are."""
+    first, last = " + ".join(blocks[0]), " + ".join(blocks[-1])
+    return first if len(blocks) == 1 else f"{first} … {last} ({len(blocks)})"
+
+
+def refuse_compiled(module: nn.Module, chain: Sequence[str]) -> None:
+    """Raises ConfigurationError where several blocks lie in what is compiled as one."""
+    for path, inner in module.named_modules():
+        if hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None:
+            within = [block for block in chain if block.startswith(f"{path}." if path else "")]
+            if len(within) > 1:
+                raise ConfigurationError(compiled_as_one(path or type(module).__name__))
+
+
+def compiled_as_one(what: str) -> str:
+    """Why that cannot be cut, and the line to write instead."""
+    return (
+        f"{what} is compiled as one, and a pipeline has to stop and go on between its blocks. Compile each block "
+        "instead, and pass the module as it is, as in `for layer in model.layers: layer.compile()`; or use "
+        "num_stages=1."
+    )
+
+
 _HOW_TO_NAME = (
     "Name the blocks in the order in which they run, for example "
     'SDPipeStrategy(blocks=["model.embeddings", "model.layers.*", "model.head"]).'

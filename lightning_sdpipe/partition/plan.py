@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.balance import balance
-from lightning_sdpipe.partition.chain import Block, find_chains, join_ends
+from lightning_sdpipe.partition.chain import Block, find_chains, join_ends, refuse_compiled
 from lightning_sdpipe.partition.cut import cut
 from lightning_sdpipe.partition.memory import Memory
 from lightning_sdpipe.partition.profile import BlockProfile
@@ -122,6 +122,8 @@ def plan(
     for found in find_chains(module, names):
         try:
             _check_weights(module, found, num_stages, partition, in_flight)
+            if num_stages > 1:
+                refuse_compiled(module, found)
             chain, rehearsed = _rehearsed(found, rehearse, names) if num_stages > 1 else (found, None)
         except ConfigurationError as error:
             refused = refused or error
@@ -229,6 +231,8 @@ def check(
         try:
             cut(num_blocks, num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition)
             _check_weights(module, chain, num_stages, partition, in_flight)
+            if num_stages > 1:
+                refuse_compiled(module, chain)
         except ConfigurationError as error:
             refused = refused or error
         else:

@@ -115,14 +115,11 @@ def make(name: str, values: Mapping[str, object]) -> PolicyConfig:
 
 
 def from_text(name: str, settings: Iterable[str]) -> PolicyConfig:
-    """As on a command line: ``settings`` are NAME=VALUE with values in JSON, or else text. A user's own policy is found
-    in the working directory too.
+    """As on a command line: ``settings`` are NAME=VALUE with values in JSON, or else text.
 
     Raises:
         ConfigurationError: as for :func:`make`.
     """
-    if "" not in sys.path:
-        sys.path.append("")
     values: dict[str, object] = {}
     for setting in settings:
         key, separator, value = setting.partition("=")

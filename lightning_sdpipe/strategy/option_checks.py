@@ -17,7 +17,7 @@ from lightning_sdpipe.worker.options import LOOPED
 # How to write what is easily written otherwise.
 _FOR_EXAMPLE = {
     "sync": "AllReduce()",
-    "exchange": 'Exchange(EightBit(), overlap="step")',
+    "exchange": '"eight_bit", or Exchange(EightBit(), overlap="step")',
     "delays": "Delays(probability=0.1, seconds=0.3)",
     "partition": '"parameters", or [3, 2]: the number of blocks of each stage',
     "blocks": '["model.embeddings", "model.layers.*"]',
@@ -43,6 +43,13 @@ _OF_DDP = {
     ),
 }
 
+_SAID_ELSEWHERE = {
+    "num_pipelines": "the number of pipelines follows: devices × num_nodes / num_stages. Give num_stages here, and the "
+    "other two to the Trainer",
+    "batch_size": "the loader's batch_size holds, and is that of one pipeline",
+    **dict.fromkeys(["devices", "num_nodes", "precision"], "give it to the Trainer"),
+}
+
 
 def check(given: Mapping[str, Any], unknown: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Raises ConfigurationError for options that cannot be meant so.
@@ -57,6 +64,8 @@ def check(given: Mapping[str, Any], unknown: Mapping[str, Any], hints: Mapping[s
             raise ConfigurationError(
                 f"{name} is an option of DistributedDataParallel, which SDPipeStrategy does not use: {_OF_DDP[name]}."
             )
+        if name in _SAID_ELSEWHERE:
+            raise ConfigurationError(f"{name} is not an option of SDPipeStrategy: {_SAID_ELSEWHERE[name]}.")
         raise ConfigurationError(f"{name} is not an option of SDPipeStrategy{nearest(name, given)}")
     for name, value in given.items():
         _check_type(name, value, hints[name])

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.adaptation import adapt
 from lightning_sdpipe.loop.clock import ClockChecks
@@ -25,10 +28,16 @@ from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
 from lightning_sdpipe.loop.optimizers import OptimizerProgress, corrected, refuse_unfit, refuse_unfit_momentum
 from lightning_sdpipe.loop.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.loop.python_state import PythonState
-from lightning_sdpipe.loop.refusals import refuse_own_values, refuse_several_optimizers, refuse_unsupported
+from lightning_sdpipe.loop.refusals import (
+    refuse_own_values,
+    refuse_several_optimizers,
+    refuse_small_batches,
+    refuse_unsupported,
+)
 from lightning_sdpipe.loop.resume_position import Split
 from lightning_sdpipe.loop.stream_switches import StreamSwitches
 from lightning_sdpipe.partition import plan
+from lightning_sdpipe.partition.chain import described
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.pipeline.data import shared_seed
@@ -40,6 +49,8 @@ from lightning_sdpipe.worker.assembly import assemble
 from lightning_sdpipe.worker.launching.environment import naming_the_port
 from lightning_sdpipe.worker.launching.launcher import launcher_for
 from lightning_sdpipe.worker.training import Training
+
+_SHOWN = 4  # of a stage's ranks, when the run begins
 
 
 class SetupHooks(CheckpointHooks):
@@ -67,9 +78,14 @@ class SetupHooks(CheckpointHooks):
         launcher = launcher_for(self, self.options.start_method, self._check_module, timeout)
         lightning_internals.set_launcher(self, launcher)
 
-    def _check_module(self) -> None:
+    def _check_module(self, trainer: Trainer, train_loader: Any) -> None:
         module, options = self.lightning_module, self.options
-        if module is not None and not is_overridden("configure_model", module):  # else there is no model yet
+        if module is None:
+            return
+        refuse_unsupported(trainer, options.total_stages > 1)
+        if not options.batch_by_speed:
+            refuse_small_batches(module, train_loader, options.num_micro_batches)
+        if not is_overridden("configure_model", module):  # else there is no model yet
             plan.check(module, options.blocks, options.total_stages, options.partition, options.in_flight)
 
     def setup_environment(self) -> None:
@@ -93,7 +109,7 @@ class SetupHooks(CheckpointHooks):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
-        refuse_unsupported(trainer)
+        refuse_unsupported(trainer, self.options.total_stages > 1)
         self._run.check_trainer(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
@@ -102,6 +118,46 @@ class SetupHooks(CheckpointHooks):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._data_seed = self._run.set_out(trainer, self._checkpoints, self._data_seed)
+        if trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_info(self._what_runs())
+
+    def _what_runs(self) -> str:
+        """What a user looks at when a run is not what was meant: who runs what, and how."""
+        options, ranks = self.options, self.mesh.ranks
+        assert self._plan is not None
+        stages = self._plan[1]
+        devices = self.parallel_devices or [self.root_device]
+
+        def worker(rank: int) -> str:
+            node = f" of node {rank // len(devices)}" if self.num_nodes > 1 else ""
+            return f"rank {rank} ({devices[rank % len(devices)]}{node})"
+
+        lines = [f"SDPipe: pipelines × stages = {self.mesh.num_pipelines} × {len(stages.spans)}"]
+        for stage, span in enumerate(stages.spans):
+            blocks = stages.blocks[span.start : span.stop]
+            parameters = sum(plan.num_parameters(self.module, block) for block in blocks)
+            where = [worker(row[stage % options.num_stages]) for row in ranks]
+            shown = ", ".join(where[:_SHOWN]) + (f" and {len(where) - _SHOWN} more" if len(where) > _SHOWN else "")
+            lines.append(f"stage {stage}: {described(blocks)}, {parameters:,} parameters, on {shown}")
+        data = "each pipeline's own shard"
+        if self._turns is not None:
+            joint = isinstance(self._turns, JointBatchSource)
+            data = "one batch of all pipelines, divided by speed" if joint else "dealt by speed if the loader allows it"
+        lines += [
+            f"schedule: {options.schedule}, {options.num_micro_batches} micro-batches of a mini-batch",
+            f"method: {options.sync!r}",
+            f"exchange: {'in full precision' if options.exchange == Exchange() else options.exchange!r}",
+            f"data: {data}",
+            f"scheduler: {self._where_to_look()}",
+        ]
+        return "\n  ".join(lines)
+
+    def _where_to_look(self) -> str:
+        address, options = self.membership.client.address, self.options
+        if options.standing_scheduler is not None:
+            return f"see `sdpipe status {address}`"
+        log = "log_dir=… keeps its decisions" if options.scheduler_log is None else f"see {options.scheduler_log}"
+        return f"{address}, started by rank 0; {log}"
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.whole_module import make_whole, tie_again, to_cpu
 from lightning_sdpipe.data.loader import PipelineLoader
+from lightning_sdpipe.errors import ONLY_LIGHTNING
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.loop.optimizers import follow
@@ -49,11 +50,12 @@ class SDPipeStrategy(SetupHooks):
 
     Args:
         num_stages: M, the stages of a pipeline; must divide the number of workers.
-        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`; SDPipe's by default. Or the values of a
-            policy of your own, or its import path, as in ``"my_package.policies:RoundRobin"``.
+        sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`, or its name, as in ``"all_reduce"``, for
+            its defaults; SDPipe's by default. Or the values of a policy of your own, or its import path, as in
+            ``"my_package.policies:RoundRobin"``.
         exchange: how tensors move between the replicas of a stage, as
-            ``Exchange(EightBit(), overlap="step", hierarchy="hosts")``; in full precision, at once and between any two
-            workers alike by default.
+            ``Exchange(EightBit(), overlap="step", hierarchy="hosts")``, or the name of a payload, as in
+            ``"eight_bit"``; in full precision, at once and between any two workers alike by default.
         schedule: the order of forwards and backwards: ``"1f1b"`` and ``"gpipe"`` finish a mini-batch before the
             optimizer steps, and so do ``"interleaved_1f1b"`` and ``"zero_bubble"``, which cut the model into
             ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
@@ -116,7 +118,7 @@ class SDPipeStrategy(SetupHooks):
         partition: plan.Partition | Literal["placed"] = "uniform",
         blocks: Sequence[str] | None = None,
         *,
-        exchange: Exchange | None = None,
+        exchange: Exchange | str | None = None,
         placement: str | Path | None = None,
         data: Literal["auto", "dealt", "sharded"] = "auto",
         batch_by_speed: bool = False,
@@ -154,6 +156,10 @@ class SDPipeStrategy(SetupHooks):
             timeout=timeout,
             start_method=start_method,
         )
+
+    def __repr__(self) -> str:
+        """What other Trainers print when they refuse it."""
+        return f"<SDPipeStrategy of {self.num_stages} stages. {ONLY_LIGHTNING}>"
 
     # ----------------------------------------------------------------- options
 

@@ -12,8 +12,24 @@ from lightning_sdpipe.sync.methods import AllReduce as AllReduce
 from lightning_sdpipe.sync.methods import HetPipe as HetPipe
 from lightning_sdpipe.sync.methods import ParameterServer as ParameterServer
 
+NAMES = {
+    "ad_psgd": ADPSGD,
+    "all_reduce": AllReduce,
+    "decentralized": Decentralized,
+    "diloco": DiLoCo,
+    "het_pipe": HetPipe,
+    "local_sgd": LocalSGD,
+    "no_sync": NoSync,
+    "parameter_server": ParameterServer,
+    "partial_reduce": PartialReduce,
+    "phd_psgd": PHDPSGD,
+    "semi_decentralized": SemiDecentralized,
+}
+"""By which a user names a method, with its defaults: as in ``conf/sync``."""
+
 __all__ = [
     "ADPSGD",
+    "NAMES",
     "PHDPSGD",
     "AllReduce",
     "Decentralized",

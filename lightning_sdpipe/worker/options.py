@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe import sync
+from lightning_sdpipe.errors import ConfigurationError, nearest
+from lightning_sdpipe.exchange import payloads
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.sync import SemiDecentralized, capabilities
+from lightning_sdpipe.sync import capabilities
 from lightning_sdpipe.sync.measured_groups import on_hosts, with_measured_groups
 from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.synchronizer import SyncMethod
@@ -44,8 +47,8 @@ class Options:
     """
 
     num_stages: int = 1
-    sync: SyncMethod | PolicyConfig | str = field(default_factory=SemiDecentralized)
-    method: SyncMethod = field(default_factory=lambda: method_of(SemiDecentralized()))
+    sync: SyncMethod | PolicyConfig | str = field(default_factory=sync.SemiDecentralized)
+    method: SyncMethod = field(default_factory=lambda: method_of(sync.SemiDecentralized()))
     exchange: Exchange = field(default_factory=Exchange)
     schedule: str = "1f1b"
     stages_per_worker: int = 1
@@ -98,6 +101,10 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
     Raises:
         ConfigurationError: some of them do not go together, or a file or a scheduler that they name is missing.
     """
+    if isinstance(given["sync"], str) and ":" not in given["sync"]:
+        given = {**given, "sync": _named("sync", given["sync"], sync.NAMES)}
+    if isinstance(given["exchange"], str):
+        given = {**given, "exchange": Exchange(_named("exchange", given["exchange"], payloads.NAMES))}
     num_stages, data = given["num_stages"], given["data"]
     if job is not None:
         num_stages, data = job.num_stages(num_stages), job.data(data)
@@ -136,6 +143,23 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
         elastic_job.require_scheduler(job, None if standing is None else standing.address)
     log = scheduler_log(given["log_dir"], standing)
     return replace(options, method=method, standing_scheduler=standing, scheduler_log=log)
+
+
+def _named(option: str, name: str, kinds: Mapping[str, type]) -> Any:
+    """What goes by that name, with its defaults.
+
+    Raises:
+        ConfigurationError: nothing does, or it has an argument without a default.
+    """
+    if name not in kinds:
+        raise ConfigurationError(f"{option}={name!r} is not known{nearest(name, kinds)}")
+    kind = kinds[name]
+    if needed := [each.name for each in signature(kind).parameters.values() if each.default is each.empty]:
+        given = ", ".join(f"{argument}=…" for argument in needed)
+        raise ConfigurationError(
+            f"{option}={name!r} needs {', '.join(needed)}: give {option}={kind.__name__}({given})."
+        )
+    return kind()
 
 
 def _check_division(schedule: str, num_micro_batches: int) -> None:

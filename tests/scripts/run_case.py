@@ -21,6 +21,9 @@ class Model(L.LightningModule):
         self.case = case
         if case != "no_chain":
             self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        if case == "compiled_chain":
+            self.net.compile()
+        self.automatic_optimization = case != "manual"
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 3 and self.global_rank == 1:
@@ -29,6 +32,9 @@ class Model(L.LightningModule):
             if self.case.startswith("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.net(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -56,7 +62,8 @@ def main(case: str, start_method: Any = "popen", **environment: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(case), DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8))
+    model = torch.compile(Model(case)) if case == "compiled" else Model(case)
+    trainer.fit(model, DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8))
 
 
 if __name__ == "__main__":

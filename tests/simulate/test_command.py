@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -18,6 +19,14 @@ def test_it_shows_what_a_policy_costs_and_how_its_groups_were(capsys: pytest.Cap
     assert "groups           100, of 1.20 workers (1 to 3)" in page
     assert "local step: 90, everybody came: 10" in page
     assert "of pipelines that never wait" in page
+
+
+def test_unequal_devices_gain_what_dealing_can_give(capsys: pytest.CaptureFixture[str]) -> None:
+    """Six devices of three generations: while the slowest trains one batch, all of them could train eleven."""
+    six = ["--num-stages", "1", "--num-pipelines", "6", "--heterogeneity", "static", "--jitter", "0"]
+    assert main(["simulate", *six, "--factors", "1", "1", "2", "2", "3", "3"]) == 0
+    (gain,) = re.findall(r"([\d.]+) times as long", capsys.readouterr().out)
+    assert 1.69 <= float(gain) <= 11 / 6
 
 
 @pytest.mark.parametrize("heterogeneity", ["none", "a", "static", "trace"])

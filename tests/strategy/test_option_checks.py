@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +19,18 @@ from lightning_sdpipe import (
     DiLoCo,
     EightBit,
     Exchange,
+    Half,
     LocalSGD,
     NoSync,
     OneBit,
     SDPipeStrategy,
     SemiDecentralized,
+    sync,
 )
+from lightning_sdpipe.exchange import payloads
 from lightning_sdpipe.heterogeneity import Delays
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -40,9 +46,16 @@ from lightning_sdpipe.heterogeneity import Delays
         ({"num_micro_batches": 0}, "num_micro_batches=0 is not allowed; use 1 or more."),
         ({"num_micro_batches": 2.0}, "num_micro_batches=2.0 is not allowed: give int or None."),
         ({"sync": AllReduce}, "sync=AllReduce is a class; give an object of it: sync=AllReduce()."),
-        ({"sync": "all_reduce"}, "sync='all_reduce' is no synchronisation method; use one of"),
+        ({"sync": "all_reduced"}, "sync='all_reduced' is not known; did you mean all_reduce?"),
         ({"exchange": Exchange}, "exchange=Exchange is a class; give an object of it: exchange=Exchange()."),
-        ({"exchange": "eight_bit"}, "exchange='eight_bit' is not allowed: give Exchange or None, such as Exchange("),
+        ({"exchange": "eightbit"}, "exchange='eightbit' is not known; did you mean eight_bit?"),
+        ({"exchange": 8}, 'exchange=8 is not allowed: give Exchange or str or None, such as "eight_bit", or Ex'),
+        ({"exchange": "one_bit"}, "Use EightBit() or Half(), or LocalSGD, DiLoCo or AllReduce"),
+        (
+            {"num_pipelines": 2},
+            "num_pipelines is not an option of SDPipeStrategy: .* devices × num_nodes / num_stages.",
+        ),
+        ({"batch_size": 8}, "the loader's batch_size holds, and is that of one pipeline."),
         ({"sync": NoSync(), "exchange": Exchange(EightBit())}, "Leave exchange out, or use a method that averages"),
         ({"exchange": Exchange(OneBit())}, "Use EightBit() or Half(), or LocalSGD, DiLoCo or AllReduce"),
         (
@@ -111,3 +124,15 @@ def test_help_names_every_option() -> None:
     arguments = str(inspect.getdoc(SDPipeStrategy)).partition("Args:")[2]
     options = [name for name in inspect.signature(SDPipeStrategy).parameters if name != "unknown"]
     assert [name for name in options if f"\n    {name}: " not in arguments] == []
+
+
+def test_names_are_those_of_the_configuration_groups() -> None:
+    """Each is its class with its defaults."""
+    for group, names in (("sync", sync.NAMES), ("exchange", payloads.NAMES)):
+        targets = {
+            path.stem: re.findall(r"_target_: .*\.(\w+)", path.read_text())[-1]
+            for path in (ROOT / "conf" / group).glob("*.yaml")
+        }
+        assert targets == {name: kind.__name__ for name, kind in names.items()}
+    strategy = SDPipeStrategy(sync="ad_psgd", exchange="half")
+    assert (strategy.sync, strategy.exchange) == (ADPSGD(), Exchange(Half()))

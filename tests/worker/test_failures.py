@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdpipe import AllReduce, SDPipeStrategy
+from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from tests.features.running import as_torchrun
 from tests.features.table import refused, supported
 from tests.own_session import Script, script
@@ -71,6 +71,10 @@ def printed_by(process: subprocess.Popen[str], marker: str, seconds: float) -> s
         ("too_many_stages", "num_stages=4 is more than the model's 3 blocks"),
         ("partition", r"partition=\[3, 2\] does not cut 3 blocks into 2 stages"),
         ("no_chain", "No chain of blocks was found in Model"),
+        ("small_batch", "A batch of 8 samples cannot be split into num_micro_batches=9"),
+        ("manual", "Model uses manual optimization"),
+        ("compiled", "Model is compiled as one.*for layer in model.layers: layer.compile()"),
+        ("compiled_chain", "net is compiled as one"),
     ],
 )
 def test_a_wrong_configuration_is_refused_before_any_process_starts(tmp_path: Path, case: str, message: str) -> None:
@@ -81,14 +85,7 @@ def test_a_wrong_configuration_is_refused_before_any_process_starts(tmp_path: Pa
     assert re.search(message, printed), printed
     assert printed.count("Traceback") == 1
     assert "Starting with" not in printed
-
-
-@pytest.mark.distributed
-def test_a_batch_smaller_than_the_micro_batches_says_so(tmp_path: Path) -> None:
-    with script(tmp_path, run_case.main, "small_batch", "fork") as run:
-        assert run.wait(30) == 1
-        assert run.left() == []
-        assert "A batch of 8 samples cannot be split into num_micro_batches=9" in run.printed()
+    assert re.search(message, printed.splitlines()[-1])
 
 
 def _with_port(port: int) -> None:
@@ -136,6 +133,18 @@ def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(tmp_path: Path
         assert re.search(message, survivor.printed()), survivor.printed()
 
 
+WHAT_RUNS = [
+    "pipelines × stages = 2 × 2",
+    "stage 0: net.0 … net.1 (2), 20 parameters, on rank 1 (cpu), rank 3 (cpu)",
+    "stage 1: net.2, 5 parameters, on rank 0 (cpu), rank 2 (cpu)",
+    "schedule: 1f1b, 2 micro-batches of a mini-batch",
+    f"method: {SemiDecentralized()!r}",
+    "exchange: in full precision",
+    "data: dealt by speed if the loader allows it",
+]
+"""Said once, when training begins."""
+
+
 @supported("Failures", "an exception on any rank", "ends all ranks; the first one's reason is printed")
 @pytest.mark.distributed
 @pytest.mark.parametrize("rank", range(4))
@@ -144,7 +153,10 @@ def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
         assert run.wait(30) == 1
         assert run.left() == []
         assert first_failure(run) == (rank, "ZeroDivisionError: the user's own mistake")
-        assert "ZeroDivisionError: the user's own mistake" in run.printed()
+        printed = run.printed()
+    assert "ZeroDivisionError: the user's own mistake" in printed
+    (said,) = re.findall(r"SDPipe: (.*?)\n  scheduler: tcp://127.0.0.1:\d+, started by rank 0", printed, re.DOTALL)
+    assert said.split("\n  ") == WHAT_RUNS
 
 
 @supported("Failures", "`SIGKILL` of any rank", "ends all ranks; where it was rank 0, after some seconds")

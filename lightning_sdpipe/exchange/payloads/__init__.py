@@ -7,4 +7,7 @@ from lightning_sdpipe.exchange.payloads.one_bit import OneBit
 from lightning_sdpipe.exchange.payloads.payload import ErrorFeedback, Payload
 from lightning_sdpipe.exchange.payloads.top_k import TopK
 
-__all__ = ["EightBit", "ErrorFeedback", "Full", "Half", "Modulo", "OneBit", "Payload", "Spread", "TopK"]
+NAMES = {"eight_bit": EightBit, "full": Full, "half": Half, "one_bit": OneBit, "top_k": TopK}
+"""By which a user names a payload, with its defaults: as in ``conf/exchange``."""
+
+__all__ = ["NAMES", "EightBit", "ErrorFeedback", "Full", "Half", "Modulo", "OneBit", "Payload", "Spread", "TopK"]

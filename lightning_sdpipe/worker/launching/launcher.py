@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,8 +18,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
+import __main__
 from lightning_sdpipe.checkpoints.whole_module import is_whole
-from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import (
     ChildProcessObserver,
     Launcher,
@@ -35,11 +38,28 @@ _log = logging.getLogger(__name__)
 _GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
 _JOINED = "SDPIPE_JOINED"  # in a started process: the pipe through which it says that it has come to its Trainer
 _SET_FOR_WORKERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_FORK_INSTEAD = (
+    'Or give SDPipeStrategy(start_method="fork"): the other processes are copies of this one, on this machine. With '
+    "CUDA, nothing may have used a GPU before."
+)
 _children: list[subprocess.Popen[bytes]] = []  # of this process's job: all its Trainers run on the same ones
 
 
-def launcher_for(strategy: Any, start_method: str, check: Callable[[], None], timeout: float) -> Launcher:
-    """Starts the processes of ``strategy``; see the classes below."""
+Check = Callable[[Trainer, Any], None]
+"""Raises if a Trainer cannot run, on a loader of training batches that it was given; None if that is not known."""
+
+
+def launcher_for(strategy: Any, start_method: str, check: Check, timeout: float) -> Launcher:
+    """Starts the processes of ``strategy``; see the classes below.
+
+    Raises:
+        ConfigurationError: other processes cannot run what is typed into this one.
+    """
+    if hasattr(sys, "ps1") and start_method != "fork":
+        raise ConfigurationError(
+            f"In a notebook or an interactive session, there is no script that other processes could run "
+            f"(start_method={start_method!r}). {_FORK_INSTEAD}"
+        )
     job.begin()
     if start_method != "popen":
         return WholeModelLauncher(strategy, start_method, check, _GRACE)
@@ -61,6 +81,11 @@ def give_up(launcher: Launcher | None, code: int) -> None:
         os._exit(code)
 
 
+def _given(function: Callable[..., Any], arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The loader of training batches among what ``function``, the Trainer's, was called with."""
+    return inspect.signature(function).bind(*arguments, **kwargs).arguments.get("train_dataloaders")
+
+
 class CheckingLauncher(SubprocessScriptLauncher):
     """Calls ``check`` in the process that the user started, before any other process exists.
 
@@ -80,7 +105,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
         environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        check: Callable[[], None],
+        check: Check,
         timeout: float,
     ) -> None:
         super().__init__(environment, num_processes, num_nodes)
@@ -88,8 +113,8 @@ class CheckingLauncher(SubprocessScriptLauncher):
         self._timeout = timeout
         self.procs = _children
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        self._check()
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        self._check(trainer, _given(function, args, kwargs))
         _Observer.trainer, _Observer.failed = trainer, False
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
@@ -117,6 +142,12 @@ class CheckingLauncher(SubprocessScriptLauncher):
                 process.wait()
 
     def _start_children(self) -> None:
+        rerun = hydra_job.rerun()
+        if self.num_processes > 1 and rerun is None and __main__.__spec__ is None and not os.path.isfile(sys.argv[0]):
+            raise ConfigurationError(
+                "This program has no file that other processes could run, as with `python < script.py` or `python -c`: "
+                f"put it into one. {_FORK_INSTEAD}"
+            )
         job.at_end(_restore_environment, {name: os.environ.get(name) for name in _SET_FOR_WORKERS})
         job.at_end(_leave_process_groups)
         job.at_end(self._await_end)
@@ -129,7 +160,6 @@ class CheckingLauncher(SubprocessScriptLauncher):
             "LOCAL_RANK": str(environment.local_rank()),
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
         }
-        rerun = hydra_job.rerun()
         command, more = (command_of_this_script(), {}) if rerun is None else (rerun.command, rerun.environment)
         pipes = {}
         for local_rank in range(1, self.num_processes):
@@ -174,7 +204,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
     def _await_end(self) -> None:
         self.end_children(self._timeout)
         for local_rank, process in enumerate(self.procs, 1):
-            if process.returncode:
+            if process.returncode and not (_Observer.failed and process.returncode == 1):  # that has said why, above
                 _log.warning(f"The process with LOCAL_RANK {local_rank} ended with exit code {process.returncode}.")
         self.procs.clear()
 
@@ -203,18 +233,18 @@ class WholeModelLauncher(MultiProcessingLauncher):
     fails, and nobody outlives the user's process, however that is told to end.
     """
 
-    def __init__(self, strategy: Any, start_method: Any, check: Callable[[], None], grace: float) -> None:
+    def __init__(self, strategy: Any, start_method: Any, check: Check, grace: float) -> None:
         super().__init__(strategy, start_method)
         self._check = check
         self._grace = grace
 
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._check()
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        self._check(trainer, _given(function, args, kwargs))
         before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
         choose_port()
         gc.collect()  # a forked child that collected a process group would wait for threads that it does not have
         try:
-            return super().launch(function, *args, **kwargs)
+            return super().launch(function, *args, trainer=trainer, **kwargs)
         except KeyboardInterrupt:  # perhaps nobody but this process has heard of it
             self.kill(signal.SIGTERM)
             raise
