@@ -8,7 +8,11 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import math
 import re
+import sys
+import tempfile
+import threading
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -16,7 +20,8 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
-from typing import TypeGuard
+from types import FrameType
+from typing import Any, TypeGuard
 
 import lightning.fabric
 import lightning.pytorch as pl
@@ -24,6 +29,9 @@ import lightning_utilities
 import pytest
 from torch import nn
 from torch.utils.data import DataLoader
+
+from lightning_sdpipe import SDPipeStrategy, SemiDecentralized
+from tests.features.running import Regression, on_four_ranks, pipelines, train_loader
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "lightning_sdpipe"
@@ -71,6 +79,10 @@ SIZES: dict[str, tuple[int, int]] = {
     "worker": (2442, 25),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
+
+WAY = 59
+"""Modules of the package in which code runs between two mini-batches of SemiDecentralized under 1F1B, on two pipelines
+of two stages. The aim is 30; the number is only ever made smaller."""
 
 FOREIGN = {"_apply", "_buffers", "_device", "_modules", "_parameters", "_values", "_version"}
 """Private names of torch that the package has, too."""
@@ -278,6 +290,43 @@ def circles() -> list[str]:
             graph[way[1]].discard(way[0])
 
 
+class Way(pl.Callback):
+    """Notes which modules run code, in any thread, from the start of each mini-batch to that of the next one."""
+
+    def __init__(self) -> None:
+        self.seen: list[set[str]] = [set()]
+
+    def watch(self) -> None:
+        """Begin, in this thread and those that it starts."""
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen.append(set())
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            self.seen[-1].add(frame.f_globals.get("__name__", ""))
+
+
+def _way_of_this_rank(directory: Path) -> list[set[str]]:
+    way = Way()
+    way.watch()
+    strategy = SDPipeStrategy(num_stages=2, sync=SemiDecentralized(window=math.inf), schedule="1f1b")
+    trainer = pipelines(directory, strategy, max_epochs=1, enable_checkpointing=False, callbacks=[way])
+    trainer.fit(Regression(), train_loader(64))
+    return way.seen[2:-1]  # in the first step links are set up, and the last one ends the epoch
+
+
+def way_of_a_step() -> list[str]:
+    """Modules of the package that ran on any of four ranks in a step in which nothing came late."""
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = on_four_ranks(_way_of_this_rank, Path(directory))
+    steps = [set().union(*step) for step in zip(*ranks, strict=True)]
+    ways = [{name for name in step if name.partition(".")[0] == PACKAGE} for step in steps]
+    return sorted(min(ways, key=len))
+
+
 SHAPES_OF = {
     "classes with too many methods": many_methods,
     "constructors with too many arguments": many_arguments,
@@ -330,6 +379,13 @@ def test_shapes_only_fall(shape: str) -> None:
     assert len(found) <= SHAPES[shape], found
 
 
+@pytest.mark.distributed
+def test_the_way_of_a_step_only_gets_shorter() -> None:
+    found = way_of_a_step()
+    assert f"{PACKAGE}.exchange.group_mean" in found, "the models were averaged"
+    assert len(found) <= WAY, found
+
+
 def test_rooms_grow_only_where_the_table_says_so() -> None:
     found = sizes()
     assert found.keys() == SIZES.keys()
@@ -344,5 +400,8 @@ if __name__ == "__main__":
             print("       #", line)
     for name, size in sizes().items():
         print(f'    "{name}": {size},')
+    print("WAY =", len(found := way_of_a_step()))
+    for name in found:
+        print("       #", name)
     total = [sum(column) for column in zip(*(size for name, size in sizes().items() if name != "recipes"), strict=True)]
     print(f"    # the package: {total}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -163,8 +164,10 @@ class Job:
         code = 1
         try:
             output = os.open(run.directory / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
+            for number, name in ((1, "stdout"), (2, "stderr")):
+                os.dup2(output, number)
+                setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))  # else pytest's own
+            faulthandler.enable(sys.stderr)
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.num_stages, "LOCAL_WORLD_SIZE": run.num_stages}
             place: dict[str, object] = {"SDPIPE_PIPELINE": self.pipeline, "SDPIPE_SCHEDULER": run.address, **world}
             place["GLOO_SOCKET_IFNAME"] = "lo"  # as sdpipe run sets it
@@ -192,7 +195,11 @@ class Job:
 
     def ended(self) -> bool:
         """Have all processes ended?"""
-        return all(self._code(pid) is not None for pid in self.pids)
+        return None not in self.ended_with()
+
+    def ended_with(self) -> list[int | None]:
+        """The exit codes, by rank; None of a process that runs."""
+        return [self._code(pid) for pid in self.pids]
 
     def _code(self, pid: int) -> int | None:
         if pid not in self.codes:
@@ -275,7 +282,8 @@ class ElasticRun:
 
     def said(self) -> str:
         texts = [self.directory / "scheduler.txt", self.directory / "output.txt"]
-        return "\n".join(text.read_text()[-6000:] for text in texts if text.exists())
+        codes = [f"pipeline {job.pipeline}: exit codes by rank {job.ended_with()}" for job in self.jobs]
+        return "\n".join([*(text.read_text()[-6000:] for text in texts if text.exists()), *codes])
 
     def trained(self) -> dict[int, Counter[int]]:
         """How often each sample was trained in each epoch, by all."""
