@@ -25,7 +25,6 @@ from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
-from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     is_loopback,
@@ -37,8 +36,8 @@ from lightning_sdpipe.scheduler.credentials import (
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, differences, read_log
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.log.status_page import render, to_plain
-from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits, Server
-from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
+from lightning_sdpipe.scheduler.server.process import SchedulerSettings, serve
+from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits
 
 _OWN_OPTIONS = {  # commands that parse their own
     "partition": "partition.__main__",
@@ -197,35 +196,32 @@ def _keygen(options: argparse.Namespace) -> int:
 
 
 def _scheduler(options: argparse.Namespace) -> int:
-    logging.basicConfig(
-        level=logging.DEBUG if options.verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
     check_integer("--log-limit", options.log_limit, 1, "MiB")
     key_file = options.key_file
     if key_file is None and is_loopback(options.bind):
         key_file, worker_file = own_keys()
-        logging.info("only your account may connect: workers take %s unless SDPIPE_KEY_FILE names another", worker_file)
-    by_file = None if options.policy_file is None else policy_file.read(options.policy_file)
-    server = Server(
-        by_file or registry.from_text(options.policy, options.set),
+        print(
+            f"only your account may connect: workers take {worker_file} unless SDPIPE_KEY_FILE names another",
+            file=sys.stderr,
+        )
+    settings = SchedulerSettings(
         options.num_stages,
         options.num_pipelines,
+        None if options.policy_file else registry.to_plain(registry.from_text(options.policy, options.set)),
+        options.policy_file,
         Endpoint(options.bind, None if key_file is None else read_scheduler_keys(key_file), options.lifeline_port),
-        limits=Limits(options.worker_timeout),
-        files=Files(options.log, options.log_limit << 20, options.journal),
-        elastic=ElasticConfig(
+        Limits(options.worker_timeout),
+        Files(options.log, options.log_limit << 20, options.journal),
+        ElasticConfig(
             options.min_pipelines,
             options.start_pipelines,
             options.gather,
             options.hold_limit,
             resume=options.resume,
         ),
+        level=logging.DEBUG if options.verbose else logging.INFO,
     )
-    with stop_signals(signal.SIGINT, signal.SIGTERM) as stop, server:
-        print(f"scheduler listens at {server.address}", flush=True)
-        server.run([stop])
+    serve(settings, [signal.SIGINT, signal.SIGTERM], [], lambda line: print(line, flush=True))
     return 0
 
 

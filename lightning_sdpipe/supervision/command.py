@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler.client.connection import ask_status
-from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
+from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_worker_keys, write_keys
+from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings
+from lightning_sdpipe.scheduler.server.server import USUAL_LIMITS, Endpoint, Files, Limits
 from lightning_sdpipe.supervision.events import Seen
 from lightning_sdpipe.supervision.output import Log, own_terminal
-from lightning_sdpipe.supervision.scheduler_process import StandingScheduler
 from lightning_sdpipe.supervision.script import command
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.status_poller import seen
@@ -83,24 +85,27 @@ def _run(options: argparse.Namespace) -> int:
     logs = _make_directory(options.logs)
     terminal.log = Log(logs / "supervisor.log", terminal.say)
     environment = _environment(settings, options.bind)
-    of_scheduler = ["--num-stages", str(settings.num_stages), "--num-pipelines", str(settings.num_pipelines)]
-    of_scheduler += ["--journal", str(logs / "scheduler.journal"), "--log", str(logs / "scheduler.jsonl")]
-    of_scheduler += ["--min-pipelines", str(settings.min_pipelines), "--start-pipelines", str(settings.num_pipelines)]
-    for name in ("gather", "hold_limit", "worker_timeout"):
-        if (value := getattr(options, name)) is not None:
-            of_scheduler += [f"--{name.replace('_', '-')}", str(value)]
-    if options.resume:
-        of_scheduler.append("--resume")
-    policy_file = None
+    scheduler_file, worker_file = write_keys(logs)
+    environment["SDPIPE_KEY_FILE"], keys = str(worker_file), read_worker_keys(worker_file)
+    given = {name: getattr(options, name) for name in ("gather", "hold_limit") if getattr(options, name) is not None}
+    elastic = ElasticConfig(settings.min_pipelines, settings.num_pipelines, resume=options.resume, **given)
+    policy = policy_file = None
     if options.policy is None:
         policy_file = logs / "policy.json"
         environment["SDPIPE_POLICY_FILE"] = str(policy_file)
     else:
-        of_scheduler += ["--policy", options.policy, *(part for value in options.set for part in ("--set", value))]
-    scheduler_file, worker_file = write_keys(logs)
-    of_scheduler += ["--key-file", str(scheduler_file)]
-    environment["SDPIPE_KEY_FILE"], keys = str(worker_file), read_worker_keys(worker_file)
-    scheduler = StandingScheduler(of_scheduler, options.bind, environment, logs / "scheduler.log", policy_file)
+        policy = registry.to_plain(registry.from_text(options.policy, options.set))
+    of_scheduler = SchedulerSettings(
+        settings.num_stages,
+        settings.num_pipelines,
+        policy,
+        policy_file,
+        Endpoint(options.bind, read_scheduler_keys(scheduler_file)),
+        USUAL_LIMITS if options.worker_timeout is None else Limits(options.worker_timeout),
+        Files(logs / "scheduler.jsonl", journal=logs / "scheduler.journal"),
+        elastic,
+    )
+    scheduler = SchedulerProcess(of_scheduler, logs / "scheduler.log", environment, keeps_port=True)
     shape = f"{settings.num_pipelines} pipelines × {settings.num_stages} stages"
     terminal.say(f"{shape}; scheduler at {scheduler.address}; logs in {logs}")
 

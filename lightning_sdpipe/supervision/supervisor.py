@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.scheduler.server.process import SchedulerProcess, reserve_port
 from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
 from lightning_sdpipe.supervision.children import Child, Keeper
 from lightning_sdpipe.supervision.events import (
@@ -34,7 +35,6 @@ from lightning_sdpipe.supervision.events import (
 )
 from lightning_sdpipe.supervision.output import Log, OutputStream, Terminal, open_outputs
 from lightning_sdpipe.supervision.rules import FAILED, Rules
-from lightning_sdpipe.supervision.scheduler_process import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.script import REPORT
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.status_poller import StatusPoller
@@ -42,7 +42,6 @@ from lightning_sdpipe.supervision.uncaught_exception import UncaughtException, d
 from lightning_sdpipe.topology.mesh import Mesh
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PATIENCE = 5.0  # seconds that the scheduler gets to end
 _LONGEST_WAIT = 60.0
 _LONGEST_REPORT = 1 << 16
 _GLANCE = 0.05  # seconds between looks whether a worker has said what the scheduler shall decide by
@@ -93,7 +92,7 @@ class Supervisor:
         settings: Settings,
         command: Sequence[str],
         environment: Mapping[str, str],
-        scheduler: StandingScheduler,
+        scheduler: SchedulerProcess,
         look: Callable[[float], Seen],
         logs: Path,
         terminal: Terminal,
@@ -169,7 +168,7 @@ class Supervisor:
                     if answer is not None and self._rules.asks:
                         self._events.append(answer)
             self._find_ended()
-            starts = not self._scheduler.started and self._scheduler.child is None and self._scheduler.can_start
+            starts = not self._scheduler.started and not self._scheduler.pid and self._scheduler.can_start
             if starts and self._rules.asks:
                 self._scheduler.begin()
         event = self._events.popleft() if self._events else TimePassed()
@@ -194,10 +193,8 @@ class Supervisor:
         if self._scheduler.begins:
             self._check_scheduler()
             return
-        scheduler = self._scheduler.child
-        if scheduler is not None and scheduler.has_ended():
-            self._scheduler.child = None
-            self._events.append(SchedulerEnded(scheduler.bury()))
+        if self._scheduler.has_ended():
+            self._events.append(SchedulerEnded(self._scheduler.bury()))
 
     def _bury(self, process: _Rank) -> ProcessEnded:
         code = process.child.bury()
@@ -325,13 +322,4 @@ class Supervisor:
             if job.port is not None:
                 job.port.close()
             job.log.close()
-        scheduler = self._scheduler.child
-        if scheduler is not None:
-            scheduler.signal(signal.SIGTERM)
-            until = time.monotonic() + _PATIENCE
-            while not scheduler.has_ended() and time.monotonic() < until:
-                time.sleep(0.01)
-            scheduler.signal(signal.SIGKILL)
-            scheduler.bury()
-            self._scheduler.child = None
         self._scheduler.close()

@@ -22,7 +22,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
-from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.launching import job
 from lightning_sdpipe.worker.launching.watchdog import Watchdog
@@ -70,14 +70,14 @@ def scheduler_log(directory: str | Path | None, standing: SchedulerAddress | Non
 
 def start_scheduler(
     policy: PolicyConfig, mesh: Mesh, bind: str, log: Path | None = None
-) -> tuple[EmbeddedScheduler | None, SchedulerAddress]:
+) -> tuple[SchedulerProcess | None, SchedulerAddress]:
     """Rank 0 starts the run's own scheduler, which writes a ``log``; every rank must call it and gets its address.
 
     Its keys go through the run's process group: not through the command line, the environment or a file.
     """
     scheduler, told = None, b""
     if dist.get_rank() == 0:
-        scheduler = EmbeddedScheduler.start(policy, mesh.num_stages, mesh.num_pipelines, bind, log=log)
+        scheduler = SchedulerProcess.embedded(policy, mesh.num_stages, mesh.num_pipelines, bind, log=log)
         keys = msgspec.to_builtins(scheduler.credentials)
         told = json.dumps({"address": scheduler.address, "keys": keys}).encode()
     everybody = dist.group.WORLD

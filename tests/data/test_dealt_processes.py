@@ -14,7 +14,7 @@ from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.topology.mesh import Mesh
 from tests.workers import run_workers
 
@@ -27,7 +27,7 @@ def train(rank: int) -> list[list[tuple[int, int, list[int]]]]:
     """Epoch, position and samples of what this worker has trained, by segment."""
     mesh = Mesh.build(2 * PIPELINES, 2)
     stage, pipeline = mesh.locate(rank)
-    scheduler = EmbeddedScheduler.start(NoSync(), 2, PIPELINES) if rank == 0 else None
+    scheduler = SchedulerProcess.embedded(NoSync(), 2, PIPELINES) if rank == 0 else None
     where = [(scheduler.address, scheduler.credentials) if scheduler else None]
     dist.broadcast_object_list(where)
     address, keys = where[0]

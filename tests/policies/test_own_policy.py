@@ -21,7 +21,7 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.policies import Worker, registry
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.log.event_log import differences, read_log
-from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.simulate import simulate
 from tests.policies.scripted import straggling
 from tests.recipes.test_conf import composed
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_package" / "__init__.py").touch()
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     (source,) = [block for block in blocks if "class RoundRobin(" in block]
-    (folder / "my_package" / "policies.py").write_text(source)
+    (folder / "my_package" / "policies.py").write_text(f"{source}\nprint('imported')\n")
     return folder
 
 
@@ -92,7 +92,7 @@ def test_a_scheduler_in_this_process_and_in_another_serve_it(own: ModuleType, tm
     with serving(own.RoundRobin(), 1, 3) as server:
         train(server.address)
     log = tmp_path / "scheduler.jsonl"
-    with EmbeddedScheduler.start(own.RoundRobin(), 1, 3, log=log) as scheduler:
+    with SchedulerProcess.embedded(own.RoundRobin(), 1, 3, log=log) as scheduler:
         train(scheduler.address, credentials=scheduler.credentials)
     (record,) = read_log(log)
     assert record.beginning.policy == {"type": NAME, "size": 2}
@@ -107,7 +107,7 @@ def test_a_scheduler_that_cannot_import_it_says_so(
     with pytest.raises(
         SchedulerError, match=rf"{NAME} cannot be imported: ModuleNotFoundError: No module named 'my_pac"
     ):
-        EmbeddedScheduler.start(config, 1, 2)
+        SchedulerProcess.embedded(config, 1, 2)
 
 
 def test_the_commands_find_it_in_the_working_directory(

@@ -14,9 +14,19 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.client.connection import ask_status
-from lightning_sdpipe.scheduler.credentials import read_worker_keys, worker_keys, write_keys
-from lightning_sdpipe.supervision.scheduler_process import StandingScheduler
+from lightning_sdpipe.scheduler.credentials import (
+    own_keys,
+    read_scheduler_keys,
+    read_worker_keys,
+    worker_keys,
+    write_keys,
+)
+from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings
+from lightning_sdpipe.scheduler.server.server import Endpoint
 
 ROOT = Path(__file__).parents[2]
 FAULTS = ROOT / "docs" / "faults"
@@ -27,17 +37,16 @@ LIMIT = 60.0
 @contextmanager
 def scheduler(directory: Path, keys: Path | None = None) -> Iterator[str]:
     """For two pipelines of one stage, which begin together."""
-    options = ["--num-stages", "1", "--num-pipelines", "2", "--start-pipelines", "2"]
-    options += [] if keys is None else ["--key-file", str(keys)]
-    standing = StandingScheduler(options, "tcp://127.0.0.1:*", dict(os.environ), directory / "scheduler.log")
-    try:
+    settings = SchedulerSettings(
+        1,
+        2,
+        registry.to_plain(SemiDecentralized()),
+        endpoint=Endpoint(keys=read_scheduler_keys(keys or own_keys()[0])),
+        elastic=ElasticConfig(start_pipelines=2),
+    )
+    with SchedulerProcess(settings, directory / "scheduler.log", keeps_port=True) as standing:
         standing.start()
         yield standing.address
-    finally:
-        standing.close()
-        if standing.child is not None:
-            standing.child.signal(9)
-            standing.child.bury()
 
 
 def outcomes(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], directory: Path) -> list[tuple[int, str]]:

@@ -22,11 +22,15 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.client.connection import ask_status
-from lightning_sdpipe.scheduler.credentials import worker_keys
+from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, worker_keys
+from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings, reserve_port
+from lightning_sdpipe.scheduler.server.server import Endpoint
 from lightning_sdpipe.supervision.events import Seen
 from lightning_sdpipe.supervision.output import Log, own_terminal
-from lightning_sdpipe.supervision.scheduler_process import StandingScheduler, reserve_port
 from lightning_sdpipe.supervision.script import command
 from lightning_sdpipe.supervision.state import Settings
 from lightning_sdpipe.supervision.status_poller import PERIOD
@@ -52,12 +56,14 @@ def main(directory: str, pipelines: str, stages: str, restarts: str) -> int:
         trained = lives if ever else {}
         return Seen(asked, trained, min(lives, default=None), 412, ever)
 
-    scheduler = StandingScheduler(
-        ["--num-stages", stages, "--num-pipelines", pipelines],
-        "tcp://127.0.0.1:*",
-        dict(os.environ),
-        where / "scheduler.log",
+    of_scheduler = SchedulerSettings(
+        int(stages),
+        int(pipelines),
+        registry.to_plain(SemiDecentralized()),
+        endpoint=Endpoint(keys=read_scheduler_keys(own_keys()[0])),
+        elastic=ElasticConfig(),
     )
+    scheduler = SchedulerProcess(of_scheduler, where / "scheduler.log", keeps_port=True)
     settings = Settings(int(pipelines), int(stages), int(restarts), grace=1.0, farewell=5.0)
     terminal = own_terminal()
     terminal.log = Log(where / "supervisor.log", terminal.say)
@@ -339,8 +345,9 @@ def test_on_a_terminal_the_leader_has_one_too(tmp_path: Path) -> None:
 def test_why_a_scheduler_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     log.write_text("früher\n")
-    scheduler = StandingScheduler(["--num-stages", "0"], "tcp://127.0.0.1:*", dict(os.environ), log)
-    refused = r"^the scheduler did not start: (?!.*did not start).*--num-pipelines; .*log has what it printed$"
+    settings = SchedulerSettings(0, 1, registry.to_plain(SemiDecentralized()))
+    scheduler = SchedulerProcess(settings, log, keeps_port=True)
+    refused = r"^the scheduler did not start: (?!.*did not start)num_stages=0 .*; .*log has what it printed$"
     with pytest.raises(SchedulerError, match=refused):
         scheduler.start()
     monkeypatch.setattr(sys, "executable", "/bin/true")

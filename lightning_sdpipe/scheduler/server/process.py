@@ -1,108 +1,316 @@
-"""The scheduler as a child process, so that it takes no time from the training of the rank that starts it.
+"""The scheduler as a child process, so that it takes no time from the training of the process that starts it.
 
-Its configuration, keys included, goes to the child's standard input as one line of JSON, never on the command
-line; the address it listens at comes back as one line. The child ends when its standard input does, so it never
-outlives the process that started it, however that ends.
+Its settings, keys included, go to the child's standard input as one line of JSON, never on the command line; one line
+comes back: the address it listens at, or why it does not. The child ends when its standard input does, so it never
+outlives the process that started it, however that ends. It is started again at the address that it had.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import os
 import select
+import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
+from lightning_sdpipe.scheduler.server.server import LOOPBACK, NO_FILES, USUAL_LIMITS, Endpoint, Files, Limits, Server
+from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
 
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 5.0
+SAYS = "scheduler listens at "
+"""How the line of a scheduler that was started begins, with the address behind it."""
 
 
-class EmbeddedScheduler:
-    """A running scheduler; made by :meth:`start`, ended by :meth:`close`."""
+class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a scheduler is started with, by ``sdpipe scheduler``, ``sdpipe run`` and rank 0 alike.
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str, credentials: WorkerKeys) -> None:
-        self.address = address
-        self.credentials = credentials
-        """What clients need besides the address."""
-        self._process = process
+    The policy is given by its values, or by a file that a worker writes.
+    """
+
+    num_stages: int
+    num_pipelines: int
+    policy: dict[str, Any] | None = None
+    policy_file: Path | None = None
+    endpoint: Endpoint = LOOPBACK
+    limits: Limits = USUAL_LIMITS
+    files: Files = NO_FILES
+    elastic: ElasticConfig | None = None
+    path: tuple[str, ...] = ()
+    """Where modules of the user are found."""
+    level: int = logging.INFO
+
+    def server(self) -> Server:
+        """One with these settings, not open yet.
+
+        Raises:
+            ConfigurationError: there is no such policy, or it does not serve so many workers.
+        """
+        sys.path += [folder for folder in self.path if folder not in sys.path]
+        by_file = None if self.policy_file is None else policy_file.read(self.policy_file)
+        return Server(
+            by_file or registry.from_plain(self.policy),
+            self.num_stages,
+            self.num_pipelines,
+            self.endpoint,
+            limits=self.limits,
+            files=self.files,
+            elastic=self.elastic,
+        )
+
+    def to_line(self) -> bytes:
+        """As :meth:`from_line` reads it."""
+        return msgspec.json.encode(self, enc_hook=str) + b"\n"
+
+    @staticmethod
+    def from_line(line: bytes) -> SchedulerSettings:
+        """The inverse of :meth:`to_line`."""
+        return msgspec.json.decode(line, type=SchedulerSettings, dec_hook=lambda kind, value: kind(value))
+
+
+class FirstLine:
+    """What arrives at ``descriptor`` up to the end of the first line.
+
+    It is read byte by byte, since more could follow that is for another reader, and a buffer would hide the end.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._line = b""
+        self._poll = select.poll()  # unlike select(), it takes any descriptor
+        self._poll.register(descriptor, select.POLLIN | select.POLLHUP)
+
+    def read(self, timeout: float | None = None) -> bytes | None:
+        """The line, or None if it is not complete after ``timeout`` seconds (None: wait for it).
+
+        Raises:
+            EOFError: it ended before.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._line.endswith(b"\n"):
+            if not self._poll.poll(None if until is None else max(0.0, until - time.monotonic()) * 1000):
+                return None
+            byte = os.read(self._descriptor, 1)
+            if not byte:
+                raise EOFError
+            self._line += byte
+        return self._line
+
+
+class SchedulerProcess:
+    """Started by :meth:`start`, or :meth:`begin` and :meth:`check`, and started again by the same; ended by
+    :meth:`close`.
+
+    Args:
+        settings: of the scheduler.
+        log: gets what it prints; None for this process's standard error.
+        environment: of the process.
+        keeps_port: whether the address is chosen here, and known before the process is started.
+
+    Raises:
+        SchedulerError: the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        log: Path | None = None,
+        environment: Mapping[str, str] = os.environ,
+        keeps_port: bool = False,
+    ) -> None:
+        self.address = bind = settings.endpoint.bind
+        self.started = False
+        """Has it ever listened?"""
+        self.credentials: WorkerKeys | None = None
+        """What clients need besides the address, if :meth:`embedded` has made keys."""
+        self._settings = settings
+        self._log = log
+        self._environment = {**environment, "PYTHONPATH": _python_path(environment)}
+        self._reserved: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._first: FirstLine | None = None
+        self._until = 0.0
+        if keeps_port and bind.startswith("tcp://") and bind.endswith(":*"):
+            host = bind.removeprefix("tcp://").removesuffix(":*").strip("[]")
+            try:
+                self._reserved = reserve_port(host)
+            except OSError as error:
+                raise SchedulerError(f"the scheduler cannot listen at {bind} ({error.strerror})") from error
+            self.address = f"{bind.removesuffix('*')}{self._reserved.getsockname()[1]}"
 
     @classmethod
-    def start(
+    def embedded(
         cls,
         policy: PolicyConfig,
         num_stages: int,
         num_pipelines: int,
         bind: str = "tcp://127.0.0.1:*",
         *,
-        worker_timeout: float = 30.0,
         log: Path | None = None,
-        timeout: float = START_TIMEOUT,
-    ) -> EmbeddedScheduler:
-        """Start the child, with fresh keys, and wait until it listens.
+    ) -> SchedulerProcess:
+        """The scheduler of one run, which listens and has fresh keys.
 
         It imports a policy of the user's own from where this process would.
         """
         registry.build(policy, num_stages, num_pipelines)  # refuse here what the child would refuse
         keys, credentials = make_keys()
-        configuration = {
-            "policy": registry.to_plain(policy),
-            "num_stages": num_stages,
-            "num_pipelines": num_pipelines,
-            "bind": bind,
-            "keys": msgspec.to_builtins(keys),
-            "worker_timeout": worker_timeout,
-            "log": None if log is None else str(log.resolve()),
-            "path": [os.path.abspath(folder) for folder in sys.path],  # "" is the working directory
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_sdpipe.scheduler"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # poll() must see what is left unread
-            env=os.environ | {"PYTHONPATH": _python_path()},
+        settings = SchedulerSettings(
+            num_stages,
+            num_pipelines,
+            registry.to_plain(policy),
+            endpoint=Endpoint(bind, keys),
+            files=Files(None if log is None else log.resolve()),
+            path=tuple(os.path.abspath(folder) for folder in sys.path),  # "" is the working directory
+            level=logging.WARNING,
         )
-        try:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(configuration).encode() + b"\n")
-            process.stdin.flush()
-            answer = _read_line(process, timeout)
-        except BaseException as error:
-            _end(process)
-            if isinstance(error, OSError):
-                raise SchedulerError(f"the scheduler process ended before it listened at {bind}") from error
-            raise
-        if "address" not in answer:
-            _end(process)
-            raise SchedulerError(answer.get("error", f"the scheduler process said {answer!r}"))
-        return cls(process, answer["address"], credentials)
+        scheduler = cls(settings)
+        scheduler.credentials = credentials
+        scheduler.start()
+        return scheduler
+
+    # ------------------------------------------------------------------- looks
+
+    @property
+    def can_start(self) -> bool:
+        """Is it known what it decides by?"""
+        return self._settings.policy_file is None or self._settings.policy_file.exists()
+
+    @property
+    def begins(self) -> bool:
+        """Has it been started, and does not listen yet?"""
+        return self._first is not None
 
     @property
     def pid(self) -> int:
-        """The child's process number."""
-        return self._process.pid
+        """The child's process number; 0 if there is none."""
+        return 0 if self._process is None else self._process.pid
 
-    @property
-    def running(self) -> bool:
-        """False once the child ended."""
-        return self._process.poll() is None
+    # ---------------------------------------------------------------- starting
+
+    def start(self, timeout: float = START_TIMEOUT) -> None:
+        """Returns when it listens.
+
+        Raises:
+            SchedulerError: as :meth:`check`.
+        """
+        self.begin(timeout)
+        try:
+            while self._first is not None:
+                self.check(timeout)
+        except BaseException:
+            self.bury()
+            raise
+
+    def begin(self, timeout: float = START_TIMEOUT) -> None:
+        """Starts the process, which :meth:`check` looks after until it listens.
+
+        Raises:
+            SchedulerError: there can be no process.
+        """
+        self._until = time.monotonic() + timeout
+        endpoint = replace(self._settings.endpoint, bind=self.address)
+        log = None if self._log is None else _open_log(self._log)
+        try:
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-m", "lightning_sdpipe.scheduler"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,  # poll() must see what is left unread
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C in a terminal does not reach it: it is needed until all have ended
+            )
+        except OSError as error:
+            raise SchedulerError(f"the scheduler did not start: {error}") from error
+        finally:
+            if log is not None:
+                os.close(log)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._first = FirstLine(process.stdout.fileno())
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which check() says
+            process.stdin.write(msgspec.structs.replace(self._settings, endpoint=endpoint).to_line())
+            process.stdin.flush()
+
+    def check(self, timeout: float = 0.0) -> None:
+        """Looks for so long whether it listens by now; then it has ``started``.
+
+        Raises:
+            SchedulerError: it will not; the message has what it said.
+        """
+        if self._first is None or self._process is None:
+            return
+        left = self._until - time.monotonic()
+        try:
+            line = self._first.read(max(0.0, min(timeout, left)))
+        except EOFError:
+            why = "it ended without a word"
+        else:
+            if line is None and left > 0:
+                return
+            if line is None:
+                why = "it did not listen in time; the machine may be overloaded: try again"
+            elif line.startswith(SAYS.encode()):
+                self.address = line.decode().removeprefix(SAYS).strip()
+                self.started, self._first = True, None
+                return
+            else:
+                why = line.decode().strip()
+        self.bury()
+        printed = "what it printed is above" if self._log is None else f"{self._log} has what it printed"
+        raise SchedulerError(f"the scheduler did not start: {why}; {printed}")
+
+    # ------------------------------------------------------------------ ending
+
+    def signal(self, number: int) -> None:
+        """To the process, if it has not ended."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def has_ended(self) -> bool:
+        """Whether it was started, and runs no longer."""
+        return self._process is not None and self._process.poll() is not None
+
+    def bury(self) -> int:
+        """Kills it if it has not ended; its exit code, or −1 times the signal."""
+        if self._process is None:
+            return 0
+        process, self._process, self._first = self._process, None, None
+        process.kill()
+        code = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        return code
 
     def close(self) -> None:
-        """End the child and wait for it; safe to call twice."""
-        _end(self._process)
+        """End it, and wait for it; others may have its port. Safe to call twice."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT)
+        self.bury()
+        if self._reserved is not None:
+            self._reserved.close()
 
-    def __enter__(self) -> EmbeddedScheduler:
+    def __enter__(self) -> SchedulerProcess:
         return self
 
     def __exit__(
@@ -111,44 +319,63 @@ class EmbeddedScheduler:
         self.close()
 
 
-def _python_path() -> str:
+def serve(
+    settings: SchedulerSettings, signals: Sequence[signal.Signals], stop: Sequence[int], say: Callable[[str], object]
+) -> None:
+    """Serve until one of the ``signals`` comes or one of the descriptors ``stop`` ends; ``say`` gets the first line.
+
+    Raises:
+        ConfigurationError: the settings cannot be served.
+        SchedulerError: it cannot listen.
+    """
+    logging.basicConfig(level=settings.level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    server = settings.server()
+    with stop_signals(*signals) as stopped, server:
+        say(SAYS + server.address)
+        server.run([stopped, *stop])
+
+
+def serve_parent() -> int:
+    """What the child does: it serves until its standard input ends; its exit code."""
+    # Of standard output only the first line is read; what a policy of the user prints goes where errors do.
+    answers, parent = os.dup(sys.stdout.fileno()), sys.stdin.fileno()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def say(line: str) -> None:
+        os.write(answers, " ".join(line.split("\n")).encode() + b"\n")
+
+    try:
+        line = FirstLine(parent).read()
+        assert line is not None
+        serve(SchedulerSettings.from_line(line), [signal.SIGTERM], [parent], say)
+    except EOFError:
+        say("it got no settings, since it is started by the training; by hand, use `sdpipe scheduler`")
+        return 2
+    except (ConfigurationError, SchedulerError) as error:
+        say(str(error))
+        return 2
+    return 0
+
+
+def reserve_port(host: str = "127.0.0.1") -> socket.socket:
+    """A port that nobody else is given while this socket is open, and on which one who allows it may listen.
+
+    torch's store and ZeroMQ allow it (SO_REUSEADDR); the system gives ports to others that nobody is bound to.
+    """
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
+
+
+def _open_log(path: Path) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:  # a full disk, perhaps; it serves without
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def _python_path(environment: Mapping[str, str]) -> str:
     """Where the child finds this package, whatever the working directory is by now."""
     here = str(Path(__file__).resolve().parents[3])
-    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def _read_line(process: subprocess.Popen[bytes], timeout: float) -> dict[str, Any]:
-    assert process.stdout is not None
-    until = time.monotonic() + timeout
-    line = b""
-    poll = select.poll()  # unlike select(), it takes any descriptor
-    poll.register(process.stdout, select.POLLIN | select.POLLHUP)
-    while not line.endswith(b"\n"):
-        if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-            raise SchedulerError(
-                f"the scheduler process (pid {process.pid}) did not start within {timeout:g} s; "
-                "the machine may be overloaded: try again or raise the timeout"
-            )
-        byte = process.stdout.read(1)
-        if not byte:
-            raise SchedulerError(
-                f"the scheduler process (pid {process.pid}) ended before it listened; its message is above"
-            )
-        line += byte
-    answer = json.loads(line)
-    if not isinstance(answer, dict):
-        raise SchedulerError(f"the scheduler process said {answer!r} instead of its address")
-    return answer
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.stdin is not None and not process.stdin.closed:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-    try:
-        process.wait(STOP_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    return os.pathsep.join([here, *filter(None, [environment.get("PYTHONPATH")])])

@@ -10,7 +10,7 @@ from typing import Any
 
 import hydra
 
-from lightning_sdpipe.supervision.scheduler_process import reserve_port
+from lightning_sdpipe.scheduler.server.process import reserve_port
 from recipes.suites.faults.elastic_world import Record, Work, read_records, train, world
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 

@@ -27,10 +27,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.scheduler.client.connection import ask_status
-from lightning_sdpipe.scheduler.credentials import read_worker_keys, write_keys
+from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_worker_keys, write_keys
 from lightning_sdpipe.scheduler.log.status import Status
-from lightning_sdpipe.supervision.scheduler_process import StandingScheduler, reserve_port
+from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings, reserve_port
+from lightning_sdpipe.scheduler.server.server import USUAL_LIMITS, Endpoint, Files, Limits
 from recipes.suites import namespaces
 from recipes.suites.emulated import EmulatedChain
 from recipes.suites.faults.diary import Diary, Fault
@@ -94,7 +96,8 @@ class World:
     Args:
         directory: for all files.
         work: of every pipeline.
-        scheduler_options: of ``sdpipe scheduler``.
+        limits: of the scheduler.
+        resumes: whether the run goes on from its newest checkpoint when all are lost.
         target: what every process runs, as :func:`train`.
         hosts: namespaces of the network, one of each pipeline, and at the end that of the scheduler, in which the
             calling thread is; none if all are on this machine.
@@ -104,7 +107,8 @@ class World:
         self,
         directory: Path,
         work: Any,
-        scheduler_options: Sequence[str] = (),
+        limits: Limits = USUAL_LIMITS,
+        resumes: bool = False,
         target: Callable[..., None] | None = None,
         hosts: Sequence[str] = (),
     ) -> None:
@@ -112,15 +116,17 @@ class World:
         self.logs = directory / "logs"
         self.logs.mkdir(exist_ok=True)
         key_file, self._key_file = write_keys(directory / "keys")
-        options = ["--num-stages", str(work.num_stages), "--num-pipelines", str(work.num_pipelines)]
-        options += ["--start-pipelines", str(work.num_pipelines), "--journal", str(self.logs / "journal")]
-        self.scheduler = StandingScheduler(
-            [*options, "--key-file", str(key_file), *scheduler_options],
-            f"tcp://{namespaces.address(len(hosts) - 1) if hosts else '127.0.0.1'}:*",
-            dict(os.environ),
-            self.logs / "scheduler.log",
-            self.logs / "policy.json",
+        bind = f"tcp://{namespaces.address(len(hosts) - 1) if hosts else '127.0.0.1'}:*"
+        settings = SchedulerSettings(
+            work.num_stages,
+            work.num_pipelines,
+            policy_file=self.logs / "policy.json",
+            endpoint=Endpoint(bind, read_scheduler_keys(key_file)),
+            limits=limits,
+            files=Files(journal=self.logs / "journal"),
+            elastic=ElasticConfig(start_pipelines=work.num_pipelines, resume=resumes),
         )
+        self.scheduler = SchedulerProcess(settings, self.logs / "scheduler.log", keeps_port=True)
         self.killed_at: dict[int, float] = {}
         self._processes: dict[int, list[BaseProcess]] = {}
         self._ports: dict[int, socket.socket] = {}
@@ -167,10 +173,9 @@ class World:
 
     def restart_scheduler(self) -> float:
         """Kill it, and start it again at once; the seconds without one."""
-        assert self.scheduler.child is not None
+        assert self.scheduler.pid
         began = time.monotonic()
-        self.scheduler.child.signal(signal.SIGKILL)
-        self.scheduler.child.bury()
+        self.scheduler.bury()
         self.scheduler.start()
         return time.monotonic() - began
 
@@ -258,9 +263,7 @@ class World:
     def close(self) -> None:
         for pipeline in list(self._processes):
             self.end(pipeline)
-        if self.scheduler.child is not None:
-            self.scheduler.child.signal(signal.SIGKILL)
-            self.scheduler.child.bury()
+        self.scheduler.bury()
         self.scheduler.close()
 
 
@@ -275,9 +278,9 @@ def read_records(directory: Path) -> list[Record]:
 
 
 @contextmanager
-def world(directory: Path, work: Work, *scheduler_options: str) -> Iterator[World]:
+def world(directory: Path, work: Work, limits: Limits = USUAL_LIMITS) -> Iterator[World]:
     """All pipelines of ``work`` started; they are not waited for."""
-    made = World(directory, work, scheduler_options)
+    made = World(directory, work, limits)
     try:
         yield made
     finally:

@@ -20,6 +20,7 @@ from typing import Any
 
 import hydra
 
+from lightning_sdpipe.scheduler.server.server import Limits
 from recipes.suites.faults import elastic_overhead, small_disks, torchft_peer
 from recipes.suites.faults.diary import Fault
 from recipes.suites.faults.elastic_world import Record, Work, World, world
@@ -131,7 +132,7 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
     with (
         tempfile.TemporaryDirectory() as directory,
         disk(Path(directory, phase.removeprefix("full_"))) if full else nullcontext(),
-        world(Path(directory), work, "--worker-timeout", str(SILENCE)) as it,
+        world(Path(directory), work, Limits(SILENCE)) as it,
     ):
         rank = {"first_stage": work.num_stages - 1}.get(role, 0)
         victims = [0] if role in ("leader", "donor") else [VICTIM]

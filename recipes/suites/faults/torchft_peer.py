@@ -26,7 +26,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
-from lightning_sdpipe.supervision.scheduler_process import reserve_port
+from lightning_sdpipe.scheduler.server.process import reserve_port
 from recipes.suites.emulated import FEATURES
 from recipes.suites.faults.diary import Fault
 from recipes.suites.faults.elastic_world import Record, Work, world

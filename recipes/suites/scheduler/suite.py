@@ -30,7 +30,7 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import use_keys
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
-from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.simulate import Work, jittered, simulate
 from recipes.suites.ratios import Ratios, Row, ratio
 
@@ -145,7 +145,8 @@ class _Server:
 @contextmanager
 def _server(kind: str, count: int) -> Iterator[_Server]:
     if kind != "echo":
-        with EmbeddedScheduler.start(POLICIES[kind], 1, count) as scheduler:
+        with SchedulerProcess.embedded(POLICIES[kind], 1, count) as scheduler:
+            assert scheduler.credentials is not None
             yield _Server(scheduler.address, scheduler.credentials, scheduler.pid)
         return
     keys, credentials = make_keys()

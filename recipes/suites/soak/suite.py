@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sdpipe import Exchange, SDPipeStrategy
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.exchange.options import Overlap
+from lightning_sdpipe.scheduler.server.server import Limits
 from lightning_sdpipe.sync import NoSync
 from recipes.suites.faults.diary import Diary, Fault
 from recipes.suites.faults.elastic_world import Record, World
@@ -255,8 +256,7 @@ def _one(
         for kind, where in disks.items():
             if kind not in place.left_out:
                 stack.enter_context(disk(where))
-        options = ["--worker-timeout", str(SILENCE), *(["--resume"] if resumes else [])]
-        world = World(directory, work, options, learn, place.hosts)
+        world = World(directory, work, Limits(SILENCE), resumes, learn, place.hosts)
         stack.callback(world.close)
         done = Events(world, draws, events, calm, frozenset(place.left_out), disks)
         try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.server import process
-from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler
+from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.scheduler.server.server import Endpoint, Server
 from tests.scheduler.live_scheduler import clients, serving
 
@@ -33,26 +35,30 @@ def test_a_port_in_use_is_one_clear_error() -> None:
         with pytest.raises(SchedulerError, match=f"{server.address}.*another program listens"):
             Server(AllReduceModels(), 1, 1, Endpoint(server.address)).open()
         with pytest.raises(SchedulerError, match=f"{server.address}.*another program listens"):
-            EmbeddedScheduler.start(AllReduceModels(), 1, 1, server.address)
+            SchedulerProcess.embedded(AllReduceModels(), 1, 1, server.address)
 
 
 def test_the_embedded_scheduler_serves_and_ends() -> None:
     spec = SemiDecentralized(window=math.inf)
-    with EmbeddedScheduler.start(spec, 1, 2) as scheduler:
+    with SchedulerProcess.embedded(spec, 1, 2) as scheduler:
         with clients(scheduler.address, W(0, 0), W(0, 1), credentials=scheduler.credentials) as (a, b):
             for client in (a, b):
                 client.join()
             a.ready(0)
             b.ready(0)
             assert a.group().reason == Reason.EVERYBODY_CAME
-        assert scheduler.running
-    assert not scheduler.running
-    assert scheduler._process.returncode == 0
+        assert not scheduler.has_ended()
+        scheduler.signal(signal.SIGTERM)
+        for _ in range(100):
+            if scheduler.has_ended():
+                break
+            time.sleep(0.05)
+        assert scheduler.bury() == 0
 
 
 def test_the_embedded_scheduler_starts_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    EmbeddedScheduler.start(AllReduceModels(), 1, 1).close()
+    SchedulerProcess.embedded(AllReduceModels(), 1, 1).close()
 
 
 def test_the_embedded_scheduler_ends_with_its_parent() -> None:
@@ -61,10 +67,10 @@ def test_the_embedded_scheduler_ends_with_its_parent() -> None:
             sys.executable,
             "-c",
             "import os\n"
-            "from lightning_sdpipe.scheduler.server.process import EmbeddedScheduler\n"
+            "from lightning_sdpipe.scheduler.server.process import SchedulerProcess\n"
             "from lightning_sdpipe.policies.all_reduce import AllReduceModels\n"
-            "scheduler = EmbeddedScheduler.start(AllReduceModels(), 1, 1)\n"
-            "print(scheduler._process.pid, flush=True)\n"
+            "scheduler = SchedulerProcess.embedded(AllReduceModels(), 1, 1)\n"
+            "print(scheduler.pid, flush=True)\n"
             "os.kill(os.getpid(), 9)\n",
         ],
         stdout=subprocess.PIPE,
@@ -98,7 +104,7 @@ def test_training_goes_on_when_a_killed_scheduler_is_restarted(monkeypatch: pyte
     # nothing is enforced, since a worker that waits at the barrier below could be the one that others had to wait for
     spec = SemiDecentralized(window=0.005, connectivity=None)
     workers = [W(j, i) for j in range(2) for i in range(3)]
-    first = EmbeddedScheduler.start(spec, 2, 3)
+    first = SchedulerProcess.embedded(spec, 2, 3)
     halfway, restarted = threading.Barrier(len(workers) + 1), threading.Event()
 
     def train(client: SchedulerClient) -> list[Group]:
@@ -120,9 +126,8 @@ def test_training_goes_on_when_a_killed_scheduler_is_restarted(monkeypatch: pyte
             client.join()
         futures = [pool.submit(train, client) for client in made]
         halfway.wait(30)
-        first._process.kill()
-        first._process.wait()
-        second = EmbeddedScheduler.start(spec, 2, 3, first.address)
+        assert first.bury() == -signal.SIGKILL
+        second = SchedulerProcess.embedded(spec, 2, 3, first.address)
         restarted.set()
         received = {client.worker: future.result() for client, future in zip(made, futures, strict=True)}
         second.close()
@@ -140,8 +145,9 @@ def test_training_goes_on_when_a_killed_scheduler_is_restarted(monkeypatch: pyte
 
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:*", "tcp://0.0.0.0:*"])
 def test_an_embedded_scheduler_speaks_only_to_its_keys(bind: str) -> None:
-    with EmbeddedScheduler.start(AllReduceModels(), 1, 1, bind) as scheduler:
-        with open(f"/proc/{scheduler._process.pid}/cmdline") as file:
+    with SchedulerProcess.embedded(AllReduceModels(), 1, 1, bind) as scheduler:
+        assert scheduler.credentials is not None
+        with open(f"/proc/{scheduler.pid}/cmdline") as file:
             assert scheduler.credentials.scheduler_public not in file.read()
         address = scheduler.address.replace("0.0.0.0", "127.0.0.1")
         with clients(address, W(0, 0), credentials=scheduler.credentials) as (a,):
