@@ -17,6 +17,9 @@ settings.register_profile("quick", deadline=None, max_examples=20)
 settings.load_profile("shared host")
 torch.set_num_threads(1)  # test files run side by side, and threads of small tensors would only wait for each other
 
+LEAN = str(Path(__file__).parent / "lean")  # for the processes that tests start
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [LEAN, os.environ.get("PYTHONPATH")]))
+
 gc.disable()  # until all is imported: what imports make, stays
 
 # What takes longest, first: else one process of xdist would end with it alone. They wait for other processes mostly.
