@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 settings.register_profile("shared host", deadline=None)  # where an example may wait long for a core
@@ -16,6 +20,9 @@ settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypot
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.load_profile("shared host")
 torch.set_num_threads(1)  # test files run side by side, and threads of small tensors would only wait for each other
+
+LEAN = str(Path(__file__).parent / "lean")  # for the processes that tests start
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [LEAN, os.environ.get("PYTHONPATH")]))
 
 gc.disable()  # until all is imported: what imports make, stays
 
@@ -58,6 +65,27 @@ def no_garbage_of_others() -> None:
     """A process that is forked while process groups are garbage would, if it collected them, wait for threads that it
     does not have."""
     gc.collect()
+
+
+def inherited() -> dict[str, Any]:
+    """What processes that later tests fork would find changed."""
+    limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD)
+    return {
+        "working directory": os.getcwd(),
+        "process group of torch.distributed": dist.is_initialized(),
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        **{name: resource.getrlimit(getattr(resource, name)) for name in limits},
+        **{number.name: signal.getsignal(number) for number in heard},
+    }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_left() -> Iterator[None]:
+    before = inherited()
+    yield
+    after = inherited()
+    assert after == before, {name: value for name, value in after.items() if value != before[name]}
 
 
 @pytest.fixture(scope="session")

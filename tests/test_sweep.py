@@ -71,10 +71,11 @@ def test_a_failed_job_ends_a_sweep_that_shall_stop_after_its_row(tmp_path: Path)
 def run_app(directory: Path, *arguments: str, timeout: float = 110) -> tuple[int, str, str]:
     """Exit status, what was printed, and a mark by which the processes of the run are known."""
     marker = f"sdpipe-test-{os.getpid()}-{time.monotonic_ns()}"
+    path = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
     finished = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=os.environ | {"SDPIPE_TEST_RUN": marker, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"SDPIPE_TEST_RUN": marker, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
+from tests.conftest import LEAN
+
 ROOT = Path(__file__).parents[1]
 INSTALLED = {"trainer", "strategy", "schedule", "partition", "placement", "sync", "heterogeneity"}
 
@@ -54,7 +56,7 @@ def test_the_documented_application_sweeps_with_the_installed_groups(site: Path,
     done = subprocess.run(
         [sys.executable, "-c", FROM_WHEEL, *choices],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(site)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(site), LEAN])},
         capture_output=True,
         text=True,
         timeout=110,

@@ -36,7 +36,7 @@ def main(config: Config) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=3 if config.case == "three" else config.devices,
-        strategy=SDPipeStrategy(),
+        strategy=SDPipeStrategy(data="sharded"),  # so that a rank that is gone is missed at once
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

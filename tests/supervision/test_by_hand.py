@@ -52,7 +52,8 @@ def scheduler(directory: Path, keys: Path | None = None) -> Iterator[str]:
 def outcomes(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], directory: Path) -> list[tuple[int, str]]:
     """Exit codes and outputs of commands that run at the same time, with no variables of a pipeline but theirs."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SDPIPE", "SLURM"))}
-    clean |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
+    clean |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             command,
