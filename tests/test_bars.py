@@ -68,7 +68,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "sync": (1737, 17),
     "top": (948, 8),
     "topology": (520, 7),
-    "worker": (2442, 25),
+    "worker": (2451, 25),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
