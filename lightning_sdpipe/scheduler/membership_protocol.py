@@ -33,14 +33,16 @@ class Enrol(ElasticRequest, frozen=True, gc=False, tag="enrol"):
 
 
 class Resume(ElasticRequest, frozen=True, gc=False, tag="resume"):
-    """The worker takes part, for all it knows; ``holds`` are epochs that it has a process group of. For the rest see
-    :class:`~lightning_sdpipe.membership.members.Resumed`."""
+    """The worker takes part, for all it knows; ``holds`` are epochs that it has a process group of. ``regrouped`` are
+    broken groups, and those in which it was to try them again, of which another member may not have heard. For the rest
+    see :class:`~lightning_sdpipe.membership.members.Resumed`."""
 
     fingerprint: dict[str, str]
     epoch: Epoch
     holds: tuple[Count, ...]
     met: tuple[Met, ...]
     since: Count = 0
+    regrouped: tuple[tuple[Count, Group], ...] = ()
 
 
 class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):

@@ -53,10 +53,12 @@ class Process:
     group: Group | None = None
     """With which it exchanges."""
     met: list[Met] = field(default_factory=list)
+    regrouped: list[tuple[int, Group]] = field(default_factory=list)
     asks: dict[str, m.Request | e.Request] = field(default_factory=dict)
     """What is repeated until it is answered."""
     goes_on: Callable[[], None] | None = None
     """What it does when its exchange is over."""
+    begun: set[int] = field(default_factory=set)
     completed: set[int] = field(default_factory=set)
     left: int = -1
     """The number of the exchange that it left last."""
@@ -337,6 +339,7 @@ class World:
             case e.Regroup(sequence=sequence, group=group):
                 if asks.pop(f"regroup {sequence}", None) is not None:
                     process.completed.add(sequence)
+                    process.regrouped = [*process.regrouped[-7:], (sequence, group)]
                     self.begin_exchange(process, group)
             case e.HasMet(met=met):
                 if asks.pop(f"meet {met.key}", None) is not None:
@@ -380,7 +383,7 @@ class World:
         assert process.epoch is not None
         fields = process.worker, process.incarnation, process.number
         told = process.epoch, tuple(process.holds), tuple(process.met), process.member_since
-        self.say(process, e.Resume(*fields, SAME, *told))
+        self.say(process, e.Resume(*fields, SAME, *told, tuple(process.regrouped)))
 
     def hear_epoch(self, process: Process, epoch: Epoch) -> None:
         if process.epoch is None or epoch.number > process.epoch.number:
@@ -461,6 +464,7 @@ class World:
         if len(group.members) > 1:
             assert group.epoch > 0
         process.group = group
+        process.begun.add(group.sequence)
         self.after(self.rng.uniform(0.01, 0.05), lambda: self.exchanged(process, group))
 
     def exchanged(self, process: Process, group: Group) -> None:
@@ -468,8 +472,9 @@ class World:
             return
         there = {p.worker for p in self.processes if not p.dead and group.epoch in p.holds}
         pipelines = {worker.pipeline for worker in group.members}
-        apart = any(pair <= pipelines for pair in self.apart) and set(group.members) <= there
-        if apart and not process.asked_for & {group.sequence}:  # nothing comes, and no connection is closed
+        members = [p for p in self.processes if p.worker in group.members]
+        waits = any(pair <= pipelines for pair in self.apart) or any(group.sequence not in p.begun for p in members)
+        if waits and set(group.members) <= there and not process.asked_for & {group.sequence}:  # nothing comes
             self.after(0.1, lambda: self.exchanged(process, group))
             return
         failed = len(group.members) > 1 and (not set(group.members) <= there or self.rng.random() < 0.01)

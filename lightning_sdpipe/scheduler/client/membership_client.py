@@ -75,7 +75,7 @@ REMEMBERED = 1024
 TAKEN = 64
 """Last snapshots that are remembered."""
 MET = 8
-"""Last meetings that are reported to a scheduler which was started again."""
+"""Last meetings, and groups that were to try again, that are reported to a scheduler which was started again."""
 
 
 class RunOverError(WorkerFailedError):
@@ -160,6 +160,7 @@ class MembershipClient:
         """Of the epoch of that number."""
         self._holds_up = ""
         self._met: deque[Met] = deque(maxlen=MET)
+        self._regrouped: deque[tuple[int, Group]] = deque(maxlen=MET)
         self._receive: Receive | None = None
         self._donate: dict[int, Donate] = {}
         """Snapshots to take, by the newcomer that they are for."""
@@ -355,8 +356,6 @@ class MembershipClient:
         request = self._make(e.Meet, key, value)
         reply = self._ask(("meet", key), request, timeout, f"the others at {key}")
         assert isinstance(reply, e.HasMet)
-        with self._changed:
-            self._met.append(reply.met)
         return reply.met
 
     def completed(self, sequence: int) -> None:
@@ -502,11 +501,14 @@ class MembershipClient:
             asks = [ask.request for ask in self._asks.values() if ask.reply is None and ask.error is None]
             return [*asks, *self._told_last.values()]
 
-    def _answer(self, key: Key, reply: e.Reply) -> None:
+    def _answer(self, key: Key, reply: e.Reply) -> bool:
+        """Hands ``reply`` to the thread that waits for it, if there is one."""
         ask = self._asks.get(key)
-        if ask is not None and ask.reply is None:
-            ask.reply = reply
-            self._changed.notify_all()
+        if ask is None or ask.reply is not None:
+            return False
+        ask.reply = reply
+        self._changed.notify_all()
+        return True
 
     def _fail(self, error: Exception, number: int = 0) -> None:
         for ask in self._asks.values():
@@ -555,10 +557,12 @@ class MembershipClient:
                     self._changed.notify_all()
             case e.HasMet(met=met):
                 with self._changed:
-                    self._answer(("meet", met.key), reply)
+                    if self._answer(("meet", met.key), reply):
+                        self._met.append(met)
             case e.Regroup(sequence=sequence) | e.Skip(sequence=sequence):
                 with self._changed:
-                    self._answer(("regroup", sequence), reply)
+                    if self._answer(("regroup", sequence), reply) and isinstance(reply, e.Regroup):
+                        self._regrouped.append((sequence, reply.group))
             case e.Broke(sequence=sequence):
                 self._hear_broke(sequence)
             case e.Denial(reason=reason, number=number):
@@ -630,11 +634,12 @@ class MembershipClient:
         """The scheduler does not know this process: it was started again."""
         with self._changed:
             fingerprint, member, enrolled = self._fingerprint, self._member, self._enrolled
-            epoch, holds, met, since = self._epoch, self._holds, tuple(self._met), self._since
+            epoch, holds, since = self._epoch, self._holds, self._since
+            met, regrouped = tuple(self._met), tuple(self._regrouped)
             self._told_last.clear()  # which was for the scheduler before
             self._donations.clear()
         if member:
-            self._send(self._make(e.Resume, fingerprint, epoch, holds, met, since))
+            self._send(self._make(e.Resume, fingerprint, epoch, holds, met, since, regrouped))
             if self._newest is not None:
                 self.published(*self._newest)
         elif enrolled:

@@ -61,12 +61,14 @@ def contradiction(request: m.Request | e.Request, num_stages: int, most_pipeline
             return _of_group(group, worker, most_pipelines)
         case e.Enrol(fingerprint=fingerprint):
             return _of_fingerprint(fingerprint)
-        case e.Resume(fingerprint=fingerprint, epoch=epoch, met=met):
+        case e.Resume(fingerprint=fingerprint, epoch=epoch, met=met, regrouped=regrouped):
             if len({member.pipeline for member in epoch.members}) < len(epoch.members):
                 return f"a pipeline is twice among the members {epoch.members}"
             if any(pipeline >= most_pipelines for pipeline in epoch.pipelines):
                 return f"the members {epoch.members} are not among {most_pipelines} pipelines"
-            return _of_fingerprint(fingerprint) or next(filter(None, (_of_met(each, worker) for each in met)), None)
+            wrong = [_of_met(each, worker) for each in met]
+            wrong += [_of_group(group, worker, most_pipelines) for _, group in regrouped]
+            return _of_fingerprint(fingerprint) or next(filter(None, wrong), None)
         case e.TellSnapshot(transfer=transfer, state=state) if not transfer or state not in SNAPSHOT_STATES:
             return f"transfer {transfer!r} is {state!r}, where a name and one of {SNAPSHOT_STATES} are expected"
         case e.Meet(key=""):

@@ -93,6 +93,17 @@ class Regrouping:
         while len(self._outcomes) > REMEMBERED:
             self._outcomes.popitem(last=False)
 
+    def decided_before(self, sequence: int, group: Group) -> None:
+        """An earlier scheduler has said who tries that one again: all are to hear the same."""
+        self.open.pop(sequence, None)
+        self._is_decided(sequence)
+        self.remember(sequence, e.Regroup(sequence, group), group.members)
+
+    def _is_decided(self, sequence: int) -> None:
+        self.decided[sequence] = None
+        while len(self.decided) > REMEMBERED:
+            self.decided.popitem(last=False)
+
     def goes(self, worker: Worker) -> None:
         """Its process is gone."""
         for sequence, broken in list(self.open.items()):
@@ -109,9 +120,7 @@ class Regrouping:
         for sequence, broken in list(self.open.items()):
             if not broken.undecided(is_gone) and all(takes_part(worker) for worker in broken.said):
                 del self.open[sequence]
-                self.decided[sequence] = None
-                while len(self.decided) > REMEMBERED:
-                    self.decided.popitem(last=False)
+                self._is_decided(sequence)
                 yield broken
 
 
@@ -260,6 +269,12 @@ class GroupDelivery:
             return None
         names = ", ".join(map(str, undecided))
         return e.Waits(request.number, f"group {group.sequence} broke; it waits to hear of {names}")
+
+    def regrouped(self, before: Sequence[tuple[int, Group]], now: float) -> None:
+        """A worker comes back which an earlier scheduler has told in which groups it tries those again."""
+        for sequence, group in before:
+            self._regrouping.decided_before(sequence, group)
+            self._groups.number_from(group.sequence + 1, now)
 
     def completed(self, worker: Worker, sequence: int) -> None:
         """``worker`` has the result of that group."""

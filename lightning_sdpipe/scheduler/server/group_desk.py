@@ -106,7 +106,7 @@ class GroupDesk:
             self.extent.check_mesh(request)
             self.let_time_pass(now)
             if request.heard is not None:
-                self._carry_out(self._driver.number_from(request.heard + 1, now), now)
+                self.number_from(request.heard + 1, now)
             decisions = self._driver.tell(Joined(session.worker, request.answered if request.resumed else None), now)
             session.move(JOINS)
             if not request.resumed:
@@ -165,6 +165,10 @@ class GroupDesk:
         self.recovery.held.pop(session.worker, None)
         session.move(input)
         return decisions
+
+    def number_from(self, sequence: int, now: float) -> None:
+        """Groups below ``sequence`` have been, of an earlier scheduler."""
+        self._carry_out(self._driver.number_from(sequence, now), now)
 
     def members_are(self, pipelines: Collection[int]) -> None:
         """These pipelines of an elastic run train; all their workers come back after a restart."""

@@ -262,6 +262,8 @@ class MembershipDesk:
         if core.is_here(worker, incarnation):
             self._presence.comes(worker, incarnation, now)
             if not was_here:
+                if isinstance(request, e.Resume):
+                    self._answers.regrouped(request.regrouped, now)
                 nonce = self._presence.new_line(worker, incarnation)
                 self._outbox.say(peer, e.Line(self.lifeline_port, nonce, self._beat, self._limit))
         if isinstance(request, e.Enrol) and not core.is_member(worker.pipeline, incarnation):

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Store
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Mover
-from lightning_sdpipe.membership.members import Epoch, Exchanging
+from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
@@ -148,6 +148,7 @@ class EpochGroups:
         self._exchanges: dict[int, Mover] = {}  # as `among` makes them, of the same epochs
         self._groups: dict[int, Replicas] = {}  # of gloo, by themselves: parts of no world
         self._epoch: Epoch | None = None  # the newest
+        self._starts: dict[int, dict[int, Member]] = {}  # of each pipeline, in the epochs that are known
         self._in_use: Group | None = None
         self._moved = 0  # pieces of it
         self._closed = False
@@ -158,9 +159,12 @@ class EpochGroups:
             if epoch.number <= self._newest:
                 return
             self._epoch = epoch
+            self._starts = {number: self._starts[number] for number in self._starts if number in self._groups}
+            self._starts[epoch.number] = {member.pipeline: member for member in epoch.members}
             used = self._in_use
+            broken = used is not None and self._has_lost(used)
         present = set(epoch.pipelines)
-        if used is not None and not {member.pipeline for member in used.members} <= present:
+        if used is not None and broken:
             self._poison(used.epoch)
         if self._worker.pipeline in present and len(present) > 1:
             # A thread for each: who is connecting to somebody that has gone on to the next epoch waits in vain. The
@@ -209,7 +213,7 @@ class EpochGroups:
         with self._lock:
             self._in_use = group
             replicas = None if group is None else self._groups.get(group.epoch)
-            gone = group is not None and not {m.pipeline for m in group.members} <= self._present()
+            gone = group is not None and self._has_lost(group)
             self._moved = 0
             self._tell_of_exchange()
         if gone and group is not None and replicas is not None and _holds(replicas, group):
@@ -257,6 +261,14 @@ class EpochGroups:
 
     def _present(self) -> set[int]:
         return {self._worker.pipeline} if self._epoch is None else set(self._epoch.pipelines)
+
+    def _has_lost(self, group: Group) -> bool:
+        """Is a member of ``group`` gone since its epoch? Another start of it may have come in the same epoch that this
+        worker heard of."""
+        newest = self._starts.get(self._newest, {})
+        then = self._starts.get(group.epoch, newest)
+        pipelines = [member.pipeline for member in group.members]
+        return any(i not in newest or newest[i] != then.get(i) for i in pipelines)
 
     def _poison(self, number: int) -> None:
         with self._lock:

@@ -38,6 +38,7 @@ def test_a_group_reaches_all_its_members() -> None:
             assert a.group() == b.group()
         for client in (a, b):
             client.leave()
+        assert server.service.refused == {}, "nothing that a client says by itself is refused, or of another version"
 
 
 def test_many_workers_train_for_a_while_and_leave_one_by_one() -> None:

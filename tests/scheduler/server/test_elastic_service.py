@@ -186,3 +186,21 @@ def test_a_new_start_of_a_pipeline_is_not_asked_about_groups_of_the_start_before
     assert [peer for peer, reply in replies if isinstance(reply, e.Broke)] == [e.peer_of(Worker(0, 1), B.incarnation)]
     replies = d.say(e.TellCompleted, Worker(0, 1), B.incarnation, 9, now=4.0)
     assert [reply.group.members for _, reply in replies if isinstance(reply, e.Regroup)] == [(Worker(0, 0),)]
+
+
+def test_members_of_a_broken_group_hear_alike_who_tries_again_though_the_scheduler_died_meanwhile() -> None:
+    """One had heard of it, and waits for the other there."""
+    d, epoch = ElasticDialogue(LocalSGD(every=1)), Epoch(5, (A, B), "pipeline 2 lost")
+    broke = Group((Worker(0, 0), Worker(0, 1), Worker(0, 2)), (1 / 3,) * 3, 9, "everybody came", epoch=4)
+    again = Group((Worker(0, 0), Worker(0, 1)), (0.5, 0.5), 10, "regrouped", epoch=5)
+    d.say(e.Resume, Worker(0, 1), B.incarnation, SAME, epoch, (5,), (), 1)
+    d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,), False)
+    d.say(e.Resume, Worker(0, 0), A.incarnation, SAME, epoch, (5,), (), 1, ((9, again),))
+    for member in (A, B):
+        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), True, 4)
+    replies = d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,), False)
+    assert replies == [(e.peer_of(Worker(0, 1), B.incarnation), e.Regroup(9, again))]
+    for member in (A, B):
+        replies = d.say(m.Ready, Worker(0, member.pipeline), member.incarnation, 5)
+    replies += d.service.tick(0.0)
+    assert {reply.group.sequence for _, reply in replies if isinstance(reply, m.Answer)} == {11}

@@ -109,7 +109,8 @@ def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_th
     assert together(2, work) == [([2], [0.5] * 3)] * 2
 
 
-def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up() -> None:
+@pytest.mark.parametrize("left", [epoch(2, 0), Epoch(2, (Member(0, 100), Member(1, 201)), "came back")])
+def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up(left: Epoch, monkeypatch: pytest.MonkeyPatch) -> None:
     stores: dict[str, Store] = {"epoch-1-0": dist.HashStore()}
     kept: list[EpochGroups] = []
 
@@ -123,7 +124,8 @@ def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up() -> None:
             kept.append(groups)  # it lives, but sends nothing
             return "lost"
         groups.use(group(1, 0, 1))
-        threading.Timer(0.2, groups.enter, [epoch(2, 0)]).start()
+        monkeypatch.setattr(groups, "_make", lambda epoch: None)
+        threading.Timer(0.2, groups.enter, [left]).start()
         with pytest.raises(WorkerFailedError, match="pipeline 1"):
             finish(mover.start([torch.zeros(3)], group(1, 0, 1)))
         assert groups.held == []
