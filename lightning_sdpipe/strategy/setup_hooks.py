@@ -25,7 +25,12 @@ from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
 from lightning_sdpipe.loop.optimizers import OptimizerProgress, corrected, refuse_unfit, refuse_unfit_momentum
 from lightning_sdpipe.loop.planning import Planning, plan_on_rank_zero
 from lightning_sdpipe.loop.python_state import PythonState
-from lightning_sdpipe.loop.refusals import refuse_own_values, refuse_several_optimizers, refuse_unsupported
+from lightning_sdpipe.loop.refusals import (
+    refuse_own_values,
+    refuse_several_optimizers,
+    refuse_uninitialised,
+    refuse_unsupported,
+)
 from lightning_sdpipe.loop.resume_position import Split
 from lightning_sdpipe.loop.stream_switches import StreamSwitches
 from lightning_sdpipe.partition import plan
@@ -69,8 +74,9 @@ class SetupHooks(CheckpointHooks):
 
     def _check_module(self) -> None:
         module, options = self.lightning_module, self.options
-        if module is not None and not is_overridden("configure_model", module):  # else there is no model yet
-            plan.check(module, options.blocks, options.total_stages, options.partition, options.in_flight)
+        if module is None or any(is_overridden(hook, module) for hook in ("setup", "configure_model")):
+            return  # there is no model yet, or not all of it
+        plan.check(module, options.blocks, options.total_stages, options.partition, options.in_flight)
 
     def setup_environment(self) -> None:
         environment = self.cluster_environment
@@ -129,6 +135,7 @@ class SetupHooks(CheckpointHooks):
 
     def _cut(self, trainer: Trainer) -> None:
         """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
+        refuse_uninitialised(self.module)
         memory = same_memory(self.module)
         stages = self._plan_stages(trainer)
         self._gathers = is_whole(self.module) if self.options.gather_module is None else self.options.gather_module
