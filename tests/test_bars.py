@@ -57,14 +57,14 @@ SHAPES = {
 
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (675, 8),
-    "data": (461, 6),
+    "data": (467, 6),
     "dealing": (435, 5),
     "exchange": (2174, 32),
     "heterogeneity": (443, 8),
     "loop": (2275, 26),
     "membership": (1027, 9),
     "optim": (342, 5),
-    "partition": (3646, 33),
+    "partition": (3649, 33),
     "pipeline": (1750, 18),
     "placement": (2722, 24),
     "policies": (2384, 25),

@@ -7,7 +7,6 @@ hold; on loading, every rank takes its own part of the file.
 from __future__ import annotations
 
 import io
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -185,7 +184,7 @@ def _instead(modules: Iterable[nn.Module], method: str, other: Callable[..., Any
             del vars(part)[method]
 
 
-def _packed(state: dict[str, Any]) -> bytes:
+def _packed(state: Mapping[Any, Any], of: str = "state_dict", maker: str = "get_extra_state") -> bytes:
     """As bytes that are unpacked without running code."""
     for name, value in state.items():
         buffer = io.BytesIO()
@@ -195,8 +194,8 @@ def _packed(state: dict[str, Any]) -> bytes:
             torch.load(buffer, weights_only=True)
         except Exception as error:  # objects say in their own ways that they cannot be packed
             raise ConfigurationError(
-                f"{name!r} in the state_dict is a {type(value).__name__}, which cannot be sent from its stage to rank "
-                f"0 ({str(error).splitlines()[0]}). Let get_extra_state return tensors, numbers, strings, and lists "
+                f"{name!r} in the {of} is a {type(value).__name__}, which cannot be sent from its stage to rank "
+                f"0 ({str(error).splitlines()[0]}). Let {maker} keep tensors, numbers, strings, and lists "
                 "and dicts of them; or write checkpoints with SDPipeStrategy(save_distributed_checkpoint=True)."
             ) from error
     buffer = io.BytesIO()
@@ -322,16 +321,11 @@ class OptimizerParts:
 
 
 def _send_states(states: Mapping[int, Mapping[str, Any]], groups: ProcessGroups) -> None:
-    header: list[tuple[int, str, Any]] = []
-    tensors: list[Tensor] = []
-    for place, state in states.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors.append(value)
-                header.append((place, key, [list(value.shape), str(value.dtype).removeprefix("torch.")]))
-            else:
-                header.append((place, key, value))
-    p2p.send_bytes(json.dumps(header).encode(), 0, groups.pipeline, _TAG, "rank 0").wait()
+    values = {(place, key): value for place, state in states.items() for key, value in state.items()}
+    shapes = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in values.items()}
+    header = _packed(shapes, "optimizer's state", "the optimizer")
+    p2p.send_bytes(header, 0, groups.pipeline, _TAG, "rank 0").wait()
+    tensors = [value for value in values.values() if isinstance(value, Tensor)]
     p2p.send(tensors, 0, groups.pipeline, _TAG, "rank 0").wait()
 
 
@@ -339,10 +333,10 @@ def _receive_states(source: int, groups: ProcessGroups) -> dict[int, dict[str, A
     peer = f"rank {source}"
     states: dict[int, dict[str, Any]] = {}
     tensors: list[Tensor] = []
-    for place, key, value in json.loads(p2p.receive_bytes(source, groups.pipeline, _TAG, peer)):
-        if isinstance(value, list):
-            shape, dtype = value
-            value = torch.empty(shape, dtype=getattr(torch, dtype))
+    header = torch.load(io.BytesIO(p2p.receive_bytes(source, groups.pipeline, _TAG, peer)), weights_only=True)
+    for (place, key), value in header.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            value = torch.empty_like(value, device="cpu")
             tensors.append(value)
         states.setdefault(place, {})[key] = value
     p2p.receive(tensors, source, groups.pipeline, _TAG, peer).wait()

@@ -18,6 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -113,6 +115,17 @@ def leave_out_example(module: LightningModule) -> Callable[[], None]:
         module.example_input_array = example
 
     return undo
+
+
+def refuse_uninitialised(module: nn.Module) -> None:
+    """Raises ConfigurationError if ``module`` has lazy parameters or buffers that have no shape yet."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise ConfigurationError(
+            f"{lazy!r} of {type(module).__name__} has no shape before its module has run, so it is not known what a "
+            "stage holds. Run the lazy modules once on a batch in __init__ or setup, or give their sizes."
+        )
 
 
 def refuse_new_parameters(module: LightningModule, ownership: Ownership) -> None:

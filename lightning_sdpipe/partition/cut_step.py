@@ -190,7 +190,7 @@ class CutModel:
         run = self._run
         if run is None or run.in_block:  # outside a step, or recomputed by activation checkpointing during backward
             output = self._recompute(index, original, args, kwargs)
-        elif index < run.next_block:
+        elif index < run.next_block and not run.whole:
             raise ConfigurationError(
                 f"Block {self._chain[index]!r} ran after block {self._chain[run.next_block - 1]!r}: the blocks do not "
                 f"form a chain. Each must run at most once and in the order {list(self._chain)}; {_MEND}"

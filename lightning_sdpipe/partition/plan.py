@@ -124,7 +124,7 @@ def plan(
             _check_weights(module, found, num_stages, partition, in_flight)
             if num_stages > 1:
                 refuse_compiled(module, found)
-            chain, rehearsed = _rehearsed(found, rehearse, names) if num_stages > 1 else (found, None)
+            chain, rehearsed = _rehearsed(found, num_stages, rehearse, names) if num_stages > 1 else (found, None)
         except ConfigurationError as error:
             refused = refused or error
             continue
@@ -147,7 +147,10 @@ def _blocks(
 
 
 def _rehearsed(
-    chain: Sequence[str], rehearse: Callable[[Sequence[str]], RehearsalResult | None], names: Sequence[str] | None
+    chain: Sequence[str],
+    num_stages: int,
+    rehearse: Callable[[Sequence[str]], RehearsalResult | None],
+    names: Sequence[str] | None,
 ) -> tuple[Sequence[str], RehearsalResult | None]:
     """The chain in the order in which it runs, without modules that run more than once, and its rehearsal."""
     rehearsed = rehearse(chain)
@@ -155,7 +158,7 @@ def _rehearsed(
         return chain, None
     repeated = [chain[block] for block in sorted(rehearsed.repeated)]
     ordered = [path for path in (chain[block] for block in rehearsed.order) if path not in repeated]
-    if repeated and (names is not None or not ordered):
+    if repeated and (names is not None or len(ordered) < num_stages):
         raise ConfigurationError(
             f"{repeated} run more than once in a step, and a block of a chain runs once. Name larger modules that do, "
             "or leave them out, with SDPipeStrategy(blocks=[...])."

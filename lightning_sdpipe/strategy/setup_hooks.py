@@ -32,6 +32,7 @@ from lightning_sdpipe.loop.refusals import (
     refuse_own_values,
     refuse_several_optimizers,
     refuse_small_batches,
+    refuse_uninitialised,
     refuse_unsupported,
 )
 from lightning_sdpipe.loop.resume_position import Split
@@ -85,7 +86,7 @@ class SetupHooks(CheckpointHooks):
         refuse_unsupported(trainer, options.total_stages > 1)
         if not options.batch_by_speed:
             refuse_small_batches(module, train_loader, options.num_micro_batches)
-        if not is_overridden("configure_model", module):  # else there is no model yet
+        if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):  # else the model is not there
             plan.check(module, options.blocks, options.total_stages, options.partition, options.in_flight)
 
     def setup_environment(self) -> None:
@@ -185,6 +186,7 @@ class SetupHooks(CheckpointHooks):
 
     def _cut(self, trainer: Trainer) -> None:
         """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
+        refuse_uninitialised(self.module)
         memory = same_memory(self.module)
         stages = self._plan_stages(trainer)
         self._gathers = is_whole(self.module) if self.options.gather_module is None else self.options.gather_module

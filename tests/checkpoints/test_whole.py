@@ -202,7 +202,24 @@ def _gather(rank: int, prefixed: bool) -> dict[str, Any]:
     own.seen["batches"] += 1 + stage
     own.seen["names"].append(f"stage {stage}")
     state = whole.gather_module_state(half, ownership, groups)
-    return state if rank == 0 else {}
+    optimizer = torch.optim.SGD(half.parameters(), 0.1)
+    parts = whole.OptimizerParts(optimizer, half, ownership, stage)
+    for place, parameter in parts.places.items():
+        optimizer.state[parameter] = _kept(place, torch.zeros_like(parameter))
+    gathered = parts.gather(optimizer, groups)
+    return {**state, "optimizer": gathered} if rank == 0 else {}
+
+
+def _kept(place: int, like: Tensor) -> dict[Any, Any]:
+    """What optimizers keep for a parameter: also in lists, tuples and dicts, by numbers, and empty."""
+    return {
+        "step": torch.tensor(float(place)),
+        "mean": like + place,
+        "factors": [like + place, like[:1]],
+        "shape": (2, "float32"),
+        3: {0: like, "clipped": None},
+        "index": torch.arange(place, dtype=torch.int16),
+    }
 
 
 @pytest.mark.distributed
@@ -215,5 +232,11 @@ def test_everything_comes_from_where_it_changes(prefixed: bool) -> None:
     for name, value in expected.state_dict().items():
         if isinstance(value, Tensor):
             assert torch.equal(state[prefix + name], value)
+    optimizer = torch.optim.SGD(expected.parameters(), 0.1)
+    for place, parameter in enumerate(expected.parameters()):
+        optimizer.state[parameter] = _kept(place, torch.zeros_like(parameter))
+    found, saved = state["optimizer"], optimizer.state_dict()
+    assert found["param_groups"] == saved["param_groups"]
+    assert str(found["state"]) == str(saved["state"])
     extra = [state[f"{prefix}{stage}._extra_state"] for stage in range(2)]
     assert [(int(each["batches"]), each["names"]) for each in extra] == [(1, ["stage 0"]), (2, ["stage 1"])]

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.cut_step import CutModel
@@ -85,6 +86,30 @@ def test_blocks_that_do_not_run_in_order_are_an_error() -> None:
         in_two(model, ["b", "a", "c"], 2, lambda: model.c(model.b(model.a(x))))
     with pytest.raises(ConfigurationError, match="'b' ran after block 'c'"):
         in_two(model, ["a", "b", "c"], 2, lambda: model.b(model.c(model.a(x))))
+
+
+def test_one_stage_runs_blocks_in_any_order_and_several_times() -> None:
+    """Each time with other draws, which a checkpoint draws again."""
+    model, x = nn.ModuleDict({"b": nn.Dropout(0.5), "a": nn.Linear(9, 9)}), torch.randn(4, 9)
+    cut_model = CutModel(model, ["b", "a"], [range(2)], CPU)
+
+    def once(value: Tensor) -> Tensor:
+        return model["b"](model["a"](value))
+
+    def step(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        model.zero_grad()
+        cut_model.streams.begin(1)
+        outputs = call(x), call(x)
+        torch.stack(outputs).square().sum().backward()
+        return *outputs, model["a"].weight.grad
+
+    def run(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        return cut_model.run(range(2), lambda: step(call), None, None)
+
+    one, other, gradient = run(once)
+    assert not torch.equal(one, other)
+    assert torch.equal(run(lambda value: checkpoint(once, value, use_reentrant=False))[2], gradient)
+    cut_model.restore()
 
 
 def test_a_block_of_another_worker_is_not_called_outside_of_a_step() -> None:

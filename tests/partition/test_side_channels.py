@@ -400,12 +400,20 @@ class Twice(nn.Module):
         return x
 
 
+class TwiceAndHead(Twice):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.layers[0], *self.layers):
+            x = layer(x)
+        return x
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (KeepsElsewhere, r"'model\.layers\.0' makes a value \(aten\.addmm.*does not hand it on.* result of the step"),
         (SetLate, r"keeps a value from one batch to the next. It is set .* needs it \(aten\.add"),
         (Twice, r"'model\.layers\.0', 'model\.layers\.1'\] run more than once"),
+        (TwiceAndHead, r"\['model\.layers\.0'\] run more than once"),
     ],
 )
 def test_what_cannot_travel_is_refused_before_training(make: type[nn.Module], message: str) -> None:
