@@ -136,7 +136,7 @@ def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(tmp_path: Path
 @supported("Failures", "an exception on any rank", "ends all ranks; the first one's reason is printed")
 @pytest.mark.distributed
 @pytest.mark.parametrize("rank", range(4))
-def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
     with script(tmp_path, endings.main, "fork", f"raise:{rank}") as run:
         assert run.wait(30) == 1
         assert run.left() == []
