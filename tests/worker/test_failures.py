@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdpipe import AllReduce, SDPipeStrategy
+from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from tests.features.running import as_torchrun
 from tests.features.table import refused, supported
 from tests.own_session import Script, script
@@ -133,6 +133,18 @@ def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(tmp_path: Path
         assert re.search(message, survivor.printed()), survivor.printed()
 
 
+WHAT_RUNS = [
+    "pipelines × stages = 2 × 2",
+    "stage 0: net.0 … net.1 (2), 20 parameters, on rank 1 (cpu), rank 3 (cpu)",
+    "stage 1: net.2, 5 parameters, on rank 0 (cpu), rank 2 (cpu)",
+    "schedule: 1f1b, 2 micro-batches of a mini-batch",
+    f"method: {SemiDecentralized()!r}",
+    "exchange: in full precision",
+    "data: dealt by speed if the loader allows it",
+]
+"""Said once, when training begins."""
+
+
 @supported("Failures", "an exception on any rank", "ends all ranks; the first one's reason is printed")
 @pytest.mark.distributed
 @pytest.mark.parametrize("rank", range(4))
@@ -141,7 +153,10 @@ def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
         assert run.wait(30) == 1
         assert run.left() == []
         assert first_failure(run) == (rank, "ZeroDivisionError: the user's own mistake")
-        assert "ZeroDivisionError: the user's own mistake" in run.printed()
+        printed = run.printed()
+    assert "ZeroDivisionError: the user's own mistake" in printed
+    (said,) = re.findall(r"SDPipe: (.*?)\n  scheduler: tcp://127.0.0.1:\d+, started by rank 0", printed, re.DOTALL)
+    assert said.split("\n  ") == WHAT_RUNS
 
 
 @supported("Failures", "`SIGKILL` of any rank", "ends all ranks; where it was rank 0, after some seconds")
