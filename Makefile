@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test quick gpu lint clean
+.PHONY: help demo test quick docs gpu lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -10,11 +10,14 @@ help:  ## list the targets
 demo: .venv/ready  ## train on handwritten digits, SDPipe against all-reduce: workers that stall, and a slower device
 	$(BIN)/python -m recipes.demo
 
-test: lint  ## ruff, mypy and pytest
+test: lint docs  ## ruff, mypy, the documents and pytest
 	$(BIN)/python -m pytest
 
 quick: .venv/ready  ## the tests that start no other processes, in a minute
 	$(BIN)/python -m pytest -m "not distributed" --hypothesis-profile=quick --dist=worksteal
+
+docs: .venv/ready  ## the site in docs/_build, every warning an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
 
 gpu: .venv/ready  ## trials on a CUDA device, in minutes; prints a table and writes gpu-report.md
 	PYTORCH_NVML_BASED_CUDA_CHECK=1 $(BIN)/python -m pytest -n 0 -s -m gpu tests/test_gpu.py
@@ -25,7 +28,7 @@ lint: .venv/ready  ## ruff and mypy
 	$(BIN)/mypy
 
 clean:  ## remove the environment and what runs have left
-	rm -rf .venv outputs multirun lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv outputs multirun lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

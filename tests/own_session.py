@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -84,4 +85,8 @@ def _lead(output: Path, main: Callable[..., Any], arguments: tuple[Any, ...]) ->
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+        for handler in getattr(logger, "handlers", ()):
+            if type(handler) is logging.StreamHandler:  # made when this was another process
+                handler.setStream(sys.stderr)
     main(*arguments)

@@ -59,7 +59,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (675, 8),
     "data": (467, 6),
     "dealing": (435, 5),
-    "exchange": (2174, 32),
+    "exchange": (2175, 32),
     "heterogeneity": (443, 8),
     "loop": (2275, 26),
     "membership": (1027, 9),

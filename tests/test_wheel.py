@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_module
 from tests.conftest import LEAN
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = {"trainer", "strategy", "schedule", "partition", "placement", "sync", "heterogeneity"}
+INSTALLED = {"trainer", "strategy", "schedule", "partition", "placement", "sync", "exchange", "heterogeneity"}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def test_the_wheel_has_the_groups_that_need_no_recipe(site: Path) -> None:
         assert {path.name for path in (conf / group).iterdir()} == options
         assert "recipes." not in "".join(path.read_text() for path in (conf / group).iterdir())
     assert not (site / "recipes").exists()
+    assert (site / "lightning_sdpipe/py.typed").exists()
 
 
 def test_a_checkout_has_them_in_the_same_place() -> None:

@@ -147,7 +147,7 @@ class SetupHooks(CheckpointHooks):
         lines += [
             f"schedule: {options.schedule}, {options.num_micro_batches} micro-batches of a mini-batch",
             f"method: {options.sync!r}",
-            f"exchange: {'in full precision' if options.exchange == Exchange() else options.exchange!r}",
+            f"exchange: {'in full precision' if options.exchange == Exchange() else repr(options.exchange)}",
             f"data: {data}",
             f"scheduler: {self._where_to_look()}",
         ]
