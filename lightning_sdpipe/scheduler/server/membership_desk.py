@@ -97,8 +97,6 @@ class MembershipDesk:
         limit: float,
     ) -> None:
         self.membership = membership
-        self.lifeline_port = 0
-        """0 until somebody listens for lifelines."""
         self.on_decided: Callable[[float, w.MemberEvent, list[w.MemberDecision]], None] = lambda *_: None
         self._groups, self._leases, self._outbox = groups, leases, outbox
         self._process_groups, self._presence = process_groups, presence
@@ -169,16 +167,9 @@ class MembershipDesk:
         else:
             self._from_a_stranger(peer, request, now)
 
-    def knows_line(self, nonce: bytes) -> bool:
-        """Was ``nonce`` given to a process that is there? May be asked by another thread."""
-        return self._presence.knows_line(nonce)
-
-    def line_ended(self, nonce: bytes, now: float) -> bool:
-        """The connection of the process that was given ``nonce`` is closed. False if there is no such process."""
-        of = self._presence.of_line(nonce)
-        if of is not None:
-            self._decide(w.Died(*of, "ended (its connection closed)"), now)
-        return of is not None
+    def process_ended(self, worker: Worker, incarnation: int, now: float) -> None:
+        """The connection of that process is closed."""
+        self._decide(w.Died(worker, incarnation, "ended (its connection closed)"), now)
 
     def deliver(self, now: float) -> None:
         """Send the groups and meetings that can go out now."""
@@ -261,8 +252,9 @@ class MembershipDesk:
         if core.is_here(worker, incarnation):
             self._presence.comes(worker, incarnation, now)
             if not was_here:
-                nonce = self._presence.new_line(worker, incarnation)
-                self._outbox.say(peer, e.Line(self.lifeline_port, nonce, self._beat, self._limit))
+                lines = self._presence.lines
+                nonce = lines.give(worker, incarnation, elastic=True)
+                self._outbox.say(peer, e.Line(lines.port, nonce, self._beat, self._limit))
         if isinstance(request, e.Enrol) and not core.roster.is_member(worker.pipeline, incarnation):
             self._outbox.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
 

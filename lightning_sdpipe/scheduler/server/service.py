@@ -33,6 +33,7 @@ from lightning_sdpipe.scheduler.log.status import Overview, Status, graph_of
 from lightning_sdpipe.scheduler.server.contradictions import Extent, contradiction
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
 from lightning_sdpipe.scheduler.server.lease_desk import LeaseDesk
+from lightning_sdpipe.scheduler.server.lifelines import Lines
 from lightning_sdpipe.scheduler.server.liveness import Liveness
 from lightning_sdpipe.scheduler.server.membership_desk import MembershipDesk
 from lightning_sdpipe.scheduler.server.outbox import Addressed, Outbox
@@ -89,12 +90,16 @@ class SchedulerService:
         self._started = now
         self._roll_call = RollCall(worker_timeout, now)
         self._outbox = Outbox()
+        self.lines = Lines()
+        """By which it is known at once that a process has ended."""
         recovery = Recovery(num_stages * num_pipelines, recovery_grace)
         process_groups = None
         if elastic is not None:
-            membership, presence = Membership(num_stages, elastic, now), Liveness(worker_timeout)
+            membership, presence = Membership(num_stages, elastic, now), Liveness(worker_timeout, self.lines)
             process_groups = ProcessGroupRegistry(membership, presence)
-        self.groups = GroupDesk(self._driver, recovery, self._extent, self.overview, self._outbox, process_groups)
+        self.groups = GroupDesk(
+            self._driver, recovery, self._extent, self.overview, self._outbox, self.lines, process_groups
+        )
         self.leases = LeaseDesk(self._driver, self.groups, self._outbox)
         self.elastic: MembershipDesk | None = None
         if process_groups is not None:
@@ -155,9 +160,16 @@ class SchedulerService:
         return self._outbox.sent()
 
     def line_ended(self, nonce: bytes, now: float) -> list[Addressed]:
-        """The connection of the process of an elastic run that was given ``nonce`` is closed."""
+        """The connection of the process that was given ``nonce`` is closed."""
+        of = self.lines.take(nonce)
+        if of is None:
+            return []
+        worker, number, elastic = of
         try:
-            if self.elastic is not None and self.elastic.line_ended(nonce, now):
+            if not elastic:
+                self.groups.process_ended(worker, number)
+            elif self.elastic is not None:
+                self.elastic.process_ended(worker, number, now)
                 self._dispatch_due(self.elastic, now)
         except Exception as error:
             self._give_up(error)
