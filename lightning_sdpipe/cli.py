@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         "--lifeline-port",
         type=int,
         default=0,
-        help="to which the processes of an elastic run connect, besides the scheduler's own (default: any)",
+        help="to which the processes of a run connect, besides the scheduler's own (default: any)",
     )
     scheduler.add_argument("--log", type=Path, help="file that gets every event and decision, as lines of JSON")
     scheduler.add_argument(

@@ -69,7 +69,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "placement": (2722, 24),
     "policies": (2384, 25),
     "recipes": (7104, 99),
-    "scheduler": (4990, 40),
+    "scheduler": (5045, 40),
     "simulate": (612, 6),
     "strategy": (818, 6),
     "supervision": (1326, 14),

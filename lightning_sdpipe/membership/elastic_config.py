@@ -1,8 +1,6 @@
-"""What an elastic run needs, and what all jobs of one must have in common."""
+"""What an elastic run needs."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import msgspec
 
@@ -23,6 +21,8 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """If nobody is left, pipelines start again from the newest checkpoint; else the run is over then."""
     apart: float = 60.0
     """For how long a pipeline that others cannot reach is not let in again, at first."""
+    fixed: bool = False
+    """Pipelines neither come late nor go: ``min_pipelines`` begin together, and one that ends ends the run."""
 
     def __post_init__(self) -> None:
         check_integer("min_pipelines", self.min_pipelines, 1, "pipelines")
@@ -32,18 +32,15 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not value >= 0:
                 raise refusal(name, value, "seconds from 0")
 
+        if self.fixed and self.to_start != self.min_pipelines:
+            raise refusal("start_pipelines", self.start_pipelines, f"{self.min_pipelines}, all of a fixed roster")
+
+    @classmethod
+    def of_fixed(cls, num_pipelines: int) -> ElasticConfig:
+        """Of a run whose pipelines are known."""
+        return cls(num_pipelines, settle=0.0, fixed=True)
+
     @property
     def to_start(self) -> int:
         """How many begin together."""
         return self.start_pipelines or self.min_pipelines
-
-
-def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    """In what a job differs from those of the run, for people; empty if in nothing."""
-    names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-    if not names:
-        return ""
-    said = "; ".join(
-        f"{name}: found {found.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}" for name in names
-    )
-    return f"this job differs from those that train ({said}); start it as they were started, or with a new scheduler"

@@ -113,7 +113,13 @@ class Meets(_FromWorker, frozen=True, tag="meets"):
 
 
 class Died(_FromWorker, frozen=True, tag="died"):
-    """The process has ended, or has been silent for too long."""
+    """The process has ended."""
+
+    reason: str
+
+
+class FellSilent(_FromWorker, frozen=True, tag="fell_silent"):
+    """Nothing has come of the process for too long."""
 
     reason: str
 
@@ -161,22 +167,11 @@ class Passed(msgspec.Struct, frozen=True, gc=False, tag="passed"):
     """Time passed; due when :meth:`Membership.deadline` says so."""
 
 
-MemberEvent: TypeAlias = (
-    Enrolled
-    | Resumed
-    | Snapshot
-    | Received
-    | Missed
-    | Meets
-    | Died
-    | Failed
-    | Departed
-    | Heard
-    | Unreachable
-    | Misses
-    | Published
-    | Passed
+FromProcess: TypeAlias = (
+    Snapshot | Received | Missed | Meets | Died | FellSilent | Failed | Departed | Misses | Published
 )
+"""Of a process that has enrolled."""
+MemberEvent: TypeAlias = FromProcess | Enrolled | Resumed | Heard | Unreachable | Passed
 
 
 # ------------------------------------------------------------------------------------------------ what is decided
@@ -263,19 +258,45 @@ class Ended(msgspec.Struct, frozen=True, gc=False, tag="ended"):
     reason: str
 
 
+class WentMissing(msgspec.Struct, frozen=True, gc=False, tag="went_missing"):
+    """The process of a fixed roster is lost; the others go on without it until it is heard of."""
+
+    worker: Worker
+    reason: str
+
+
+class CameBack(msgspec.Struct, frozen=True, gc=False, tag="came_back"):
+    """The process that was lost is there again."""
+
+    worker: Worker
+
+
 class Held(msgspec.Struct, frozen=True, gc=False, tag="held"):
     """Nobody trains until there are enough pipelines again; an empty ``reason``: there are."""
 
     reason: str
 
 
-class RunOver(msgspec.Struct, frozen=True, gc=False, tag="run_over"):
-    """The run has ``failed``, or else all have finished."""
+class RunOver(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag="run_over"):
+    """The run has ``failed``, through ``worker`` if that is one's, or else all have finished."""
 
     reason: str
     failed: bool
+    worker: Worker | None = None
 
 
 MemberDecision: TypeAlias = (
-    Started | Receive | Donate | Abandoned | Met | Gone | Denied | Ended | Held | RunOver | Epoch
+    Started
+    | Receive
+    | Donate
+    | Abandoned
+    | Met
+    | Gone
+    | Denied
+    | Ended
+    | WentMissing
+    | CameBack
+    | Held
+    | RunOver
+    | Epoch
 )

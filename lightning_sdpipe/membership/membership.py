@@ -1,7 +1,7 @@
 """Who is in an elastic run: events and the time go in, decisions come out.
 
 Each pipeline is a small job of its own. It comes (its stages *enrol*), becomes a member, and goes: it dies, falls
-silent, fails, or departs. The rules:
+silent, fails, or departs. Its states, and those of its processes, are the tables of ``pipelines.py``. The rules:
 
 1. *Together or not at all.* A pipeline is a member when all its stages are there, of one incarnation, and it is gone
    when one of them is. An incarnation that was once gone never comes back (a tombstone): whoever of it wakes must end.
@@ -26,6 +26,8 @@ silent, fails, or departs. The rules:
 9. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
    of the newest epoch that anybody heard of. Who is not in that one has been replaced, and must end. Nobody starts anew
    within its first ``settle`` seconds, in which members make themselves heard.
+10. *A fixed roster* (``fixed``) is one start of so many pipelines, and a process that has ended ends the run, by name.
+   One that is silent is lost, and comes back when it is heard of. When all have finished the next run may begin.
 
 Promises, which the tests hold against all histories: epochs' numbers grow; no incarnation is a member twice, or after
 it was gone; the leader is a member and the oldest; nobody starts fresh while there is a member; a meeting is decided
@@ -35,46 +37,21 @@ once, and by everybody awaited.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Mapping
+from typing import assert_never
 
 import msgspec
 
-from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.barriers import DecidedBarriers
-from lightning_sdpipe.membership.elastic_config import ElasticConfig, differences
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
+from lightning_sdpipe.membership.ending import Ending
+from lightning_sdpipe.membership.entry import EntryRules
 from lightning_sdpipe.membership.members import Epoch, Member, MemberDecision, MemberEvent
+from lightning_sdpipe.membership.pipelines import Roster
 from lightning_sdpipe.membership.recovery import MemberRecovery
 from lightning_sdpipe.membership.state_transfers import StateTransfers
 from lightning_sdpipe.membership.unreachable import Reach
 from lightning_sdpipe.policies.events import Worker
-
-MOST_PIPELINES = 1024
-"""A number from there on is a mistake."""
-TOMBSTONES = 4096
-"""That are remembered."""
-REPEATED = 2
-"""Pipelines that fail with one exception before it is taken for a bug of the script."""
-NO_BUG = f"{SchedulerError.__name__}: "
-"""With what the reason of a failure begins that is not the script's."""
-_NUMBER = re.compile(r"\d+")
-
-
-class _Pipeline:
-    """One start of a pipeline's job."""
-
-    __slots__ = ("arrived", "finished", "fresh", "incarnation", "member", "since", "stages")
-
-    def __init__(self, incarnation: int) -> None:
-        self.incarnation = incarnation
-        self.stages: set[int] = set()
-        self.arrived: float | None = None
-        """When it was complete."""
-        self.member = self.fresh = False
-        self.since = 0
-        """The number of the first epoch of which it was a member, at most."""
-        self.finished: set[int] = set()
 
 
 class Membership:
@@ -83,27 +60,17 @@ class Membership:
     def __init__(self, num_stages: int, terms: ElasticConfig, now: float = 0.0) -> None:
         self.terms = terms
         self.epoch = Epoch(0, (), "nobody has come yet")
-        self.holds = ""
-        """Why nobody may train now, if so."""
-        self.over: w.RunOver | None = None
-        self._num_stages = num_stages
-        self._settled = now + terms.settle
-        self._pipelines: dict[int, _Pipeline] = {}
-        self._rivals: dict[int, dict[Worker, w.Enrolled]] = {}
-        self._tombs: dict[Member, str] = {}
+        self.roster = Roster(num_stages)
+        self.ending = Ending(terms)
         self.ever: set[int] = set()
         """Pipelines that were members at any time."""
-        self._expected: dict[str, str] | None = None
-        self._held_since = math.inf
-        self._failures: dict[int, str] = {}
-        """Of each pipeline the last, without its numbers (a wrong index, a rank), until it meets others again."""
-        self._returning: MemberRecovery | None = None
         self.donations = StateTransfers(num_stages)
         self.meetings = DecidedBarriers(num_stages)
+        self._num_stages = num_stages
+        self._settled = now + terms.settle
+        self._entry = EntryRules(num_stages, terms)
+        self._returning: MemberRecovery | None = None
         self._reach = Reach(terms.apart)
-        self._newest: w.Published | None = None
-        self.resumed: w.Published | None = None
-        """The checkpoint from which a new start was made."""
 
     # ------------------------------------------------------------------- looks
 
@@ -117,73 +84,35 @@ class Membership:
         """Oldest first."""
         return [member.pipeline for member in self.epoch.members]
 
-    def is_member(self, pipeline: int, incarnation: int) -> bool:
-        """Is that start of ``pipeline`` in the run?"""
-        here = self._pipelines.get(pipeline)
-        return here is not None and here.member and here.incarnation == incarnation
-
-    def was_member(self, pipeline: int, epoch: int) -> bool:
-        """Was that start of ``pipeline`` which is a member now one in the epoch of that number, too?"""
-        here = self._pipelines.get(pipeline)
-        return here is not None and here.member and here.since <= epoch
-
     def is_here(self, worker: Worker, incarnation: int) -> bool:
         """Has that process enrolled, in a start of its pipeline that is not gone?"""
         if self._returning is not None:
             return self._returning.is_there(Member(worker.pipeline, incarnation), worker.stage)
-        here = self._pipelines.get(worker.pipeline)
-        return here is not None and here.incarnation == incarnation and worker.stage in here.stages
-
-    def tombstone(self, pipeline: int, incarnation: int) -> str | None:
-        """Why that start of ``pipeline`` must not come back, if so."""
-        return self._tombs.get(Member(pipeline, incarnation))
-
-    def buried(self, most: int) -> list[Member]:
-        """The last ``most`` starts that must not come back."""
-        return [*self._tombs][-most:]
-
-    @property
-    def claimed(self) -> Collection[int]:
-        """Pipelines that are there, and of which another start has come."""
-        return self._rivals.keys()
+        return self.roster.has(worker, incarnation)
 
     def doubts(self, worker: Worker, incarnation: int) -> bool:
-        """Would it help to hear that this process lives? Another job claims its number."""
-        return worker.pipeline in self._rivals and self.is_here(worker, incarnation)
+        """Would it help to hear that this process lives? Another job claims its number, or it is lost."""
+        claimed = worker.pipeline in self.roster.claimed
+        return self.is_here(worker, incarnation) and (claimed or self._is_lost(worker))
 
     def awaited(self, stage: int) -> list[int]:
         """Whom a meeting of ``stage`` waits for."""
         return sorted(
             i
-            for i, here in self._pipelines.items()
-            if (here.member or self.donations.taken_in(i, stage)) and not here.finished
+            for i, here in self.roster.here.items()
+            if (here.member or self.donations.taken_in(i, stage)) and not here.finishes and not here.is_lost(stage)
         )
 
     def states(self) -> dict[int, str]:
-        """Of each pipeline that is there, in a word or two, for people."""
-        said = {}
-        for i, here in sorted(self._pipelines.items()):
-            donation = self.donations.of(i)
-            if here.finished:
-                said[i] = "finished"
-            elif here.member:
-                said[i] = "leader" if self.members[:1] == [i] else "member"
-            elif donation is not None:
-                said[i] = f"receives from {donation.donor}"
-            else:
-                absent = sorted(set(range(self._num_stages)) - here.stages)
-                out = self._reach.out_until(i) > -math.inf and bool(self.epoch.members)
-                waits = "waits, since others could not reach it" if out else "waits"
-                said[i] = f"waits for its stages {absent}" if absent else waits
-        return said
+        """Of each pipeline that is there, for people."""
+        out = [i for i in self.roster.here if self._reach.out_until(i) > -math.inf]
+        return self.roster.states(self.donations, self.members, out)
 
     def missing(self) -> str:
         """What the start, or everybody, waits for, for people."""
-        if self.holds:
-            return self.holds
-        needed = self.terms.to_start
         there = ", ".join(f"pipeline {i} {state}" for i, state in self.states().items()) or "nobody is there"
-        return f"training starts when {needed} pipelines are there; {there}"
+        start = f"training starts when {self.terms.to_start} pipelines are there; {there}"
+        return self.ending.holds or start
 
     def waits_for(self, worker: Worker, incarnation: int) -> str:
         """What that process, which is no member yet, waits for, for people."""
@@ -199,12 +128,12 @@ class Membership:
         """When a :class:`Passed` is due."""
         if self._returning is not None:
             return self._returning.until
-        if self.over is not None:
+        if self.ending.over is not None:
             return math.inf
-        due = self._held_since + self.terms.hold_limit if self.holds else math.inf
-        complete = self._complete()
+        due = self.ending.hold_ends
+        complete = self.roster.complete()
         if complete and not self.epoch.members:
-            first = min(here.arrived or 0.0 for here in complete.values())
+            first = min(here.arrived for here in complete.values())
             enough = len(complete) >= self.terms.min_pipelines
             due = min(due, max(self._settled, first + (self.terms.gather if enough else self.terms.hold_limit)))
             if len(complete) >= self.terms.to_start:
@@ -219,7 +148,10 @@ class Membership:
     def on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
         """``event`` happened at ``now``; what follows. No event is refused by an exception."""
         decisions = self._on(event, now)
-        return decisions if self.recovering else [*decisions, *self._check_lost(), *self._check_enough(now)]
+        if self.recovering:
+            return decisions
+        decisions += self.ending.are_lost(self.epoch)
+        return decisions + self.ending.are_enough(self.members, len(self.roster.complete()), now)
 
     def _on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
         if isinstance(event, w.Resumed):
@@ -227,121 +159,126 @@ class Membership:
         if isinstance(event, w.Passed):
             return self._time_passed(now)
         if isinstance(event, w.Published) and not self.epoch.number:  # what an earlier scheduler has kept
-            self._newest = event
+            self.ending.newest = event
             return []
         if self._returning is not None:
             return self._heard_while_recovering(event, self._returning)
-        match event:
-            case w.Enrolled():
-                return self._enrolled(event, now)
-            case w.Unreachable():
-                return self._unreachable(event, now)
-            case w.Heard(worker, incarnation):
-                return self._heard(worker, incarnation)
-        worker, incarnation = event.worker, event.incarnation
-        if not self.is_here(worker, incarnation):
+        if isinstance(event, w.Enrolled):
+            return self._enrolled(event, now)
+        if isinstance(event, w.Unreachable):
+            return self._unreachable(event, now)
+        if isinstance(event, w.Heard):
+            return self._heard(event.worker, event.incarnation)
+        if not self.is_here(event.worker, event.incarnation):
             return self._from_a_stranger(event)
+        return self._from_a_process(event, now)
+
+    def _from_a_process(self, event: w.FromProcess, now: float) -> list[MemberDecision]:
+        worker = event.worker
+        here = self.roster.here[worker.pipeline]
+        done = here.processes[worker.stage] == "done"
         match event:
             case w.Snapshot(_, _, transfer, update, state):
                 told = self.donations.hear(worker.stage, worker.pipeline, transfer, update, state)
                 return told + self._meet()
             case w.Received(_, _, transfer):
-                return self._received(worker, transfer, now)
+                return self._received(worker, transfer)
             case w.Missed(_, _, transfer):
-                if self.donations.failed(worker.pipeline, transfer):
-                    self._reach.got_none(worker.pipeline, now)
-                    return self.donations.end(worker.pipeline) + self._admit(now)
-                return self._repeat(worker.pipeline)
+                if not self.donations.failed(worker.pipeline, transfer):
+                    return self._repeat(worker.pipeline)
+                self._reach.got_none(worker.pipeline, now)
+                here.move("loses it")
+                return self.donations.end(worker.pipeline) + self._admit(now)
             case w.Meets(_, _, key, value):
                 met = self.meetings.comes(worker.stage, worker.pipeline, key, value)
                 return self._meet() if met is None else [met]
-            case w.Died() if worker.stage in self._pipelines[worker.pipeline].finished:
+            case w.Died() | w.FellSilent() if done:
                 return []  # as it said
-            case w.Died(_, _, reason):
-                return self._goes(worker.pipeline, f"stage {worker.stage} {reason}", now)
+            case w.FellSilent(_, _, reason) if self.terms.fixed:
+                return self._fell_silent(worker, reason)
+            case w.Died(_, _, reason) | w.FellSilent(_, _, reason):
+                return self._goes(worker.pipeline, f"stage {worker.stage} {reason}", now, worker)
             case w.Failed(_, _, reason):
-                return self._failed(worker, reason, now)
+                joins = not here.member and bool(self.members)  # those that train would not follow it
+                decisions = self._goes(worker.pipeline, f"stage {worker.stage} failed: {reason}", now, worker)
+                return decisions if joins else decisions + self.ending.fails(worker.pipeline, reason)
             case w.Departed(_, _, finished):
                 return self._departed(worker, finished, now)
             case w.Published():
-                self._newest = event
+                self.ending.newest = event
                 return []
             case w.Misses(_, _, epoch, pipelines):
                 if epoch == self.epoch.number:
                     self._reach.misses(worker.pipeline, {*pipelines} & {*self.members} - {worker.pipeline})
                 return []
+            case _:
+                assert_never(event)
 
     # -------------------------------------------------------------- coming
 
     def _enrolled(self, event: w.Enrolled, now: float) -> list[MemberDecision]:
-        worker, incarnation = event.worker, event.incarnation
-        reason = self.tombstone(worker.pipeline, incarnation)
+        worker, incarnation, roster = event.worker, event.incarnation, self.roster
+        reason = roster.tombstone(worker.pipeline, incarnation)
         if reason is not None:
             return [w.Ended(worker, incarnation, reason)]
-        refused = self._refusal(event)
-        if refused:
+        if not roster.has(worker, incarnation):
+            self._make_room()
+        if refused := self._refusal(event):
             return [w.Denied(worker, incarnation, refused)]
-        here = self._pipelines.get(worker.pipeline)
-        if here is not None and here.incarnation != incarnation:
-            self._rivals.setdefault(worker.pipeline, {})[worker] = event
+        if roster.claims(event):
             return []
-        if here is None:
-            here = self._pipelines[worker.pipeline] = _Pipeline(incarnation)
-        if worker.stage in here.stages:
-            return self._repeat(worker.pipeline)
-        if self._expected is None:
-            self._expected = dict(event.fingerprint)
-        here.stages.add(worker.stage)
-        if len(here.stages) == self._num_stages:
-            here.arrived = now
+        if roster.has(worker, incarnation):
+            return self._heard(worker, incarnation) + self._repeat(worker.pipeline)
+        self._entry.binds(event)
+        roster.enrols(worker, incarnation, now)
         return self._admit(now)
 
-    def _refusal(self, event: w.Enrolled | w.Resumed) -> str:
-        worker, found = event.worker, event.fingerprint
-        if not 0 <= worker.stage < self._num_stages:
-            return (
-                f"worker {worker} does not exist: this scheduler serves pipelines of {self._num_stages} stages, 0 to "
-                f"{self._num_stages - 1}; start the job with as many processes, or the scheduler with another "
-                "--num-stages"
-            )
-        if not 0 <= worker.pipeline < MOST_PIPELINES:
-            return f"pipeline {worker.pipeline} is not allowed; give SDPIPE_PIPELINE from 0 to {MOST_PIPELINES - 1}"
-        if self.over is not None:
-            return f"the run is over: {self.over.reason}; start a new scheduler for the next one"
-        others = any(i != worker.pipeline or here.stages - {worker.stage} for i, here in self._pipelines.items())
-        if not others and self.epoch.number == 0 and self._returning is None:
-            self._expected = None  # who was refused, or died before the start, binds nobody
-        return differences(found, self._expected) if self._expected is not None else ""
+    def _make_room(self) -> None:
+        """A fixed roster that has finished makes room for the next one."""
+        over = self.ending.over
+        if self.terms.fixed and over is not None and not over.failed:
+            for pipeline in [*self.roster.here]:
+                self.roster.goes(pipeline, "its run is over, and another has begun")
+                self.meetings.goes(pipeline)
+            self.epoch = msgspec.structs.replace(self.epoch, members=())
+            self._entry.expected = None
+            self.ending.begin_anew()
 
-    def _complete(self) -> Mapping[int, _Pipeline]:
-        """Those that could start."""
-        return {i: here for i, here in self._pipelines.items() if here.arrived is not None and not here.member}
+    def _refusal(self, event: w.Enrolled | w.Resumed) -> str:
+        if self.epoch.number == 0 and self._returning is None:
+            self._entry.forget_alone(event.worker, self.roster)
+        return self._entry.refusal(event, self.ending.over)
 
     def _admit(self, now: float) -> list[MemberDecision]:
         """Those that are complete start, or are found a donor."""
-        complete = self._complete()
+        complete, here = self.roster.complete(), self.roster.here
         if self.epoch.members:
             waiting = [i for i in complete if self.donations.of(i) is None and self._reach.out_until(i) <= now]
-            givers = [i for i in self.members if not self._pipelines[i].finished]
-            return [d for i in waiting for d in self.donations.choose(i, givers)] if givers else []
-        if not complete or now < self._settled or self.over is not None:
+            givers = [i for i in self.members if i in here and not here[i].finishes]
+            if not givers:
+                return []
+            for i in waiting:
+                here[i].move("finds a donor")
+            return [d for i in waiting for d in self.donations.choose(i, givers)]
+        if not complete or now < self._settled or self.ending.over is not None:
             return []
         enough = len(complete) >= self.terms.min_pipelines
         all_there = enough and len(complete) >= self.terms.to_start
-        gathered = enough and now >= min(here.arrived or 0.0 for here in complete.values()) + self.terms.gather
-        if not (all_there or gathered) or (self.epoch.number and not self._may_resume):
+        gathered = enough and now >= min(start.arrived for start in complete.values()) + self.terms.gather
+        again = self.epoch.number and not self.terms.fixed
+        if not (all_there or gathered) or (again and not self.ending.may_resume):
             return []
         self.meetings.begin_anew()
-        self.resumed = self._newest = self._newest if self._may_resume else None
-        checkpoint = "" if self.resumed is None else self.resumed.path
-        for i in complete:
-            self._pipelines[i].member = self._pipelines[i].fresh = True
-        again = f"again from {checkpoint}, since nobody was left" if checkpoint else "together"
-        decisions = self._new_epoch(f"pipelines {', '.join(map(str, sorted(complete)))} start {again}", complete)
-        decisions += [w.Started(i, self.epoch, True, checkpoint) for i in sorted(complete)]
-        return decisions
+        checkpoint = self.ending.resume()
+        for start in complete.values():
+            start.move("begins")
+            start.fresh = True
+        come, names = tuple(sorted(complete)), ", ".join(map(str, sorted(complete)))
+        why = f"again from {checkpoint}, since nobody was left" if checkpoint else "together"
+        decisions = self._new_epoch(f"pipelines {names} start {why}", come)
+        return decisions + [w.Started(i, self.epoch, True, checkpoint) for i in come]
 
-    def _received(self, worker: Worker, transfer: str, now: float) -> list[MemberDecision]:
+    def _received(self, worker: Worker, transfer: str) -> list[MemberDecision]:
         pipeline = worker.pipeline
         if not self.donations.has_received(pipeline, worker.stage, transfer):
             donation = self.donations.of(pipeline)
@@ -350,17 +287,15 @@ class Membership:
             return self._repeat(pipeline)
         self.donations.end(pipeline)
         self._reach.has_come(pipeline)
-        here = self._pipelines[pipeline]
-        here.member = True
-        decisions = self._new_epoch(f"pipeline {pipeline} has come", {pipeline: here})
+        self.roster.here[pipeline].move("has it")
+        decisions = self._new_epoch(f"pipeline {pipeline} has come", (pipeline,))
         return [*decisions, w.Started(pipeline, self.epoch, fresh=False), *self._meet()]
 
     def _repeat(self, pipeline: int) -> list[MemberDecision]:
         """What ``pipeline`` was told, for one of its workers asks again."""
-        if self._pipelines[pipeline].member:
-            fresh = self._pipelines[pipeline].fresh
-            checkpoint = self.resumed.path if fresh and self.resumed is not None else ""
-            return [w.Started(pipeline, self.epoch, fresh, checkpoint)]
+        here, resumed = self.roster.here[pipeline], self.ending.resumed
+        if here.member:
+            return [w.Started(pipeline, self.epoch, here.fresh, resumed.path if here.fresh and resumed else "")]
         if self.donations.snapshot_taken(pipeline):
             donation = self.donations.of(pipeline)
             assert donation is not None
@@ -369,25 +304,30 @@ class Membership:
 
     # --------------------------------------------------------------- going
 
-    def _goes(self, pipeline: int, reason: str, now: float, left: bool = False) -> list[MemberDecision]:
+    def _goes(
+        self, pipeline: int, reason: str, now: float, worker: Worker | None = None, left: bool = False
+    ) -> list[MemberDecision]:
         """That start of ``pipeline`` is over; ``reason`` begins with what happened to which stage."""
-        here = self._pipelines.pop(pipeline)
-        self._bury(Member(pipeline, here.incarnation), reason)
+        here = self.roster.here[pipeline]
+        was_member = here.member
+        self.roster.goes(pipeline, reason)
         self.meetings.goes(pipeline)
-        decisions: list[MemberDecision] = [w.Gone(pipeline, here.incarnation, reason, here.member, left)]
+        decisions: list[MemberDecision] = [w.Gone(pipeline, here.incarnation, reason, was_member, left)]
+        if self.terms.fixed:
+            return decisions + self.ending.ends(f"pipeline {pipeline}: {reason}", worker)
         decisions += self.donations.end(pipeline)
         self.donations.forget(pipeline)
-        self.donations.without_donor(pipeline)
-        if here.member:
+        for newcomer in self.donations.without_donor(pipeline):
+            self.roster.here[newcomer].move("loses it")
+        if was_member:
             verb = "left" if left else "lost"
             decisions += self._new_epoch(f"pipeline {pipeline} {verb} ({reason})", lost=(pipeline,))
-        self._rivals.pop(pipeline, None)  # who still lives asks again
         return decisions + self._check_over() + self._admit(now) + self._meet()
 
     def _unreachable(self, event: w.Unreachable, now: float) -> list[MemberDecision]:
         """All shall make another process group, and say whom they cannot reach; or one of them goes."""
         stage, pipelines = event.stage, event.pipelines
-        if not self.epoch.members:
+        if not self.epoch.members or self.terms.fixed:
             return []
         there = ", ".join(map(str, pipelines))
         found = self._reach.found_none(pipelines, self.members, event.waited, now)
@@ -404,102 +344,80 @@ class Membership:
             now,
         )
 
-    def _failed(self, worker: Worker, reason: str, now: float) -> list[MemberDecision]:
-        joins = not self._pipelines[worker.pipeline].member and bool(self.members)
-        decisions = self._goes(worker.pipeline, f"stage {worker.stage} failed: {reason}", now)
-        if joins or reason.startswith(NO_BUG):  # those that train would not follow who cannot join them
-            return decisions
-        self._failures[worker.pipeline] = kind = _NUMBER.sub("#", reason)
-        hit = [pipeline for pipeline, failure in self._failures.items() if failure == kind]
-        if len(hit) >= REPEATED and self.over is None:
-            who = " and ".join(map(str, sorted(hit)))
-            self.over = w.RunOver(
-                f"pipelines {who} failed with the same exception, which is taken for an error of the script: {reason}",
-                failed=True,
-            )
-            decisions.append(self.over)
-        return decisions
-
     def _departed(self, worker: Worker, finished: bool, now: float) -> list[MemberDecision]:
-        here = self._pipelines[worker.pipeline]
-        if not finished:
-            return self._goes(worker.pipeline, f"stage {worker.stage} was told to end", now, left=True)
-        here.finished.add(worker.stage)
-        return self._check_over() + self._meet()
+        here, said = self.roster.here[worker.pipeline], f"stage {worker.stage} was told to end"
+        if finished and here.member:
+            here.move_process(worker.stage, "finishes")
+            if all(state == "done" for state in here.processes.values()):
+                here.move("finishes")
+            return self._check_over() + self._meet()
+        if finished:
+            said = f"stage {worker.stage} has finished before its pipeline took part"
+        return self._goes(worker.pipeline, said, now, worker, left=True)
 
     def _check_over(self) -> list[MemberDecision]:
-        """Have all that are left finished?"""
-        members = [self._pipelines[i] for i in self.members if i in self._pipelines]
-        if self.over is None and members and all(len(here.finished) == self._num_stages for here in members):
-            self.over = w.RunOver("all pipelines have finished their training", failed=False)
-            return [self.over]
-        return []
+        here = self.roster.here
+        return self.ending.have_finished([here[i] for i in self.members if i in here])
 
-    @property
-    def _may_resume(self) -> bool:
-        return self.terms.resume and self._newest is not None
+    # -------------------------------------------------------------- silence
 
-    def _check_lost(self) -> list[MemberDecision]:
-        """Is nobody left who could go on?"""
-        if self.over is not None or not self.epoch.number or self.epoch.members or self._may_resume:
+    def _fell_silent(self, worker: Worker, reason: str) -> list[MemberDecision]:
+        """A process of a fixed roster is lost, once there is a run to lose it."""
+        here = self.roster.here[worker.pipeline]
+        if not here.member or here.is_lost(worker.stage):
             return []
-        newest, lost = self._newest, f"all pipelines are lost ({self.epoch.reason})"
-        if newest is None:
-            advice = "no checkpoint was written; start it again, under a new scheduler"
-        else:
-            advice = (
-                f"the newest checkpoint is {newest.path}, after update {newest.update}; go on from it with "
-                "fit(ckpt_path=...), under a new scheduler. With --resume a run does so by itself"
-            )
-        self.over = w.RunOver(f"{lost}; {advice}", failed=True)
-        return [self.over]
-
-    def _from_a_stranger(self, event: MemberEvent) -> list[MemberDecision]:
-        """Its process has not enrolled here, or must not."""
-        assert not isinstance(event, w.Unreachable | w.Passed)
-        worker, incarnation = event.worker, event.incarnation
-        reason = self.tombstone(worker.pipeline, incarnation)
-        if reason is not None and not isinstance(event, w.Died | w.Failed | w.Departed):
-            return [w.Ended(worker, incarnation, reason)]
-        rivals = self._rivals.get(worker.pipeline, {})
-        if isinstance(event, w.Died | w.Failed | w.Departed) and worker in rivals:
-            if rivals[worker].incarnation == incarnation:
-                del rivals[worker]
-            if not rivals:
-                del self._rivals[worker.pipeline]
-        return []
+        here.move_process(worker.stage, "falls silent")
+        return [w.WentMissing(worker, reason), *self._meet()]
 
     def _heard(self, worker: Worker, incarnation: int) -> list[MemberDecision]:
+        """A process lives that was in doubt."""
         if not self.doubts(worker, incarnation):
             return []
+        decisions: list[MemberDecision] = []
+        if self._is_lost(worker):
+            self.roster.here[worker.pipeline].move_process(worker.stage, "is heard of")
+            decisions.append(w.CameBack(worker))
         lives = (
             f"pipeline {worker.pipeline} is trained by another job, which lives (its stage {worker.stage} was just "
             "heard of); end that one, or give this one a number of its own in SDPIPE_PIPELINE"
         )
-        rivals = self._rivals.pop(worker.pipeline)
-        return [w.Denied(event.worker, event.incarnation, lives) for event in rivals.values()]
+        rivals = self.roster.take_rivals(worker.pipeline)
+        return decisions + [w.Denied(event.worker, event.incarnation, lives) for event in rivals]
+
+    def _is_lost(self, worker: Worker) -> bool:
+        here = self.roster.here.get(worker.pipeline)
+        return here is not None and here.is_lost(worker.stage)
+
+    def _from_a_stranger(self, event: w.FromProcess) -> list[MemberDecision]:
+        """Its process has not enrolled here, or must not."""
+        worker, incarnation = event.worker, event.incarnation
+        if isinstance(event, w.Died | w.Failed | w.Departed):
+            self.roster.rival_ends(worker, incarnation)
+            return []
+        reason = self.roster.tombstone(worker.pipeline, incarnation)
+        return [] if reason is None else [w.Ended(worker, incarnation, reason)]
 
     # ------------------------------------------------------------- a new scheduler
 
     def _resumed(self, event: w.Resumed, now: float) -> list[MemberDecision]:
         worker, member = event.worker, Member(event.worker.pipeline, event.incarnation)
-        reason = self._tombs.get(member)
+        reason = self.roster.tombstone(*msgspec.structs.astuple(member))
         if reason is not None:
             return [w.Ended(worker, event.incarnation, reason)]
         if self._returning is None and self.is_here(worker, event.incarnation):
-            return []
+            return self._heard(worker, event.incarnation)
         if refused := self._refusal(event):
             return [w.Denied(worker, event.incarnation, refused)]
         if self._returning is None:
             if self.epoch.number > 0:
                 return self._resumed_late(worker, member, now)
             self._returning = MemberRecovery(event, now + self.terms.recovery_grace, self._num_stages)
-            self._expected = dict(event.fingerprint)
-            for pipeline, here in self._pipelines.items():  # newcomers, who must not start now
+            self._entry.binds(event, anew=True)
+            for pipeline, here in self.roster.here.items():  # newcomers, who must not start now
                 self._returning.early += [
-                    w.Enrolled(Worker(j, pipeline), here.incarnation, event.fingerprint) for j in sorted(here.stages)
+                    w.Enrolled(Worker(j, pipeline), here.incarnation, event.fingerprint) for j in sorted(here.processes)
                 ]
-            self._pipelines = {}
+            self.roster.here.clear()
         for met in event.met:
             self.meetings.remember(met)
         self._returning.hear(event)
@@ -507,18 +425,18 @@ class Membership:
 
     def _resumed_late(self, worker: Worker, member: Member, now: float) -> list[MemberDecision]:
         late = f"the scheduler was started again, and the others went on without it ({self.epoch.reason})"
-        here = self._pipelines.get(member.pipeline)
+        here = self.roster.here.get(member.pipeline)
         partly = here is not None and here.incarnation == member.incarnation
         decisions = self._goes(member.pipeline, late, now) if partly else []
-        self._bury(member, late)
+        self.roster.bury(member, late)
         return [*decisions, w.Ended(worker, member.incarnation, late)]
 
     def _heard_while_recovering(self, event: MemberEvent, returning: MemberRecovery) -> list[MemberDecision]:
-        if isinstance(event, w.Died | w.Failed | w.Departed):
+        if isinstance(event, w.Died | w.Failed | w.Departed | w.FellSilent):
             member = Member(event.worker.pipeline, event.incarnation)
             if returning.goes(member):
                 reason = f"stage {event.worker.stage} ended while the scheduler was started again"
-                self._bury(member, reason)
+                self.roster.bury(member, reason)
                 return [w.Gone(member.pipeline, member.incarnation, reason, was_member=False)]
             return []
         if isinstance(event, w.Enrolled) and (refused := self._refusal(event)):
@@ -532,19 +450,19 @@ class Membership:
         decisions: list[MemberDecision] = []
         for member in returning.epoch.members:
             absent = returning.missing(member)
-            if absent:
+            if absent and not self.terms.fixed:
                 reason = f"its stages {absent} did not come back to the scheduler that was started again"
-                self._bury(member, reason)
+                self.roster.bury(member, reason)
                 decisions.append(w.Gone(member.pipeline, member.incarnation, reason, was_member=True))
                 continue
-            here = self._pipelines[member.pipeline] = _Pipeline(member.incarnation)
-            here.stages, here.arrived, here.member = set(range(self._num_stages)), now, True
-            here.since = returning.since[member]
+            self.roster.returns(member, now, returning.since.get(member, 0))
+            for stage in absent:
+                decisions += self._fell_silent(Worker(stage, member.pipeline), "has not come back")
         for member in returning.replaced():
             reason = "the others went on without it"
-            self._bury(member, reason)
+            self.roster.bury(member, reason)
             decisions.append(w.Gone(member.pipeline, member.incarnation, reason, was_member=False))
-        back = tuple(member for member in returning.epoch.members if member.pipeline in self._pipelines)
+        back = tuple(member for member in returning.epoch.members if member.pipeline in self.roster.here)
         lost = tuple(member.pipeline for member in returning.epoch.members if member not in back)
         self.epoch = msgspec.structs.replace(returning.epoch, members=back)
         self.donations.number_from(1000 * self.epoch.number)
@@ -558,54 +476,33 @@ class Membership:
     def _time_passed(self, now: float) -> list[MemberDecision]:
         if self._returning is not None:
             return self._end_recovery(self._returning, now) if now >= self._returning.until else []
-        complete = self._complete()
-        if self.over is None and self.holds and now >= self._held_since + self.terms.hold_limit:
-            self.over = w.RunOver(f"{self.holds} for {self.terms.hold_limit:g} s", failed=True)
-            return [self.over]
+        limit, complete = self.terms.hold_limit, self.roster.complete()
+        if self.ending.over is None and now >= self.ending.hold_ends:
+            return self.ending.ends(f"{self.ending.holds} for {limit:g} s")
         self._reach.let_in(now)
         decisions = self._admit(now)
-        if not self.epoch.members and not decisions and complete and self.over is None:
-            first = min(here.arrived or 0.0 for here in complete.values())
-            if now >= first + self.terms.hold_limit:
-                self.over = w.RunOver(f"for {self.terms.hold_limit:g} s {self.missing()}", failed=True)
-                return [self.over]
+        waits_since = min((here.arrived for here in complete.values()), default=math.inf)
+        if not self.epoch.members and not decisions and now >= waits_since + limit:
+            return self.ending.ends(f"for {limit:g} s {self.missing()}")
         return decisions
 
     def _new_epoch(
-        self,
-        reason: str,
-        more: Mapping[int, _Pipeline] | None = None,
-        lost: tuple[int, ...] = (),
-        tries: bool = False,
+        self, reason: str, come: tuple[int, ...] = (), lost: tuple[int, ...] = (), tries: bool = False
     ) -> list[MemberDecision]:
-        stay = [member for member in self.epoch.members if self.is_member(member.pipeline, member.incarnation)]
-        come = sorted((more or {}).items(), key=lambda item: item[0])
-        stay += [Member(i, here.incarnation) for i, here in come]
-        for _, here in come:
-            here.since = self.epoch.number + 1
+        here = self.roster.here
+        stay = [member for member in self.epoch.members if self.roster.is_member(member.pipeline, member.incarnation)]
+        stay += [Member(i, here[i].incarnation) for i in come]
+        for i in come:
+            here[i].since = self.epoch.number + 1
         self.ever |= {member.pipeline for member in stay}
         self.epoch = Epoch(self.epoch.number + 1, tuple(stay), reason, lost, tries)
         return [self.epoch]
-
-    def _check_enough(self, now: float) -> list[MemberDecision]:
-        count, least = len(self.epoch.members), self.terms.min_pipelines
-        if count + len(self._complete()) >= least or not count:  # with nobody left there is nobody to hold
-            if not self.holds:
-                return []
-            self.holds, self._held_since = "", math.inf
-            return [w.Held("")]
-        there = ", ".join(map(str, sorted(self.members)))
-        before, self.holds = self.holds, f"{count} of at least {least} pipelines are left ({there})"
-        if not before:
-            self._held_since = now
-        return [w.Held(self.holds)] if self.holds != before else []
 
     def _meet(self) -> list[MemberDecision]:
         """Meetings to which everybody has come; those who wait at different places are told."""
         awaited = [self.awaited(stage) for stage in range(self._num_stages)]
         decided = self.meetings.decide(awaited)
-        for pipeline in [i for met in decided if len(met.pipelines) > 1 for i in met.pipelines]:
-            self._failures.pop(pipeline, None)
+        self.ending.meet(i for met in decided if len(met.pipelines) > 1 for i in met.pipelines)
         decisions: list[MemberDecision] = [*decided]
         for stage, where in self.meetings.contradictions(awaited).items():
             said = ", ".join(f"pipeline {i} at {key}" for i, key in where.items())
@@ -614,28 +511,20 @@ class Membership:
                     f"the pipelines wait for each other at different places: {said}; all must pause at the same ones, "
                     "whatever their rank, data or clock"
                 )
-                decisions.append(w.Denied(Worker(stage, i), self._pipelines[i].incarnation, reason))
+                decisions.append(w.Denied(Worker(stage, i), self.roster.here[i].incarnation, reason))
         return decisions
-
-    def _bury(self, member: Member, reason: str) -> None:
-        self._tombs[member] = reason
-        while len(self._tombs) > TOMBSTONES:
-            del self._tombs[next(iter(self._tombs))]
 
     def validate(self) -> None:
         """Raise AssertionError if what is known contradicts itself; for tests, after each event."""
         assert len({m.pipeline for m in self.epoch.members}) == len(self.epoch.members), self.epoch
-        for member in self._tombs:
-            here = self._pipelines.get(member.pipeline)
-            assert here is None or here.incarnation != member.incarnation, member
-        if self.recovering:
+        self.roster.validate()
+        if self.recovering or (self.terms.fixed and self.ending.over is not None):
             return
-        members = {i for i, here in self._pipelines.items() if here.member}
+        here = self.roster.here
+        members = {i for i, start in here.items() if start.member}
         assert members == set(self.members), (members, self.epoch)
         for member in self.epoch.members:
-            assert self._pipelines[member.pipeline].incarnation == member.incarnation
-            assert self._pipelines[member.pipeline].stages == set(range(self._num_stages))
-        for newcomer, donation in self.donations.under_way().items():
-            assert newcomer in self._pipelines, donation
-            assert not self._pipelines[newcomer].member, donation
-            assert donation.donor in members, donation
+            assert here[member.pipeline].incarnation == member.incarnation
+        receiving = {i for i, start in here.items() if start.state == "receiving"}
+        assert receiving == self.donations.under_way().keys(), (receiving, self.donations.under_way())
+        assert all(donation.donor in members for donation in self.donations.under_way().values())

@@ -162,12 +162,13 @@ class Waits(ElasticReply, frozen=True, gc=False, tag="waits"):
 
 class Line(ElasticReply, frozen=True, gc=False, tag="line"):
     """Connect to ``port`` of the scheduler's machine (0: it has none), say ``nonce``, and keep that connection; beat
-    every ``beat`` seconds. A transfer that has not moved for ``limit`` seconds is given up."""
+    every ``beat`` seconds. A transfer that has not moved for ``limit`` seconds is given up. (An ordinary run has its
+    own.) Say ``b"."`` before you close it, unless the process ends."""
 
     port: int
     nonce: bytes
-    beat: float
-    limit: float
+    beat: float = 0.0
+    limit: float = 0.0
 
 
 class Start(ElasticReply, frozen=True, gc=False, tag="start"):

@@ -21,6 +21,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client.client_thread import Lifeline, open_lifeline
 from lightning_sdpipe.scheduler.client.connection import GLANCE, Connection
 from lightning_sdpipe.scheduler.client.heartbeat import HeartbeatThread
 from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers, HeardLeases
@@ -124,6 +125,7 @@ class SchedulerClient:
         self._invitations = threading.Condition()
         """Of the two, which the heartbeats' thread changes."""
         self._thread: HeartbeatThread | None = None
+        self._lifeline: Lifeline | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._connection = Connection(self._context, address, credentials, m.routing_id(worker, incarnation))
@@ -273,6 +275,9 @@ class SchedulerClient:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+        if self._lifeline is not None:
+            self._lifeline.farewell()
+            self._lifeline = None
         self._connection.close()
         self._context.term()
 
@@ -339,6 +344,8 @@ class SchedulerClient:
                 raise RunAborted(reply.failure)
             if isinstance(reply, e.MustEnd):
                 raise MustEndError(self.worker.pipeline, reply.reason)
+            if isinstance(reply, e.Line):
+                self._hold(reply)
             if isinstance(reply, m.Lost):
                 log.warning("worker %s was silent for %.1f s; the others go on without it", reply.worker, reply.silent)
             if isinstance(reply, m.Unknown) and repeat is not None:
@@ -354,6 +361,14 @@ class SchedulerClient:
             if isinstance(reply, m.Refused) and reply.number == self._number:
                 raise RefusedError(f"the scheduler at {self.address} refused: {reply.reason}")
         return None
+
+    def _hold(self, line: e.Line) -> None:
+        """The scheduler is to know at once when this process ends; one that was started again wants a new line."""
+        lifeline = open_lifeline(self.address, line)
+        with self._lock:
+            before, self._lifeline = self._lifeline, lifeline
+        if before is not None:
+            before.farewell()
 
     def _rejoin(self) -> m.Join | None:
         with self._lock:
@@ -415,6 +430,9 @@ class _Pulse:
 
     def rejoin(self) -> m.Request | None:
         return self._client._rejoin()
+
+    def hear_line(self, line: e.Line) -> None:
+        self._client._hold(line)
 
     def hear_failure(self, failure: Failure) -> None:
         first_time = self._client.aborted is None

@@ -58,6 +58,12 @@ class Lifeline:
         except OSError:
             return True
 
+    def farewell(self) -> None:
+        """The process goes as it should."""
+        with contextlib.suppress(OSError):
+            self.socket.send(b".")
+        self.close()
+
     def close(self) -> None:
         """Which says that the process has ended; safe to call twice."""
         _open.discard(self)
@@ -81,6 +87,22 @@ PROBE = 0.05
 """The same, while the scheduler seems to be away, so that one that is started again hears of the run soon."""
 REPEAT_AFTER = 0.5
 """Seconds after which an unanswered request is repeated."""
+
+
+def open_lifeline(address: str, line: e.Line) -> Lifeline | None:
+    """What ``line`` asks for; None if the scheduler has none, or cannot be reached there."""
+    if not line.port:
+        return None
+    try:
+        return Lifeline(address, line.port, line.nonce)
+    except OSError as error:
+        log.warning(
+            "no connection to port %d of the scheduler's machine (%s), by which it would know at once when this "
+            "process ends; it will know by silence, later. Open that port, or choose one with --lifeline-port",
+            line.port,
+            error,
+        )
+        return None
 
 
 class ClientThread:
@@ -204,20 +226,10 @@ class ClientThread:
 
     def _connect(self, line: e.Line, poller: zmq.Poller) -> None:
         self._drop_lifeline(poller)
-        if not line.port:
-            return
-        try:
-            self._lifeline = Lifeline(self._address, line.port, line.nonce)
-        except OSError as error:
-            log.warning(
-                "no connection to port %d of the scheduler's machine (%s), by which it would know at once when this "
-                "process ends; it will know by silence, later. Open that port, or choose one with --lifeline-port",
-                line.port,
-                error,
-            )
-            return
-        self._was_connected = True
-        poller.register(self._lifeline.socket.fileno(), zmq.POLLIN)
+        self._lifeline = open_lifeline(self._address, line)
+        if self._lifeline is not None:
+            self._was_connected = True
+            poller.register(self._lifeline.socket.fileno(), zmq.POLLIN)
 
     def _drop_lifeline(self, poller: zmq.Poller) -> None:
         if self._lifeline is not None:

@@ -17,6 +17,7 @@ import zmq
 
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import Connection
 
@@ -43,6 +44,9 @@ class HeartbeatSource(Protocol):
 
     def hear_pulse(self) -> None:
         """A heartbeat was answered."""
+
+    def hear_line(self, line: e.Line) -> None:
+        """The scheduler wants a lifeline."""
 
     def hear_invitation(self, group: Group, after: int | None) -> m.Request | None:
         """The worker is a passive member of ``group``, decided after the answer to that iteration; what there is to say
@@ -104,6 +108,8 @@ class HeartbeatThread:
                 request = self._pulse.rejoin()
             case m.AskLeases():
                 request = self._pulse.book()
+            case e.Line():
+                self._pulse.hear_line(reply)
             case m.Abort(failure=failure):
                 self._pulse.hear_failure(failure)
             case m.Pulse(failure=m.Failure() as failure):

@@ -20,9 +20,11 @@ from lightning_sdpipe.policies.events import (
     Worker,
 )
 from lightning_sdpipe.policies.policy import RefusedEvent
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status import Overview
 from lightning_sdpipe.scheduler.server.contradictions import Extent
+from lightning_sdpipe.scheduler.server.lifelines import Lines
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver, PolicyFailed
 from lightning_sdpipe.scheduler.server.process_groups import ProcessGroupRegistry
@@ -52,6 +54,7 @@ class GroupDesk:
         extent: which workers there may be.
         overview: is widened with the run.
         outbox: takes the answers.
+        lines: by which the processes of an ordinary run are known to live.
         process_groups: of an elastic run, whose groups go out when their members share one; None in any other.
     """
 
@@ -62,6 +65,7 @@ class GroupDesk:
         extent: Extent,
         overview: Overview,
         outbox: Outbox,
+        lines: Lines,
         process_groups: ProcessGroupRegistry | None,
     ) -> None:
         self.sessions = Sessions()
@@ -71,6 +75,7 @@ class GroupDesk:
         self._driver = driver
         self._overview = overview
         self._outbox = outbox
+        self._lines = lines
         self._process_groups = process_groups
 
     @property
@@ -91,6 +96,9 @@ class GroupDesk:
             self.leave(before, now)
         session = self.sessions.begin(worker, request.session, now, request.elastic)
         session.received.is_new(request.number, peer)
+        if self._lines.port and not request.elastic:
+            nonce = self._lines.give(worker, session.id, elastic=False)
+            self._outbox.say(peer, e.Line(self._lines.port, nonce))
         if self.failure is None:
             self.recovery.joins(worker, request.heard is not None, now)
         self.join(session, request, peer, now)
@@ -135,6 +143,15 @@ class GroupDesk:
             session.move(LEAVES)
         session.answer = session.answered = None
         self._carry_out(decisions, now)
+
+    def process_ended(self, worker: Worker, id: int) -> None:
+        """The process of that session is no more, and has not said farewell: a run whose workers are fixed is over."""
+        session = self.sessions.get(worker)
+        if session is not None and session.id == id and self.failure is None:
+            failure = m.Failure(worker, "its process ended without a word (its connection closed)")
+            self.fail(failure)
+            for other in self.sessions:  # which may wait for a tensor of that one
+                self._outbox.say(other.heartbeat_peer, m.Abort(failure))
 
     def lose_silent(self, silent: Sequence[Session], now: float) -> None:
         """These clients were silent for too long; the others hear of those that took part."""

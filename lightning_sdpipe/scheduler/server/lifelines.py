@@ -1,29 +1,67 @@
-"""A plain TCP connection per process of an elastic run: when it is closed, the process has ended.
+"""A plain TCP connection per process of a run: when it is closed, the process has ended.
 
 libzmq connects again by itself and does not say when a peer is gone, so the kernel is asked: it closes the connections
 of a process however that ends, within milliseconds. Who connects says the nonce that it got over ZeroMQ, encrypted
-with the keys of the run; nothing else is read, and nothing is ever sent. A connection that says anything else, or
-nothing in time, is closed, so strangers hold few descriptors.
+with the keys of the run, and at last :data:`FAREWELL` if it goes as it should; nothing else is read, and nothing is
+ever sent. A connection that says anything else, or nothing in time, is closed, so strangers hold few descriptors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import socket as sockets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from types import TracebackType
 
 import zmq
 
+from lightning_sdpipe.policies.events import Worker
+
 NONCE_BYTES = 16
+FAREWELL = b"."
+"""Before it closes: the process needs the connection no longer."""
+MOST_LINES = 1 << 16
 SPEAKS_WITHIN = 10.0
 """Seconds from the connection to the nonce."""
 MAX_SILENT = 64
 """Connections that have not said theirs; the oldest is closed for one more. A process says its nonce at once."""
+
+
+class Lines:
+    """The nonces that processes were given; :meth:`knows` may be asked by another thread."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        """Where :class:`Lifelines` listens; 0 until it does."""
+        self._given: OrderedDict[bytes, tuple[Worker, int, bool]] = OrderedDict()
+
+    def give(self, worker: Worker, number: int, elastic: bool) -> bytes:
+        """The nonce of that process, which is known by its session, or in an elastic run by its incarnation."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._given[nonce] = worker, number, elastic
+        while len(self._given) > MOST_LINES:
+            self._given.popitem(last=False)
+        return nonce
+
+    def knows(self, nonce: bytes) -> bool:
+        """Was ``nonce`` given to a process, whose connection has not closed yet?"""
+        return nonce in self._given
+
+    def take(self, nonce: bytes) -> tuple[Worker, int, bool] | None:
+        """To which process ``nonce`` was given, whose connection is closed."""
+        return self._given.pop(nonce, None)
+
+    def forget(self, pipeline: int, incarnation: int) -> None:
+        """That start of ``pipeline`` is over."""
+        for nonce, (worker, number, elastic) in [*self._given.items()]:
+            if elastic and (worker.pipeline, number) == (pipeline, incarnation):
+                del self._given[nonce]
 
 
 class Lifelines:
@@ -113,7 +151,7 @@ class Lifelines:
             del self._silent[connection]
             self._nonces[connection] = data
             return b""
-        nonce = self._nonces.get(connection, b"")
+        nonce = b"" if data == FAREWELL else self._nonces.get(connection, b"")
         self._drop(connection)
         return nonce
 

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import logging
-import secrets
-from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
 from lightning_sdpipe.membership.unreachable import Silence
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
-from lightning_sdpipe.scheduler.server.lifelines import NONCE_BYTES
+from lightning_sdpipe.scheduler.server.lifelines import Lines
 
 logger = logging.getLogger(__name__)
-
-MOST_LINES = 1 << 16
 
 
 class Liveness:
     """``limit`` is in seconds; what silence for so long means is decided by
     :class:`~lightning_sdpipe.membership.unreachable.Silence`."""
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, lines: Lines) -> None:
+        self.lines = lines
         self.incarnations: dict[Worker, int] = {}
         """Of those that are there."""
         self._limit = limit
         self._silence = Silence(limit)
-        self._lines: OrderedDict[bytes, tuple[Worker, int]] = OrderedDict()
 
     @property
     def next_look(self) -> float:
@@ -42,22 +38,6 @@ class Liveness:
         """Something of ``worker`` came."""
         self._silence.hear(worker, now)
 
-    def new_line(self, worker: Worker, incarnation: int) -> bytes:
-        """The nonce by which that process's connection is known."""
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self._lines[nonce] = worker, incarnation
-        while len(self._lines) > MOST_LINES:
-            self._lines.popitem(last=False)
-        return nonce
-
-    def knows_line(self, nonce: bytes) -> bool:
-        """Was ``nonce`` given to a process, whose connection has not closed yet?"""
-        return nonce in self._lines
-
-    def of_line(self, nonce: bytes) -> tuple[Worker, int] | None:
-        """Whose connection that was, which is closed."""
-        return self._lines.pop(nonce, None)
-
     def goes(self, pipeline: int, incarnation: int) -> list[Worker]:
         """That start of ``pipeline`` is over; its workers."""
         gone = [
@@ -66,8 +46,7 @@ class Liveness:
         for worker in gone:
             del self.incarnations[worker]
             self._silence.forget(worker)
-        for nonce in [nonce for nonce, (w, own) in self._lines.items() if (w.pipeline, own) == (pipeline, incarnation)]:
-            del self._lines[nonce]
+        self.lines.forget(pipeline, incarnation)
         return gone
 
     def peers(self, pipelines: Collection[int], stage: int | None = None) -> Iterator[bytes]:

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from lightning_sdpipe.membership import members as w
-from lightning_sdpipe.membership.membership import MOST_PIPELINES, Membership
+from lightning_sdpipe.membership.entry import MOST_PIPELINES
+from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -97,8 +98,6 @@ class MembershipDesk:
         limit: float,
     ) -> None:
         self.membership = membership
-        self.lifeline_port = 0
-        """0 until somebody listens for lifelines."""
         self.on_decided: Callable[[float, w.MemberEvent, list[w.MemberDecision]], None] = lambda *_: None
         self._groups, self._leases, self._outbox = groups, leases, outbox
         self._process_groups, self._presence = process_groups, presence
@@ -122,20 +121,21 @@ class MembershipDesk:
         core = self.membership
         if not self.in_use and not core.ever:
             return None
-        buried = core.buried(GONE_IN_STATUS)
+        over, resumed = core.ending.over, core.ending.resumed
+        buried = core.roster.buried(GONE_IN_STATUS)
         return Members(
             core.epoch.number,
             core.epoch.reason,
             next(iter(core.members), None),
             core.states(),
-            core.holds or self._presence.waits(now),
+            core.ending.holds or self._presence.waits(now),
             {member.pipeline: member.incarnation for member in core.epoch.members},
             sorted(core.ever),
             [(member.pipeline, member.incarnation) for member in buried],
-            core.over.reason if core.over is not None and core.over.failed else None,
+            over.reason if over is not None and over.failed else None,
             None if self._update < 0 else self._update,
-            None if core.resumed is None else core.resumed.path,
-            [core.tombstone(member.pipeline, member.incarnation) or "" for member in buried],
+            None if resumed is None else resumed.path,
+            [core.roster.tombstone(member.pipeline, member.incarnation) or "" for member in buried],
         )
 
     def deadline(self) -> float:
@@ -148,8 +148,8 @@ class MembershipDesk:
             self._decide(w.Passed(), now)
         if self._presence.next_look <= now:
             core = self.membership
-            for worker, incarnation, seconds in self._presence.silent(now, core.members, core.claimed):
-                self._decide(w.Died(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
+            for worker, incarnation, seconds in self._presence.silent(now, core.members, core.roster.claimed):
+                self._decide(w.FellSilent(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
         self._answers.remake(now)
 
     def handle(self, peer: bytes, request: e.Request, now: float) -> None:
@@ -168,16 +168,9 @@ class MembershipDesk:
         else:
             self._from_a_stranger(peer, request, now)
 
-    def knows_line(self, nonce: bytes) -> bool:
-        """Was ``nonce`` given to a process that is there? May be asked by another thread."""
-        return self._presence.knows_line(nonce)
-
-    def line_ended(self, nonce: bytes, now: float) -> bool:
-        """The connection of the process that was given ``nonce`` is closed. False if there is no such process."""
-        of = self._presence.of_line(nonce)
-        if of is not None:
-            self._decide(w.Died(*of, "ended (its connection closed)"), now)
-        return of is not None
+    def process_ended(self, worker: Worker, incarnation: int, now: float) -> None:
+        """The connection of that process is closed."""
+        self._decide(w.Died(worker, incarnation, "ended (its connection closed)"), now)
 
     def deliver(self, now: float) -> None:
         """Send the groups and meetings that can go out now."""
@@ -189,7 +182,7 @@ class MembershipDesk:
     def hear_failure(self, peer: bytes, request: m.Failed, now: float) -> bool:
         """A process of the run has failed, and its pipeline goes. False if it is not one that is here."""
         worker, incarnation, core = request.worker, request.session, self.membership
-        if core.tombstone(worker.pipeline, incarnation) is not None or not core.is_here(worker, incarnation):
+        if core.roster.tombstone(worker.pipeline, incarnation) is not None or not core.is_here(worker, incarnation):
             return False
         reason = request.reason[: m.MAX_REASON_CHARACTERS]
         self._outbox.say(peer, m.Abort(m.Failure(worker, reason)))
@@ -201,7 +194,7 @@ class MembershipDesk:
         worker, incarnation, core = request.worker, request.session, self.membership
         if isinstance(request, m.Hello | m.AskFailure | m.AskMissing):
             return True
-        if (reason := core.tombstone(worker.pipeline, incarnation)) is not None:
+        if (reason := core.roster.tombstone(worker.pipeline, incarnation)) is not None:
             self._outbox.say(peer, e.MustEnd(reason))
             return False
         if isinstance(request, m.Failed):
@@ -217,7 +210,7 @@ class MembershipDesk:
                 )
                 self._outbox.say(peer, m.Refused(request.number, refusal))
                 return False
-        if core.is_member(worker.pipeline, incarnation) and not core.recovering:
+        if core.roster.is_member(worker.pipeline, incarnation) and not core.recovering:
             behind_its_join = isinstance(request, m.Ready) and worker in self._early  # else it is told to join again
             if not behind_its_join and (not is_join or self._shares_a_group(worker, now)):
                 return True
@@ -233,11 +226,11 @@ class MembershipDesk:
         if core.recovering:
             return
         for worker, request in self._early.first():
-            if (reason := core.tombstone(worker.pipeline, request.session)) is not None:
+            if (reason := core.roster.tombstone(worker.pipeline, request.session)) is not None:
                 for peer, _ in self._early.take(worker):
                     self._outbox.say(peer, e.MustEnd(reason))
                 continue
-            if not core.is_member(worker.pipeline, request.session):
+            if not core.roster.is_member(worker.pipeline, request.session):
                 continue
             if not isinstance(request, m.Join) or self._shares_a_group(worker, now):
                 yield from self._early.take(worker)
@@ -264,15 +257,16 @@ class MembershipDesk:
             if not was_here:
                 if isinstance(request, e.Resume):
                     self._answers.regrouped(request.regrouped, now)
-                nonce = self._presence.new_line(worker, incarnation)
-                self._outbox.say(peer, e.Line(self.lifeline_port, nonce, self._beat, self._limit))
-        if isinstance(request, e.Enrol) and not core.is_member(worker.pipeline, incarnation):
+                lines = self._presence.lines
+                nonce = lines.give(worker, incarnation, elastic=True)
+                self._outbox.say(peer, e.Line(lines.port, nonce, self._beat, self._limit))
+        if isinstance(request, e.Enrol) and not core.roster.is_member(worker.pipeline, incarnation):
             self._outbox.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
 
     def _from_a_stranger(self, peer: bytes, request: e.Request, now: float) -> None:
         """Its process has not enrolled here, or is no longer to be here."""
         worker, incarnation = request.worker, request.incarnation
-        reason = self.membership.tombstone(worker.pipeline, incarnation)
+        reason = self.membership.roster.tombstone(worker.pipeline, incarnation)
         if isinstance(request, e.Depart):
             self._outbox.say(peer, e.Noted(request.number))
             self._decide(w.Departed(worker, incarnation, request.finished), now)  # it may claim another's number
@@ -291,10 +285,10 @@ class MembershipDesk:
                     self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
                 say(peer, e.Noted(request.number))
                 if not core.recovering:
-                    if epoch < core.epoch.number and core.is_member(worker.pipeline, incarnation):
+                    if epoch < core.epoch.number and core.roster.is_member(worker.pipeline, incarnation):
                         say(peer, e.NewEpoch(core.epoch))  # it may have been lost
-                    if held != bool(core.holds) and core.is_member(worker.pipeline, incarnation):
-                        say(peer, e.Hold(core.holds))
+                    if held != bool(core.ending.holds) and core.roster.is_member(worker.pipeline, incarnation):
+                        say(peer, e.Hold(core.ending.holds))
                     for donate in core.donations.unheard(worker):
                         say(peer, e.Give(donate))
             case e.TellSnapshot(transfer=transfer, update=update, state=state):
@@ -319,7 +313,7 @@ class MembershipDesk:
                 say(peer, e.Noted(request.number))
                 self._answers.completed(worker, sequence)
             case e.Publish(path=path, update=update, done=done):
-                if core.is_member(worker.pipeline, incarnation) and not core.recovering:  # else it asks again
+                if core.roster.is_member(worker.pipeline, incarnation) and not core.recovering:  # else it asks again
                     say(peer, e.Noted(request.number))
                     if done:
                         self._decide(w.Published(worker, incarnation, path, update), now)

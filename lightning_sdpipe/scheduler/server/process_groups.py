@@ -81,4 +81,6 @@ class ProcessGroupRegistry:
 
     def was_member(self, worker: Worker, epoch: int | None = None) -> bool:
         """Is the process that is ``worker`` a member, and was it one in that ``epoch``?"""
-        return self._membership.was_member(worker.pipeline, self._membership.epoch.number if epoch is None else epoch)
+        return self._membership.roster.was_member(
+            worker.pipeline, self._membership.epoch.number if epoch is None else epoch
+        )

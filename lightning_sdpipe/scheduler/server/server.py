@@ -43,7 +43,7 @@ class Endpoint:
     Args:
         bind: ZeroMQ address; a port of ``*`` is any that is free.
         keys: None only where no other machine can connect.
-        lifeline_port: of the connections that processes of an elastic run hold; 0 is any that is free.
+        lifeline_port: of the connections that the processes of a run hold; 0 is any that is free.
 
     Raises:
         ConfigurationError: other machines could connect without keys.
@@ -97,7 +97,7 @@ LOOPBACK, USUAL_LIMITS, NO_FILES = Endpoint(), Limits(), Files()
 class Server:
     """Serves one run. ``open`` binds, ``run`` serves until told to stop, ``close`` frees the port.
 
-    With ``elastic`` terms pipelines may come and go; their processes then hold a connection to ``lifeline_port`` each.
+    With ``elastic`` terms pipelines may come and go. Every process holds a connection to ``lifeline_port``.
     """
 
     def __init__(
@@ -219,23 +219,23 @@ class Server:
 
     @contextlib.contextmanager
     def _lifelines(self, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
-        """Listens for the processes of an elastic run, at the host that the scheduler itself listens at."""
-        elastic = self.service.elastic
-        if elastic is None:
+        """Listens for the processes of the run, at the host that the scheduler itself listens at."""
+        known = self.service.lines
+        if not self.address.startswith("tcp://"):
             yield
             return
         host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         port, notice = self._endpoint.lifeline_port, self._lifeline_notice
         try:
             endpoint = self._stop_message.endpoint
-            lines = Lifelines(context, host, port, endpoint, notice.identity, elastic.knows_line)
+            lines = Lifelines(context, host, port, endpoint, notice.identity, known.knows)
         except OSError as error:
             raise SchedulerError(
                 f"nobody can listen for the processes of the run at {host}, port {port} "
                 f"({error.strerror}); choose another --lifeline-port, or 0 for any"
             ) from error
         with lines:
-            elastic.lifeline_port = lines.port
+            known.port = lines.port
             yield
 
     def close(self) -> None:

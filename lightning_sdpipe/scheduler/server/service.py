@@ -21,7 +21,8 @@ from collections import Counter
 from lightning_sdpipe.dealing.dealer import Dealer
 from lightning_sdpipe.dealing.leases import LeaseEvent
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
-from lightning_sdpipe.membership.membership import MOST_PIPELINES, Membership
+from lightning_sdpipe.membership.entry import MOST_PIPELINES
+from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
@@ -33,6 +34,7 @@ from lightning_sdpipe.scheduler.log.status import Overview, Status, graph_of
 from lightning_sdpipe.scheduler.server.contradictions import Extent, contradiction
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
 from lightning_sdpipe.scheduler.server.lease_desk import LeaseDesk
+from lightning_sdpipe.scheduler.server.lifelines import Lines
 from lightning_sdpipe.scheduler.server.liveness import Liveness
 from lightning_sdpipe.scheduler.server.membership_desk import MembershipDesk
 from lightning_sdpipe.scheduler.server.outbox import Addressed, Outbox
@@ -90,12 +92,16 @@ class SchedulerService:
         self._roll_call = RollCall(worker_timeout, now)
         self._outbox = Outbox()
         everybody = [Worker(j, i) for i in range(num_pipelines) for j in range(num_stages)]
+        self.lines = Lines()
+        """By which it is known at once that a process has ended."""
         recovery = Recovery(everybody, recovery_grace)
         process_groups = None
         if elastic is not None:
-            membership, presence = Membership(num_stages, elastic, now), Liveness(worker_timeout)
+            membership, presence = Membership(num_stages, elastic, now), Liveness(worker_timeout, self.lines)
             process_groups = ProcessGroupRegistry(membership, presence)
-        self.groups = GroupDesk(self._driver, recovery, self._extent, self.overview, self._outbox, process_groups)
+        self.groups = GroupDesk(
+            self._driver, recovery, self._extent, self.overview, self._outbox, self.lines, process_groups
+        )
         self.leases = LeaseDesk(self._driver, self.groups, self._outbox)
         self.elastic: MembershipDesk | None = None
         if process_groups is not None:
@@ -156,9 +162,16 @@ class SchedulerService:
         return self._outbox.sent()
 
     def line_ended(self, nonce: bytes, now: float) -> list[Addressed]:
-        """The connection of the process of an elastic run that was given ``nonce`` is closed."""
+        """The connection of the process that was given ``nonce`` is closed."""
+        of = self.lines.take(nonce)
+        if of is None:
+            return []
+        worker, number, elastic = of
         try:
-            if self.elastic is not None and self.elastic.line_ended(nonce, now):
+            if not elastic:
+                self.groups.process_ended(worker, number)
+            elif self.elastic is not None:
+                self.elastic.process_ended(worker, number, now)
                 self._dispatch_due(self.elastic, now)
         except Exception as error:
             self._give_up(error)

@@ -145,7 +145,7 @@ def test_the_reason_of_a_failure_is_cut() -> None:
     ):
         run = Members()
         failed(run)
-        assert len(run.membership.tombstone(1, 6) or "") < 2 * m.MAX_REASON_CHARACTERS
+        assert len(run.membership.roster.tombstone(1, 6) or "") < 2 * m.MAX_REASON_CHARACTERS
 
 
 def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:

@@ -1,0 +1,233 @@
+"""Which starts of pipelines are there, and how far each of them and of their processes is: two tables of states.
+
+A start that is gone leaves a tombstone, and does not come back. A job that claims the number of a start that is there
+is its *rival*, which is let in when that start is gone, and refused when it is heard of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from lightning_sdpipe.membership import members as w
+from lightning_sdpipe.membership.members import Member
+from lightning_sdpipe.membership.state_transfers import StateTransfers
+from lightning_sdpipe.policies.events import Worker
+
+TOMBSTONES = 4096
+"""That are remembered."""
+
+
+def _read(text: str) -> Mapping[str, Mapping[str, str]]:
+    """Of each state, by what happens, the next one; where ``text`` has an empty cell that cannot happen."""
+    (_, *happens), *rows = ([cell.strip() for cell in line.split("|")] for line in text.strip().splitlines())
+    return {state: {what: after for what, after in zip(happens, cells, strict=True) if after} for state, *cells in rows}
+
+
+# Silence is "falls silent" in a fixed roster, and "ends" in an open one. "returns": to a scheduler started again.
+PROCESSES = _read("""
+    a process | enrols | finishes | falls silent | is heard of | ends
+    unknown   | here   |          |              |             |
+    here      | here   | done     | lost         | here        | gone
+    lost      | here   | done     | lost         | here        | gone
+    done      | done   | done     | done         | done        | done
+    gone      |        |          |              |             |
+""")
+PIPELINES = _read("""
+    a start  | a stage enrols | the last enrols | returns | begins | finds a donor | has it | loses it | finishes | ends
+    absent   | arriving       | complete        | member  |        |               |        |          |          |
+    arriving | arriving       | complete        |         |        |               |        |          |          | gone
+    complete |                |                 |         | member | receiving     |        |          |          | gone
+    receiving|                |                 |         |        |               | member | complete |          | gone
+    member   |                |                 |         |        |               |        |          | done     | gone
+    done     |                |                 |         |        |               |        |          | done     | gone
+    gone     |                |                 |         |        |               |        |          |          |
+""")
+
+
+def after(table: Mapping[str, Mapping[str, str]], state: str, happens: str) -> str:
+    """The state that follows.
+
+    Raises:
+        ImpossibleChange: the table has no such entry.
+    """
+    if happens not in table[state]:
+        raise ImpossibleChange(f"what is {state} cannot change by this: {happens}")
+    return table[state][happens]
+
+
+class ImpossibleChange(ValueError):
+    """A table has no such entry; nothing has changed."""
+
+
+class PipelineStart:
+    """One start of a pipeline's job."""
+
+    __slots__ = ("arrived", "fresh", "incarnation", "processes", "since", "state")
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.state = "absent"
+        self.processes: dict[int, str] = {}
+        """By stage."""
+        self.arrived = 0.0
+        """When it was complete."""
+        self.fresh = False
+        self.since = 0
+        """The number of the first epoch of which it was a member, at most."""
+
+    def move(self, happens: str) -> None:
+        """Change the state as :data:`PIPELINES` says; else raise ImpossibleChange."""
+        self.state = after(PIPELINES, self.state, happens)
+
+    def move_process(self, stage: int, happens: str) -> None:
+        """The same of the process of ``stage``, by :data:`PROCESSES`."""
+        self.processes[stage] = after(PROCESSES, self.processes.get(stage, "unknown"), happens)
+
+    @property
+    def member(self) -> bool:
+        """Does it take part?"""
+        return self.state in ("member", "done")
+
+    @property
+    def complete(self) -> bool:
+        """Are all its stages there, and could it take part?"""
+        return self.state in ("complete", "receiving")
+
+    @property
+    def finishes(self) -> bool:
+        """Has one of its stages finished?"""
+        return "done" in self.processes.values()
+
+    def is_lost(self, stage: int) -> bool:
+        """Has nothing been heard of that process for too long?"""
+        return self.processes.get(stage) == "lost"
+
+
+class Roster:
+    """The starts that are there, their rivals, and the tombstones of those that are gone."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.here: dict[int, PipelineStart] = {}
+        self._num_stages = num_stages
+        self._rivals: dict[int, dict[Worker, w.Enrolled]] = {}
+        self._tombs: dict[Member, str] = {}
+
+    # ------------------------------------------------------------------- looks
+
+    def is_member(self, pipeline: int, incarnation: int) -> bool:
+        """Is that start of ``pipeline`` in the run?"""
+        here = self.here.get(pipeline)
+        return here is not None and here.member and here.incarnation == incarnation
+
+    def was_member(self, pipeline: int, epoch: int) -> bool:
+        """Was that start of ``pipeline`` which is a member now one in the epoch of that number, too?"""
+        here = self.here.get(pipeline)
+        return here is not None and here.member and here.since <= epoch
+
+    def has(self, worker: Worker, incarnation: int) -> bool:
+        """Has that process enrolled, in a start of its pipeline that is not gone?"""
+        here = self.here.get(worker.pipeline)
+        return here is not None and here.incarnation == incarnation and worker.stage in here.processes
+
+    def absent(self, pipeline: int) -> list[int]:
+        """Stages of ``pipeline``, which is there, that are not."""
+        return sorted(set(range(self._num_stages)) - self.here[pipeline].processes.keys())
+
+    def complete(self) -> Mapping[int, PipelineStart]:
+        """Those that could start."""
+        return {i: here for i, here in self.here.items() if here.complete}
+
+    def tombstone(self, pipeline: int, incarnation: int) -> str | None:
+        """Why that start of ``pipeline`` must not come back, if so."""
+        return self._tombs.get(Member(pipeline, incarnation))
+
+    def buried(self, most: int) -> list[Member]:
+        """The last ``most`` starts that must not come back."""
+        return [*self._tombs][-most:]
+
+    @property
+    def claimed(self) -> Collection[int]:
+        """Pipelines that are there, and of which another start has come."""
+        return self._rivals.keys()
+
+    def states(self, transfers: StateTransfers, members: Sequence[int], out: Collection[int]) -> dict[int, str]:
+        """Of each pipeline, for people; ``members`` are the oldest first, and ``out`` those that others cannot
+        reach."""
+        said = {}
+        for i, here in sorted(self.here.items()):
+            donation = transfers.of(i)
+            if here.finishes:
+                said[i] = "finished"
+            elif here.member:
+                said[i] = "leader" if members[:1] == [i] else "member"
+            elif donation is not None:
+                said[i] = f"receives from {donation.donor}"
+            elif absent := self.absent(i):
+                said[i] = f"waits for its stages {absent}"
+            else:
+                said[i] = "waits, since others could not reach it" if i in out and members else "waits"
+        return said
+
+    # ----------------------------------------------------------- coming and going
+
+    def enrols(self, worker: Worker, incarnation: int, now: float) -> None:
+        """A process of a start that is there, or of a new one, has come."""
+        here = self.here.setdefault(worker.pipeline, PipelineStart(incarnation))
+        last = len(here.processes.keys() | {worker.stage}) == self._num_stages
+        here.move("the last enrols" if last else "a stage enrols")
+        here.move_process(worker.stage, "enrols")
+        if last:
+            here.arrived = now
+
+    def returns(self, member: Member, now: float, since: int) -> None:
+        """All processes of a member, which it was from epoch ``since``, have come back to a scheduler that was started
+        again."""
+        here = self.here[member.pipeline] = PipelineStart(member.incarnation)
+        here.move("returns")
+        for stage in range(self._num_stages):
+            here.move_process(stage, "enrols")
+        here.arrived, here.since = now, since
+
+    def goes(self, pipeline: int, reason: str) -> None:
+        """That start of ``pipeline`` is over; its rivals ask again."""
+        here = self.here.pop(pipeline)
+        here.move("ends")
+        self.bury(Member(pipeline, here.incarnation), reason)
+        self._rivals.pop(pipeline, None)
+
+    def bury(self, member: Member, reason: str) -> None:
+        """That start must not come back."""
+        self._tombs[member] = reason
+        while len(self._tombs) > TOMBSTONES:
+            del self._tombs[next(iter(self._tombs))]
+
+    def claims(self, event: w.Enrolled) -> bool:
+        """Does the job of ``event`` claim the number of a start that is there? Then it waits."""
+        here = self.here.get(event.worker.pipeline)
+        if here is None or here.incarnation == event.incarnation:
+            return False
+        self._rivals.setdefault(event.worker.pipeline, {})[event.worker] = event
+        return True
+
+    def rival_ends(self, worker: Worker, incarnation: int) -> None:
+        """A process that may be a rival's waits no longer."""
+        rivals = self._rivals.get(worker.pipeline, {})
+        if worker in rivals and rivals[worker].incarnation == incarnation:
+            del rivals[worker]
+        if not rivals:
+            self._rivals.pop(worker.pipeline, None)
+
+    def take_rivals(self, pipeline: int) -> Collection[w.Enrolled]:
+        """Those that have claimed the number of ``pipeline``; they wait no longer."""
+        return self._rivals.pop(pipeline, {}).values()
+
+    def validate(self) -> None:
+        """Raise AssertionError if what is known contradicts itself."""
+        for member in self._tombs:
+            here = self.here.get(member.pipeline)
+            assert here is None or here.incarnation != member.incarnation, member
+        for pipeline, here in self.here.items():
+            assert here.state not in ("absent", "gone"), pipeline
+            assert (here.state == "arriving") == bool(self.absent(pipeline)), pipeline
+            done = all(state == "done" for state in here.processes.values())
+            assert done == (here.state == "done"), pipeline

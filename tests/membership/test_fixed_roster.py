@@ -1,0 +1,148 @@
+"""A fixed roster: what has ended ends the run, by name; what is silent is lost, and may come back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.membership import members as w
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
+from lightning_sdpipe.membership.members import Member
+from lightning_sdpipe.membership.membership import Membership
+from lightning_sdpipe.policies import Worker
+
+SAME = {"model": "linear"}
+STAGES, PIPELINES = 2, 2
+ALL = [Worker(j, i) for i in range(PIPELINES) for j in range(STAGES)]
+
+
+def started(incarnation: int = 7) -> Membership:
+    """All processes have enrolled, in one job."""
+    core = Membership(STAGES, ElasticConfig.of_fixed(PIPELINES))
+    enrol(core, incarnation)
+    return core
+
+
+def enrol(core: Membership, incarnation: int) -> None:
+    decisions = [decision for worker in ALL for decision in core.on(w.Enrolled(worker, incarnation, SAME), 0.0)]
+    assert [type(decision).__name__ for decision in decisions] == ["Epoch", "Started", "Started"]
+    core.validate()
+
+
+def test_it_starts_at_once_when_all_are_there_and_takes_no_others() -> None:
+    core = started()
+    assert core.members == [0, 1]
+    for pipeline in (PIPELINES, -1):
+        (denied,) = core.on(w.Enrolled(Worker(0, pipeline), 9, SAME), 1.0)
+        assert isinstance(denied, w.Denied)
+        assert "this scheduler serves 2 pipelines, 0 to 1" in denied.reason
+    with pytest.raises(ConfigurationError, match="all of a fixed roster"):
+        ElasticConfig(2, 3, fixed=True)
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (w.Died(Worker(1, 0), 7, "ended (its connection closed)"), "stage 1 ended (its connection closed)"),
+        (w.Failed(Worker(1, 0), 7, "ValueError: no"), "stage 1 failed: ValueError: no"),
+        (w.Departed(Worker(1, 0), 7, finished=False), "stage 1 was told to end"),
+    ],
+)
+def test_a_process_that_has_ended_ends_the_run_by_name(event: w.MemberEvent, said: str) -> None:
+    core = started()
+    gone, over = core.on(event, 1.0)
+    assert isinstance(gone, w.Gone)
+    assert over == w.RunOver(f"pipeline 0: {said}", failed=True, worker=Worker(1, 0))
+    core.validate()
+    assert core.on(w.Died(Worker(0, 1), 7, "ended"), 2.0)[1:] == [], "the first one counts"
+    (denied,) = core.on(w.Enrolled(Worker(0, 0), 8, SAME), 3.0)
+    assert isinstance(denied, w.Denied), "a failed run makes no room"
+
+
+def test_a_silent_process_is_lost_and_not_waited_for_until_it_is_heard_of() -> None:
+    core, lost = started(), Worker(1, 0)
+    assert core.on(w.Meets(Worker(1, 1), 7, "end", b""), 1.0) == []
+    missing, met = core.on(w.FellSilent(lost, 7, "was silent for 30 s"), 31.0)
+    assert missing == w.WentMissing(lost, "was silent for 30 s")
+    assert isinstance(met, w.Met)
+    assert met.pipelines == (1,)
+    assert core.on(w.FellSilent(lost, 7, "was silent for 60 s"), 61.0) == []
+    assert (core.awaited(0), core.awaited(1), core.members) == ([0, 1], [1], [0, 1])
+    assert core.doubts(lost, 7)
+    assert core.on(w.Heard(lost, 7), 70.0) == [w.CameBack(lost)]
+    assert not core.doubts(lost, 7)
+    assert core.awaited(1) == [0, 1]
+
+
+def test_one_that_finished_makes_room_for_the_next() -> None:
+    core = started()
+    decisions = [d for worker in ALL for d in core.on(w.Departed(worker, 7, finished=True), 1.0)]
+    assert decisions == [w.RunOver("all pipelines have finished their training", failed=False)]
+    assert core.on(w.Died(ALL[0], 7, "ended"), 1.1) == []
+    before = core.epoch.number
+    enrol(core, 8)
+    assert core.epoch.number > before
+    assert core.on(
+        w.Meets(ALL[0], 7, "end", b""),  # of the run before
+        2.0,
+    ) == [w.Ended(ALL[0], 7, "its run is over, and another has begun")]
+
+
+def test_a_new_scheduler_takes_who_does_not_come_back_for_lost() -> None:
+    epoch = started().epoch
+    core = Membership(STAGES, ElasticConfig.of_fixed(PIPELINES))
+    for worker in ALL[1:]:
+        assert core.on(w.Resumed(worker, 7, SAME, epoch), 0.0) == []
+    missing, again = core.on(w.Passed(), core.deadline())
+    assert missing == w.WentMissing(ALL[0], "has not come back")
+    assert isinstance(again, w.Epoch)
+    assert again.members == (Member(0, 7), Member(1, 7))
+    core.validate()
+    assert core.on(w.Resumed(ALL[0], 7, SAME, epoch), 60.0) == [w.CameBack(ALL[0])]
+
+
+EVENTS = st.tuples(st.sampled_from(ALL), st.sampled_from([6, 7, 8]), st.integers(0, 7))
+
+
+@given(st.booleans(), st.lists(EVENTS, max_size=30))
+def test_silence_alone_never_ends_it_and_an_end_always_does(
+    begun: bool, history: list[tuple[Worker, int, int]]
+) -> None:
+    core, now = started() if begun else Membership(STAGES, ElasticConfig.of_fixed(PIPELINES)), 0.0
+    ended, finished = False, set[Worker]()
+    for worker, incarnation, kind in history:
+        now += 1.0
+        here = core.is_here(worker, incarnation)
+        event: w.MemberEvent = [
+            w.Enrolled(worker, incarnation, SAME),
+            w.Enrolled(worker, 7, SAME),
+            w.FellSilent(worker, incarnation, "was silent"),
+            w.Heard(worker, incarnation),
+            w.Meets(worker, incarnation, "k", b""),
+            w.Passed(),
+            w.Departed(worker, incarnation, finished=True),
+            w.Died(worker, incarnation, "ended"),
+        ][kind]
+        was_member = core.roster.is_member(worker.pipeline, incarnation)
+        over = core.ending.over
+        decisions = core.on(event, now)
+        core.validate()
+        if (
+            here
+            and over is None
+            and (
+                (isinstance(event, w.Died) and worker not in finished)
+                or (isinstance(event, w.Departed) and not was_member)
+            )
+        ):
+            ended = True
+            assert any(isinstance(d, w.RunOver) and d.failed and d.worker == worker for d in decisions)
+        if isinstance(event, w.Departed) and was_member and here:
+            finished.add(worker)
+        failed = core.ending.over is not None and core.ending.over.failed
+        assert failed == ended
+        assert not any(isinstance(decision, w.Held | w.Donate) for decision in decisions)
+        if any(isinstance(d, w.Epoch) for d in decisions):
+            finished.clear()
