@@ -6,6 +6,9 @@ import msgspec
 
 from lightning_sdpipe.policies.policy import check_integer, refusal
 
+MOST_PIPELINES = 1024
+"""A number from there on is a mistake."""
+
 
 class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a run; times in seconds. :mod:`lightning_sdpipe.membership.membership` says what they mean."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_sdpipe.membership.elastic_config import ElasticConfig
+from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES, ElasticConfig
 from lightning_sdpipe.membership.members import Enrolled, Resumed, RunOver
 from lightning_sdpipe.membership.pipelines import Roster
 from lightning_sdpipe.policies.events import Worker
-
-MOST_PIPELINES = 1024
-"""A number from there on is a mistake."""
 
 
 class EntryRules:

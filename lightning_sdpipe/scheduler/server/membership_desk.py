@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from lightning_sdpipe.membership import members as w
-from lightning_sdpipe.membership.entry import MOST_PIPELINES
+from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent

@@ -20,8 +20,7 @@ from collections import Counter
 
 from lightning_sdpipe.dealing.dealer import Dealer
 from lightning_sdpipe.dealing.leases import LeaseEvent
-from lightning_sdpipe.membership.elastic_config import ElasticConfig
-from lightning_sdpipe.membership.entry import MOST_PIPELINES
+from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES, ElasticConfig
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
