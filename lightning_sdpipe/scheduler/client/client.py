@@ -93,7 +93,7 @@ class SchedulerClient:
         """The first failure of the run, as soon as the heartbeats heard of it."""
         self.serves: tuple[int, int] | None = None
         """The stages and pipelines that the scheduler serves, once it has been greeted."""
-        self.meanwhile: Callable[[], None] | None = None
+        self.meanwhile: Callable[[], object] | None = None
         """Called often while a lease is waited for."""
         self._mesh = mesh
         self._timeout = timeout

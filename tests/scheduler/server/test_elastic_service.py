@@ -128,11 +128,12 @@ def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_jo
     d.say(e.Depart, Worker(0, 1), B.incarnation, False, "OSError: gone")
     for stage in (0, 1):
         replies = d.say(e.Enrol, Worker(stage, 1), again.incarnation, SAME)
+    assert [peer for peer, reply in replies if isinstance(reply, e.Give)] == [e.peer_of(Worker(0, 0), A.incarnation)]
     (transfer,) = {reply.donate.transfer for _, reply in replies if isinstance(reply, e.Give)}
     for stage in (0, 1):
-        d.say(e.TellSnapshot, Worker(stage, 0), A.incarnation, transfer, 3, "taken")
+        d.say(e.TellSnapshot, Worker(stage, 0), A.incarnation, transfer, 3)
     for stage in (0, 1):
-        d.say(e.TellReceived, Worker(stage, 1), again.incarnation, transfer, "")
+        d.say(e.TellReceived, Worker(stage, 1), again.incarnation, transfer, 3)
     assert d.ask(A, 0, 0, segment=one_batch) == [m.AskLeases()]
     for stage in (0, 1):
         d.tell(A, segment=one_batch, stage=stage)
