@@ -84,18 +84,17 @@ class Resumed(_FromWorker, frozen=True, tag="resumed"):
 
 
 class Snapshot(_FromWorker, frozen=True, tag="snapshot"):
-    """What the worker of a donor says to ``transfer``: it is ``"past"`` the update that was asked for, and at
-    ``update``; or that is still to come (``"pending"``); or it has ``"taken"`` its snapshot there."""
+    """The worker of a donor has copied its state for ``transfer`` when it had made ``update`` updates."""
 
     transfer: str
     update: int
-    state: str
 
 
 class Received(_FromWorker, frozen=True, tag="received"):
-    """The worker of a newcomer has the state of ``transfer``."""
+    """The worker of a newcomer has the state of ``transfer``, which is that after ``update`` updates."""
 
     transfer: str
+    update: int
 
 
 class Missed(_FromWorker, frozen=True, tag="missed"):
@@ -197,23 +196,19 @@ class Receive(msgspec.Struct, frozen=True, gc=False, tag="receive"):
 
 
 class Donate(msgspec.Struct, frozen=True, gc=False, tag="donate"):
-    """``donor`` takes a snapshot when it has made ``at_update`` updates, and gives it to ``pipeline``.
-
-    ``number`` grows: an older one that arrives later is none any more.
-    """
+    """``donor`` copies its state between two turns, and gives it to ``pipeline``. Its stage 0 says which turns."""
 
     donor: int
     pipeline: int
     transfer: str
-    at_update: int
-    number: int
 
 
 class Abandoned(msgspec.Struct, frozen=True, gc=False, tag="abandoned"):
-    """Nobody waits for ``transfer`` of ``donor`` any more."""
+    """No pipeline waits for ``transfer`` of ``donor`` any more; ``void``: what was wrong with it."""
 
     donor: int
     transfer: str
+    void: str = ""
 
 
 class Met(msgspec.Struct, frozen=True, gc=False, tag="met"):

@@ -100,7 +100,7 @@ class Membership:
         return sorted(
             i
             for i, here in self.roster.here.items()
-            if (here.member or self.donations.taken_in(i, stage)) and not here.finishes and not here.is_lost(stage)
+            if (here.member or self.donations.taken_in(i, stage)) and here.processes[stage] not in ("done", "lost")
         )
 
     def states(self) -> dict[int, str]:
@@ -178,17 +178,14 @@ class Membership:
         here = self.roster.here[worker.pipeline]
         done = here.processes[worker.stage] == "done"
         match event:
-            case w.Snapshot(_, _, transfer, update, state):
-                told = self.donations.hear(worker.stage, worker.pipeline, transfer, update, state)
-                return told + self._meet()
-            case w.Received(_, _, transfer):
-                return self._received(worker, transfer)
+            case w.Snapshot():
+                return self._copied(event, now)
+            case w.Received():
+                return self._received(event, now)
             case w.Missed(_, _, transfer):
-                if not self.donations.failed(worker.pipeline, transfer):
-                    return self._repeat(worker.pipeline)
-                self._reach.got_none(worker.pipeline, now)
-                here.move("loses it")
-                return self.donations.end(worker.pipeline) + self._admit(now)
+                if given_up := self.donations.give_up(worker.pipeline, transfer):
+                    return self._without_state(worker.pipeline, given_up, now)
+                return self._repeat(worker.pipeline)
             case w.Meets(_, _, key, value):
                 met = self.meetings.comes(worker.stage, worker.pipeline, key, value)
                 return self._meet() if met is None else [met]
@@ -278,8 +275,24 @@ class Membership:
         decisions = self._new_epoch(f"pipelines {names} start {why}", come)
         return decisions + [w.Started(i, self.epoch, True, checkpoint) for i in come]
 
-    def _received(self, worker: Worker, transfer: str) -> list[MemberDecision]:
-        pipeline = worker.pipeline
+    def _copied(self, event: w.Snapshot, now: float) -> list[MemberDecision]:
+        donor, donation = event.worker, self.donations.named(event.transfer)
+        decisions = self.donations.copied(donor.stage, donor.pipeline, event.transfer, event.update)
+        if donation is None or self.donations.of(donation.pipeline) is donation:
+            return decisions + self._meet()
+        return self._without_state(donation.pipeline, decisions, now)
+
+    def _without_state(self, newcomer: int, decisions: list[MemberDecision], now: float) -> list[MemberDecision]:
+        """What ``newcomer`` was to be given is void."""
+        self._reach.got_none(newcomer, now)
+        self.roster.here[newcomer].move("loses it")
+        return decisions + self._admit(now) + self._meet()
+
+    def _received(self, event: w.Received, now: float) -> list[MemberDecision]:
+        worker, transfer, pipeline = event.worker, event.transfer, event.worker.pipeline
+        if wrong := self.donations.wrong(pipeline, transfer, event.update):
+            gone = self._goes(pipeline, f"stage {worker.stage} is refused: {wrong}", now)
+            return [w.Denied(worker, event.incarnation, wrong), *gone]
         if not self.donations.has_received(pipeline, worker.stage, transfer):
             donation = self.donations.of(pipeline)
             if donation is not None and donation.transfer == transfer:
@@ -296,11 +309,8 @@ class Membership:
         here, resumed = self.roster.here[pipeline], self.ending.resumed
         if here.member:
             return [w.Started(pipeline, self.epoch, here.fresh, resumed.path if here.fresh and resumed else "")]
-        if self.donations.snapshot_taken(pipeline):
-            donation = self.donations.of(pipeline)
-            assert donation is not None
-            return [self.donations.told(donation)]
-        return []
+        donation = self.donations.taken(pipeline)
+        return [] if donation is None else [self.donations.told(donation)]
 
     # --------------------------------------------------------------- going
 

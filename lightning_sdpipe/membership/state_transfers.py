@@ -1,8 +1,9 @@
-"""How a newcomer gets its state: which member gives it, and at which update all stages of that one take their snapshot.
+"""How a newcomer gets its state: which member gives it, and that all of its stages give the same one.
 
-All stages of a donor must take it after the same update U. The scheduler does not know how far they are, so it proposes
-one, and each stage says whether that is still to come. If it is past for any, a later one is proposed: by 1, 2, 4, …
-more than the furthest, since stages run while messages travel. The newcomer hears of its donor when all have taken it.
+Stage 0 of a donor is told of the transfer, and says before a turn that every stage copies its state there
+(:mod:`~lightning_sdpipe.membership.turn_order`). Each says how many updates it had made. The first number is U: a stage
+that names another one has copied at another place, so the transfer is void, and another donor is found. The newcomer
+hears of its donor when all have copied, and says which update its state is of. That must be U.
 """
 
 from __future__ import annotations
@@ -13,32 +14,23 @@ from dataclasses import dataclass, field
 from lightning_sdpipe.membership.members import Abandoned, Donate, MemberDecision, Receive
 from lightning_sdpipe.policies.events import Worker
 
-MOST_AHEAD = 64
-"""Updates beyond the furthest stage that are proposed at most."""
-
 
 @dataclass
 class StateTransfer:
-    """Of ``donor`` to ``pipeline``."""
+    """Of ``donor`` to ``pipeline``, by a name that is new each time."""
 
     donor: int
     pipeline: int
-    number: int
-    at_update: int
-    ahead: int = 1
-    said: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Of each stage of the donor: what it said to the newest proposal, and its update."""
+    transfer: str
+    updates: dict[int, int] = field(default_factory=dict)
+    """That the stages of the donor had made when they copied their state; all the same."""
     received: set[int] = field(default_factory=set)
     """Stages of the newcomer that have it."""
 
     @property
-    def transfer(self) -> str:
-        """Its name, new for each proposal."""
-        return f"state-{self.pipeline}-{self.number}"
-
-    def taken(self, num_stages: int) -> bool:
-        """Have all stages of the donor their snapshot?"""
-        return len(self.said) == num_stages and all(state == "taken" for state, _ in self.said.values())
+    def update(self) -> int:
+        """U, when a stage has copied."""
+        return next(iter(self.updates.values()))
 
 
 class StateTransfers:
@@ -52,101 +44,109 @@ class StateTransfers:
         self._count = 0
 
     def number_from(self, count: int) -> None:
-        """Numbers up to that are those of an earlier scheduler."""
+        """Names up to that number are those of an earlier scheduler."""
         self._count = max(self._count, count)
 
     def of(self, pipeline: int) -> StateTransfer | None:
         """What ``pipeline`` receives."""
         return self._under_way.get(pipeline)
 
-    def taken_in(self, pipeline: int, stage: int) -> bool:
-        """Has the donor's worker of ``stage`` its snapshot for the newcomer ``pipeline``?"""
-        donation = self._under_way.get(pipeline)
-        return donation is not None and donation.said.get(stage, ("", 0))[0] == "taken"
+    def named(self, transfer: str) -> StateTransfer | None:
+        """The one of that name, if it is under way."""
+        return next((donation for donation in self._under_way.values() if donation.transfer == transfer), None)
 
-    def snapshot_taken(self, pipeline: int) -> bool:
-        """Is the state of the newcomer ``pipeline`` that of a certain update by now?"""
+    def taken_in(self, pipeline: int, stage: int) -> bool:
+        """Has the donor's worker of ``stage`` its copy for the newcomer ``pipeline``?"""
         donation = self._under_way.get(pipeline)
-        return donation is not None and donation.taken(self._num_stages)
+        return donation is not None and stage in donation.updates
+
+    def taken(self, pipeline: int) -> StateTransfer | None:
+        """What ``pipeline`` receives, if all stages of the donor have their copy."""
+        donation = self._under_way.get(pipeline)
+        return donation if donation is not None and len(donation.updates) == self._num_stages else None
 
     def choose(self, pipeline: int, members: Sequence[int]) -> list[MemberDecision]:
-        """Finds a donor for ``pipeline`` among ``members``, oldest first: one that has not failed it, who gives to few,
-        and no leader, if there is a choice."""
+        """Finds a donor for ``pipeline`` among ``members``, oldest first: if there is a choice, one that has not failed
+        it, that gives to few, and no leader."""
         gives = [donation.donor for donation in self._under_way.values()]
         failed, age = self._failed.get(pipeline, set()), {i: age for age, i in enumerate(members)}
         donor = min(members, key=lambda i: (i in failed, age[i] == 0, gives.count(i), -age[i]))
-        self._under_way[pipeline] = donation = StateTransfer(donor, pipeline, self._next(), 0)
-        return [self._proposal(donation)]
+        self._count += 1
+        self._under_way[pipeline] = donation = StateTransfer(donor, pipeline, f"state-{pipeline}-{self._count}")
+        return [self._told_donor(donation)]
 
-    def hear(self, stage: int, donor: int, transfer: str, update: int, state: str) -> list[MemberDecision]:
-        """What a stage of ``donor`` said."""
-        donation = self._named(transfer)
+    def copied(self, stage: int, donor: int, transfer: str, update: int) -> list[MemberDecision]:
+        """A stage of ``donor`` has copied its state when it had made ``update`` updates."""
+        donation = self.named(transfer)
         if donation is None or donation.donor != donor:
             return [Abandoned(donor, transfer)]
-        if donation.said.get(stage, ("", 0))[0] != "taken":  # what is late says less
-            donation.said[stage] = state, update
-        if len(donation.said) < self._num_stages:
+        before = donation.updates
+        if any(known != update for known in before.values()):
+            at = ", ".join(f"stage {j} after {known}" for j, known in sorted(before.items()))
+            void = f"{at}, stage {stage} after {update} updates, so the copies are not of one state"
+            return self.give_up(donation.pipeline, transfer, void)
+        if stage in before:
             return []
-        if any(state == "past" for state, _ in donation.said.values()):
-            furthest = max(update for _, update in donation.said.values())
-            donation.at_update = max(furthest, donation.at_update) + donation.ahead
-            donation.ahead = min(2 * donation.ahead, MOST_AHEAD)
-            donation.number, donation.said = self._next(), {}
-            return [self._proposal(donation)]
-        return [self.told(donation)] if donation.taken(self._num_stages) else []
+        before[stage] = update
+        return [self.told(donation)] if len(before) == self._num_stages else []
 
     def told(self, donation: StateTransfer) -> Receive:
         """What the newcomer is told."""
-        return Receive(donation.pipeline, donation.donor, donation.transfer, donation.at_update)
+        return Receive(donation.pipeline, donation.donor, donation.transfer, donation.update)
+
+    def wrong(self, pipeline: int, transfer: str, update: int) -> str:
+        """What is wrong with a state of ``update``, which a stage of ``pipeline`` says it has of ``transfer``."""
+        donation = self.taken(pipeline)
+        if donation is None or donation.transfer != transfer or donation.update == update:
+            return ""
+        return (
+            f"the state that it has loaded of {transfer} is that after {update} updates, and pipeline {donation.donor} "
+            f"gave that after {donation.update}"
+        )
 
     def has_received(self, pipeline: int, stage: int, transfer: str) -> bool:
         """A stage of the newcomer has it; have all?"""
-        donation = self._under_way.get(pipeline)
-        if donation is None or donation.transfer != transfer or not donation.taken(self._num_stages):
+        donation = self.taken(pipeline)
+        if donation is None or donation.transfer != transfer:
             return False
         donation.received.add(stage)
         return len(donation.received) == self._num_stages
 
-    def failed(self, pipeline: int, transfer: str) -> bool:
-        """A stage of the newcomer did not get it; False if that is known, or another is under way."""
+    def give_up(self, pipeline: int, transfer: str, void: str = "") -> list[MemberDecision]:
+        """``pipeline`` needs another donor; nothing if another transfer is under way."""
         donation = self._under_way.get(pipeline)
         if donation is None or donation.transfer != transfer:
-            return False
+            return []
         self._failed.setdefault(pipeline, set()).add(donation.donor)
-        return True
+        return self.end(pipeline, void)
 
-    def end(self, pipeline: int) -> list[MemberDecision]:
+    def end(self, pipeline: int, void: str = "") -> list[MemberDecision]:
         """``pipeline`` needs its donor no longer."""
         donation = self._under_way.pop(pipeline, None)
-        return [] if donation is None else [Abandoned(donation.donor, donation.transfer)]
+        return [] if donation is None else [Abandoned(donation.donor, donation.transfer, void)]
 
     def forget(self, pipeline: int) -> None:
-        """That start of ``pipeline`` is over: its next one has no bad experience of anybody."""
+        """That start of ``pipeline`` is over: its next one has no bad experience of any donor."""
         self._failed.pop(pipeline, None)
 
     def without_donor(self, gone: int) -> list[int]:
-        """Newcomers whose donor was ``gone``, and which need another."""
-        lost = [pipeline for pipeline, donation in self._under_way.items() if donation.donor == gone]
-        for pipeline in lost:
+        """The donor ``gone`` gives nothing any more; the newcomers that it was to give its state to."""
+        newcomers = [pipeline for pipeline, donation in self._under_way.items() if donation.donor == gone]
+        for pipeline in newcomers:
             del self._under_way[pipeline]
-        return lost
+        return newcomers
 
     def unheard(self, worker: Worker) -> list[Donate]:
-        """Proposals to the donor's ``worker`` to which it has said nothing: they may have been lost."""
+        """Of what ``worker``, stage 0 of a donor, has said nothing: it may not have heard of it."""
+        if worker.stage:
+            return []
         mine = [donation for donation in self._under_way.values() if donation.donor == worker.pipeline]
-        return [self._proposal(donation) for donation in mine if worker.stage not in donation.said]
+        return [self._told_donor(donation) for donation in mine if 0 not in donation.updates]
 
     def under_way(self) -> Mapping[int, StateTransfer]:
         """By newcomer."""
         return self._under_way
 
-    def _named(self, transfer: str) -> StateTransfer | None:
-        return next((d for d in self._under_way.values() if d.transfer == transfer), None)
-
-    def _next(self) -> int:
-        self._count += 1
-        return self._count
-
     @staticmethod
-    def _proposal(donation: StateTransfer) -> Donate:
-        return Donate(donation.donor, donation.pipeline, donation.transfer, donation.at_update, donation.number)
+    def _told_donor(donation: StateTransfer) -> Donate:
+        return Donate(donation.donor, donation.pipeline, donation.transfer)

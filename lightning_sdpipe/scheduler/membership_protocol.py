@@ -62,18 +62,17 @@ class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):
 
 
 class TellSnapshot(ElasticRequest, frozen=True, gc=False, tag="snapshot"):
-    """See :class:`~lightning_sdpipe.membership.members.Snapshot`; a worker that has not made one yet is at update
-    -1."""
+    """See :class:`~lightning_sdpipe.membership.members.Snapshot`."""
 
     transfer: str
-    update: Last
-    state: str
+    update: Count
 
 
 class TellReceived(ElasticRequest, frozen=True, gc=False, tag="received"):
-    """The worker has the state of ``transfer``; without ``reason``, or else it did not get it."""
+    """The worker has the state of ``transfer``, that after ``update`` updates; or it was ``missed``, and why."""
 
     transfer: str
+    update: Last
     missed: str = ""
 
 
@@ -186,7 +185,7 @@ class Get(ElasticReply, frozen=True, gc=False, tag="get"):
 
 
 class Give(ElasticReply, frozen=True, gc=False, tag="give"):
-    """The worker's pipeline gives its state to another one."""
+    """The worker's pipeline gives its state to another one: said to its stage 0."""
 
     donate: Donate
 

@@ -45,17 +45,11 @@ class Run:
         return decisions
 
     def gives(self, donate: w.Donate, update: int = 10) -> list[MemberDecision]:
-        """All stages of the donor say where they are; the next proposal is accepted."""
-        decisions: list[MemberDecision] = [donate]
-        while True:
-            (donate,) = (d for d in decisions if isinstance(d, w.Donate))
-            past = donate.at_update <= update
-            decisions = []
-            for stage in range(self.stages):
-                said = (donate.transfer, update, "past") if past else (donate.transfer, donate.at_update, "taken")
-                decisions += self.say(w.Snapshot, donate.donor, *said, stage=stage)
-            if not past:
-                return decisions
+        """All stages of the donor have copied their state after that update."""
+        decisions: list[MemberDecision] = []
+        for stage in range(self.stages):
+            decisions += self.say(w.Snapshot, donate.donor, donate.transfer, update, stage=stage)
+        return decisions
 
     def comes(self, pipeline: int, incarnation: int = 0) -> list[MemberDecision]:
         """A newcomer, until it is a member."""
@@ -64,7 +58,7 @@ class Run:
         (receive,) = (d for d in self.gives(donate) if isinstance(d, w.Receive))
         decisions = []
         for stage in range(self.stages):
-            decisions += self.say(w.Received, pipeline, receive.transfer, stage=stage)
+            decisions += self.say(w.Received, pipeline, receive.transfer, receive.update, stage=stage)
         return decisions
 
 
@@ -104,20 +98,46 @@ def test_a_newcomer_gets_the_state_of_a_member_at_one_update_of_all_its_stages()
     run = Run(stages=2, start_pipelines=2)
     run.enrol(0), run.enrol(1)
     (first,) = run.enrol(2)
-    assert first == w.Donate(1, 2, "state-2-1", 0, 1), "the leader is spared"
-    assert run.say(w.Snapshot, 1, "state-2-1", 40, "past") == []
-    (second,) = run.say(w.Snapshot, 1, "state-2-1", 41, "past", stage=1)
-    assert second == w.Donate(1, 2, "state-2-2", 42, 2)
-    assert run.say(w.Snapshot, 1, "state-2-2", 41, "pending") == []
-    (third,) = run.say(w.Snapshot, 1, "state-2-2", 43, "past", stage=1)
-    assert third == w.Donate(1, 2, "state-2-3", 45, 3), "twice as far ahead as before"
-    assert run.say(w.Snapshot, 1, "state-2-3", 45, "taken") == []
-    assert run.say(w.Snapshot, 1, "state-2-3", 45, "taken", stage=1) == [w.Receive(2, 1, "state-2-3", 45)]
-    assert run.say(w.Received, 2, "state-2-3", stage=1) == []
-    epoch, started = run.say(w.Received, 2, "state-2-3")
+    assert first == w.Donate(1, 2, "state-2-1"), "the leader is spared"
+    assert run.core.donations.unheard(Worker(0, 1)) == [first]
+    assert run.core.donations.unheard(Worker(1, 1)) == [], "stage 0 tells it"
+    assert run.say(w.Snapshot, 1, "state-2-1", 45) == []
+    assert run.say(w.Snapshot, 1, "state-2-1", 45) == [], "it may be said again"
+    assert run.say(w.Received, 2, "state-2-1", 45, stage=1) == [], "nothing was given yet"
+    assert run.say(w.Snapshot, 1, "state-2-1", 45, stage=1) == [w.Receive(2, 1, "state-2-1", 45)]
+    assert run.say(w.Received, 2, "state-2-1", 45, stage=1) == []
+    epoch, started = run.say(w.Received, 2, "state-2-1", 45)
     assert run.core.members == [0, 1, 2]
     assert epoch == run.core.epoch
     assert started == w.Started(2, run.core.epoch, False)
+
+
+def test_a_donor_whose_stages_name_different_updates_gives_nothing_and_trains_on() -> None:
+    run = Run(stages=2, start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    (donate,) = run.enrol(2)
+    assert isinstance(donate, w.Donate)
+    assert run.say(w.Snapshot, 1, donate.transfer, 6, stage=1) == []
+    void = "stage 1 after 6, stage 0 after 5 updates, so the copies are not of one state"
+    abandoned, again = run.say(w.Snapshot, 1, donate.transfer, 5)
+    assert abandoned == w.Abandoned(1, donate.transfer, void)
+    assert again == w.Donate(0, 2, "state-2-2"), "another member gives its own"
+    assert run.core.members == [0, 1]
+    assert run.say(w.Snapshot, 1, donate.transfer, 6) == [w.Abandoned(1, donate.transfer)]
+
+
+def test_a_newcomer_that_has_loaded_another_update_than_it_was_given_is_refused() -> None:
+    run = Run(start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    (donate,) = run.enrol(2)
+    assert isinstance(donate, w.Donate)
+    run.gives(donate, 12)
+    denied, gone, abandoned = run.say(w.Received, 2, donate.transfer, 11)
+    wrong = "the state that it has loaded of state-2-1 is that after 11 updates, and pipeline 1 gave that after 12"
+    assert denied == w.Denied(Worker(0, 2), 102, wrong)
+    assert gone == w.Gone(2, 102, f"stage 0 is refused: {wrong}", was_member=False)
+    assert abandoned == w.Abandoned(1, donate.transfer)
+    assert run.core.members == [0, 1]
 
 
 def test_the_oldest_leads_and_the_next_oldest_after_it() -> None:
@@ -153,11 +173,11 @@ def test_another_donor_gives_its_state_when_one_is_lost() -> None:
     (donate,) = run.enrol(3)
     assert isinstance(donate, w.Donate)
     (receive,) = run.gives(donate)
-    assert receive == w.Receive(3, 2, "state-3-2", 11)
+    assert receive == w.Receive(3, 2, "state-3-1", 10)
     gone, epoch, again = run.say(w.Died, 2, "ended")
     assert (type(gone), type(epoch)) == (w.Gone, Epoch)
-    assert again == w.Donate(1, 3, "state-3-3", 0, 3)
-    assert run.say(w.Received, 3, "state-3-2") == [], "of a donor that is gone: the other stages may not have it"
+    assert again == w.Donate(1, 3, "state-3-2")
+    assert run.say(w.Received, 3, "state-3-1", 10) == [], "of a donor that is gone: the other stages may not have it"
 
 
 def test_a_donor_that_fails_a_newcomer_is_asked_last() -> None:
@@ -310,6 +330,16 @@ def test_meetings_wait_for_the_living_and_are_decided_once() -> None:
     assert late == Met(0, "pause/1", (2,), (b"c",), 0, past=True)
 
 
+def test_stages_that_have_finished_first_do_not_keep_others_from_their_last_meeting() -> None:
+    run = Run(stages=2, start_pipelines=2)
+    run.enrol(0), run.enrol(1)
+    assert run.say(w.Meets, 0, "last", b"", stage=1) == []
+    run.say(w.Departed, 0, True), run.say(w.Departed, 1, True)
+    (met,) = run.say(w.Meets, 1, "last", b"", stage=1)
+    assert isinstance(met, Met)
+    assert met.pipelines == (0, 1)
+
+
 def test_a_meeting_waits_for_a_newcomer_whose_state_has_been_taken() -> None:
     run = Run()
     run.enrol(0)
@@ -318,7 +348,7 @@ def test_a_meeting_waits_for_a_newcomer_whose_state_has_been_taken() -> None:
     (receive,) = run.gives(donate)
     assert run.say(w.Meets, 0, "pause", b"") == []
     assert isinstance(receive, w.Receive)
-    run.say(w.Received, 1, receive.transfer)
+    run.say(w.Received, 1, receive.transfer, receive.update)
     (met,) = run.say(w.Meets, 1, "pause", b"")
     assert isinstance(met, Met)
     assert met.pipelines == (0, 1)
@@ -477,9 +507,9 @@ def any_event(rng: random.Random, stages: int, transfers: list[str], epochs: lis
         case "e":
             return w.Enrolled(worker, incarnation, SAME if rng.random() < 0.95 else {"model": "other"})
         case "s":
-            return w.Snapshot(worker, incarnation, transfer, rng.randrange(9), rng.choice(["past", "pending", "taken"]))
+            return w.Snapshot(worker, incarnation, transfer, rng.randrange(2))
         case "r":
-            return w.Received(worker, incarnation, transfer)
+            return w.Received(worker, incarnation, transfer, rng.randrange(2))
         case "m":
             return w.Missed(worker, incarnation, transfer, "reset")
         case "M":

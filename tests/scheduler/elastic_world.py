@@ -1,8 +1,9 @@
 """An elastic run in virtual time: the scheduler's service, and processes that are killed, fall silent and come back.
 
-The service is the real one, without its sockets. The processes keep the rules of the client: they repeat what is
-unanswered, say again what was not heard, and introduce themselves to a scheduler that does not know them. The network
-delays every message by itself, so they overtake each other, and loses some. A history follows from its seed alone::
+The service is the real one, without its sockets, and so is what each process says and believes about membership (its
+:class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`) and what stage 0 orders before a turn. Here are
+the network, the faults and the training. The network delays every message by itself, so they overtake each other, and
+loses some. A history follows from its seed alone::
 
     python -m tests.scheduler.elastic_world SEED [SECONDS]     # prints what happens
 """
@@ -13,12 +14,15 @@ import heapq
 import itertools
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
-from lightning_sdpipe.membership.members import Donate, Epoch, Exchanging, Met, Receive
+from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, Receive
+from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.local_sgd import LocalSGD
@@ -27,11 +31,22 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers
+from lightning_sdpipe.scheduler.client import conversation as c
+from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers, HeardLeases
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
-SILENCE, PAUSE_EVERY = 2.0, 12
+SILENCE, BATCHES = 2.0, 6
+"""Seconds, and the batches of each pipeline between two pauses."""
 SAME = {"model": "linear"}
+NOTHING = Segment(0, 0, 0, 0)
+
+
+@dataclass
+class Copy:
+    """A state that a stage has copied, and gives."""
+
+    update: int
+    segment: Segment
 
 
 @dataclass
@@ -40,42 +55,48 @@ class Process:
 
     worker: Worker
     incarnation: int
+    talk: c.Conversation = field(repr=False)
+    heard: HeardAnswers = field(repr=False)
+    leases: HeardLeases = field(repr=False)
     state: str = "enrolling"
-    number: int = 0
-    epoch: Epoch | None = None
-    member_since: int = 0
-    holds: set[int] = field(default_factory=set)
+    waits: dict[c.Key, Callable[[e.Reply], None]] = field(default_factory=dict)
+    """What it does when an answer comes."""
+    copies: dict[str, Copy] = field(default_factory=dict)
     receive: Receive | None = None
-    donate: dict[int, Donate] = field(default_factory=dict)
-    donations: dict[int, int] = field(default_factory=dict)
     update: int = 0
+    turns: int = 0
+    """Since it joined."""
+    obeyed: int = 0
+    """Of what stage 0 has said before this turn."""
+    late: list[tuple[int, Command]] = field(default_factory=list)
+    """What it was to do before that turn, and does before the next."""
+    copying: int = 0
+    """Copies of which the scheduler has not heard."""
+    leaving: bool = False
+    segment: Segment = NOTHING
+    ordinal: int = 0
+    lease: Lease | None = None
+    done: int = 0
+    """Batches of the lease."""
+    trained: int = 0
+    """Batches of the segment."""
+    number: int = 0
     iteration: int = 0
+    asks: dict[str, m.Request] = field(default_factory=dict)
+    """Of its session: what is repeated until it is answered."""
     group: Group | None = None
     """With which it exchanges."""
-    met: list[Met] = field(default_factory=list)
-    regrouped: list[tuple[int, Group]] = field(default_factory=list)
-    asks: dict[str, m.Request | e.Request] = field(default_factory=dict)
-    """What is repeated until it is answered."""
+    begun: set[int] = field(default_factory=set)
+    """Groups whose exchange it has begun."""
+    broke: set[int] = field(default_factory=set)
     goes_on: Callable[[], None] | None = None
     """What it does when its exchange is over."""
-    begun: set[int] = field(default_factory=set)
-    completed: set[int] = field(default_factory=set)
-    left: int = -1
-    """The number of the exchange that it left last."""
-    tried: int = 0
-    """In which epoch it has tried whom it reaches."""
-    misses: tuple[int, ...] = ()
-    asked_for: set[int] = field(default_factory=set)
     nonce: bytes | None = None
     asleep_until: float = 0.0
     cut_off_until: float = 0.0
     dead: bool = False
     since: float = 0.0
     """When its state changed last."""
-    heard: HeardAnswers = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.heard = HeardAnswers(self.worker)
 
 
 class NobodyLeft(Exception):
@@ -85,9 +106,25 @@ class NobodyLeft(Exception):
 class World:
     """See the module's text."""
 
-    def __init__(self, seed: int, tell: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, seed: int, tell: Callable[[str], None] = lambda text: None, late: float = 0.0) -> None:
         self.rng = rng = random.Random(seed)
         self.tell = tell
+        self.late = late
+        """How often a stage copies its state a turn later than it was told."""
+        self.run_number = 0
+        """Of the run that those which started together have begun."""
+        self.words: dict[tuple[int, int], list[Command]] = defaultdict(list)
+        """What stage 0 of each job has said before each of its turns."""
+        self.trained: dict[Segment, set[tuple[int, int]]] = defaultdict(set)
+        """Batches of each shard that were, by anybody."""
+        self.copied_at: dict[tuple[int, str], set[int]] = defaultdict(set)
+        """After which updates the stages of a donor have copied their state, by its start and the transfer."""
+        self.knows_leases = True
+        """Has no scheduler been killed? It has no journal here."""
+        self.finishes_after: int | None = None
+        """Which segment is the last one."""
+        self.seen: dict[str, int] = defaultdict(int)
+        """How often each kind of message was delivered."""
         self.stages, self.pipelines = rng.randint(1, 2), rng.randint(1, 4)
         least = rng.randint(1, min(2, self.pipelines))
         start = rng.choice([None, self.pipelines])
@@ -143,9 +180,10 @@ class World:
 
     def kill_scheduler(self, away: float) -> None:
         self.tell(f"the scheduler is killed, and away for {away:.2f} s")
-        self.service = None
+        self.service, self.knows_leases = None, False
         for process in self.processes:
             process.nonce = None
+            process.talk.lifeline(there=False)
         self.after(away, self.start_scheduler)
 
     def wakes(self) -> None:
@@ -159,16 +197,21 @@ class World:
         incarnation = next(self.starts)
         self.tell(f"pipeline {pipeline} starts ({incarnation})")
         for stage in range(self.stages):
-            process = Process(Worker(stage, pipeline), incarnation, since=self.now)
+            worker = Worker(stage, pipeline)
+            talk, leases = c.Conversation(worker, incarnation), HeardLeases(lambda: self.now)
+            process = Process(worker, incarnation, talk, HeardAnswers(worker), leases, since=self.now)
             self.processes.append(process)
             self.after(self.rng.uniform(0.0, 0.3), lambda p=process: self.begin(p))  # type: ignore[misc]
 
     def begin(self, process: Process) -> None:
-        self.ask(process, "enrol", e.Enrol, SAME)
+        self.ask(process, lambda reply: self.comes(process, reply), e.Enrol, SAME)
+        if process.worker.stage == 0:
+            keys = (f"leaving-{process.incarnation}/now",)
+            self.ask(process, lambda _: setattr(process, "leaving", True), e.Fetch, keys, True)
         self.live(process)
 
-    def die(self, process: Process, why: str) -> None:
-        """And its siblings soon after; the job starts again."""
+    def die(self, process: Process, why: str, alone: bool = False) -> None:
+        """And its siblings soon after, unless each ends ``alone``; the job starts again."""
         if process.dead:
             return
         process.dead = True
@@ -180,8 +223,10 @@ class World:
         job = [p for p in self.processes if p.incarnation == process.incarnation]
         if all(p.dead for p in job):
             self.processes = [p for p in self.processes if p.incarnation != process.incarnation]
+            if self.finishes_after is not None:
+                return
             self.after(self.rng.uniform(0.5, 2.5), lambda: self.start_job(process.worker.pipeline))
-        else:
+        elif not alone:
             for sibling in job:
                 self.after(self.rng.uniform(0.05, 0.5), lambda p=sibling: self.die(p, "its job ends"))  # type: ignore[misc]
 
@@ -210,6 +255,8 @@ class World:
         self.service.validate()
         assert self.service.elastic is not None
         self.service.elastic.membership.validate()
+        if " start " in (epoch := self.service.elastic.membership.epoch).reason:
+            self.run_number = epoch.number
         for peer, reply in replies:
             self.after(self.rng.uniform(0.0005, 0.02), lambda p=peer, r=reply: self.reach(p, r))  # type: ignore[misc]
 
@@ -231,7 +278,19 @@ class World:
 
     # ------------------------------------------------------------------- processes
 
-    def ask(self, process: Process, key: str, kind: Callable[..., m.Request | e.Request], *fields: object) -> None:
+    def job(self, process: Process) -> list[Process]:
+        return [p for p in self.processes if p.incarnation == process.incarnation]
+
+    def ask(self, process: Process, then: Callable[[e.Reply], None], kind: type[e.Request], *fields: object) -> None:
+        process.waits[process.talk.ask(kind, *fields)] = then
+        self.pump(process)
+
+    def pump(self, process: Process) -> None:
+        """What the conversation has to say."""
+        for request in process.talk.due(self.now):
+            self.say(process, request)
+
+    def ask_session(self, process: Process, key: str, kind: type[m.Request], *fields: object) -> None:
         process.number += 1
         process.asks[key] = kind(process.worker, process.incarnation, process.number, *fields)
         self.say(process, process.asks[key])
@@ -243,116 +302,35 @@ class World:
         self.send(process, name(process.worker, process.incarnation), request)
 
     def live(self, process: Process) -> None:
-        """Beats, repeats, and makes groups, a few times a second."""
+        """Beats and repeats, a few times a second."""
         if process.dead:
             return
         if process.asleep_until <= self.now:
-            process.number += 1
-            epoch = process.epoch.number if process.epoch else 0
-            within = None
-            group = process.group
-            if group is not None and len(group.members) > 1 and f"regroup {group.sequence}" not in process.asks:
-                within = Exchanging(group.sequence, tuple(w.pipeline for w in group.members), 0)
-            fields = process.worker, process.incarnation, process.number, tuple(process.holds), epoch, True, False
-            misses = process.misses if epoch == process.tried else ()
-            beat = e.Beat(*fields, within, (process.left, -1), misses)
-            self.say(process, beat)
-            if process.state in ("training", "exchanging"):
+            process.talk.updates = process.update
+            self.pump(process)
+            if process.state not in ("enrolling", "receiving"):
+                joined = process.state in ("training", "exchanging")
                 process.number += 1
-                self.say(process, m.Heartbeat(process.worker, process.incarnation, process.number, True))
-            for key, request in list(process.asks.items()):
-                if not isinstance(request, e.ElasticRequest):  # sessions count what has come: a new number
-                    process.number += 1
-                    values = [getattr(request, name) for name in request.__struct_fields__[3:]]
-                    request = process.asks[key] = type(request)(
-                        process.worker, process.incarnation, process.number, *values
-                    )
-                self.say(process, request)
-            self.make_groups(process)
+                fields = process.worker, process.incarnation, process.number
+                self.say(process, m.Heartbeat(*fields, joined, None, process.leases.progress()))
+            for key, request in list(process.asks.items()):  # sessions count what has come: a new number
+                values = [getattr(request, name) for name in request.__struct_fields__[3:]]
+                self.ask_session(process, key, type(request), *values)
         self.after(self.rng.uniform(0.15, 0.25), lambda: self.live(process))
-
-    def make_groups(self, process: Process) -> None:
-        """The group of the newest epoch is made when all of its members have heard of that."""
-        epoch = process.epoch
-        if epoch is None or epoch.number in process.holds:
-            return
-        names = {(member.pipeline, member.incarnation) for member in epoch.members}
-        here = [
-            p
-            for p in self.processes
-            if (p.worker.pipeline, p.incarnation) in names and p.worker.stage == process.worker.stage
-        ]
-        ready = [p for p in here if not p.dead and p.epoch is not None and p.epoch.number >= epoch.number]
-        if len(ready) == len(names):
-            for p in ready:
-                if any(p.worker.pipeline in pair and pair <= set(epoch.pipelines) for pair in self.apart):
-                    continue
-                if p.epoch is epoch or (p.epoch is not None and p.epoch.number == epoch.number):
-                    p.holds = set(sorted(p.holds | {epoch.number})[-3:])
 
     def set_state(self, process: Process, state: str) -> None:
         process.state, process.since = state, self.now
 
     def hear(self, process: Process, reply: m.Reply | e.Reply) -> None:
         asks = process.asks
+        self.seen[type(reply).__name__] += 1
         match reply:
-            case e.Noted(number=number):
-                for key in [k for k, r in asks.items() if k.startswith("tell") and r.number == number]:
-                    del asks[key]
-            case e.Line(nonce=nonce):
-                process.nonce = nonce
-            case e.Stranger():
-                self.introduce(process)
-            case e.Start(epoch=epoch, fresh=fresh):
-                self.hear_epoch(process, epoch)
-                if process.state in ("enrolling", "receiving"):
-                    if fresh:
-                        process.receive, process.update = None, 0
-                    asks.pop("enrol", None)
-                    self.set_state(process, "joining")
-                    self.join(process)
-            case e.Get(receive=receive):
-                if process.state in ("enrolling", "receiving") and receive != process.receive:
-                    asks.pop("enrol", None)
-                    process.receive = receive
-                    self.set_state(process, "receiving")
-                    self.after(self.rng.uniform(0.1, 0.8), lambda: self.copied(process, receive))
-            case e.NewEpoch(epoch=epoch):
-                self.hear_epoch(process, epoch)
-            case e.Give(donate=donate) if donate.number >= process.donations.get(donate.pipeline, 0):
-                process.donations[donate.pipeline] = donate.number
-                past = process.update >= donate.at_update
-                process.donate.pop(donate.pipeline, None)
-                if not past:
-                    process.donate[donate.pipeline] = donate
-                state = "past" if past else "pending"
-                self.ask(
-                    process, f"tell snapshot {donate.transfer}", e.TellSnapshot, donate.transfer, process.update, state
-                )
-            case e.Drop(transfer=transfer):
-                process.donate = {i: donate for i, donate in process.donate.items() if donate.transfer != transfer}
-            case e.Broke(sequence=sequence):
-                if sequence in process.completed:
-                    self.ask(process, f"tell completed {sequence}", e.TellCompleted, sequence)
-                else:
-                    process.asked_for.add(sequence)
-            case e.Regroup(sequence=sequence, group=group):
-                if asks.pop(f"regroup {sequence}", None) is not None:
-                    process.completed.add(sequence)
-                    process.regrouped = [*process.regrouped[-7:], (sequence, group)]
-                    self.begin_exchange(process, group)
-            case e.HasMet(met=met):
-                if asks.pop(f"meet {met.key}", None) is not None:
-                    assert process.worker.pipeline in met.pipelines
-                    process.met = [*process.met[-7:], met]
-                    if met.past:
-                        self.die(process, "it came late to a meeting")
-                    else:
-                        self.set_state(process, "joining")
-                        self.join(process)
-            case e.MustEnd(reason=reason):
-                self.die(process, f"it must end: {reason}")
-            case e.Denial(reason=reason) | m.Refused(reason=reason):
+            case e.ElasticReply():
+                for effect in process.talk.hear(reply):
+                    if not process.dead:
+                        self.carry_out(process, effect)
+                self.pump(process)
+            case m.Refused(reason=reason):
                 raise AssertionError(f"{process}: {reason}")
             case m.Acknowledged(number=number):
                 self.acknowledged(process, number)
@@ -363,54 +341,91 @@ class World:
                     answered = process.iteration - ("ready" in asks)
                     heard = process.heard
                     self.say(process, m.Join(*fields, heard.highest, heard.to_report(), True, answered))
+            case m.AskLeases():
+                if (book := process.leases.book()) is not None:
+                    process.number += 1
+                    self.say(process, m.TellLeases(process.worker, process.incarnation, process.number, *book))
+            case m.Dealt(lease=lease):
+                if "lease" in asks and (lease.segment, lease.ordinal) == (process.segment, process.ordinal):
+                    del asks["lease"]
+                    process.leases.hear(lease)
+                    process.lease, process.done, process.ordinal = lease, 0, process.ordinal + 1
             case m.Answer(group=group) if "ready" in asks and reply.iteration_of(process.worker) == process.iteration:
                 del asks["ready"]
                 process.heard.hear(reply)
                 self.exchange(process, group)
 
-    def introduce(self, process: Process) -> None:
-        process.number += 1
-        if process.state in ("enrolling", "receiving"):
-            process.receive = None
-            if process.state == "receiving":
-                self.set_state(process, "enrolling")
-            process.asks.pop("received", None)
-            self.ask(process, "enrol", e.Enrol, SAME)
-            return
-        for key in [key for key in process.asks if key.startswith("tell")]:
-            del process.asks[key]
-        process.donations.clear()
-        assert process.epoch is not None
-        fields = process.worker, process.incarnation, process.number
-        told = process.epoch, tuple(process.holds), tuple(process.met), process.member_since
-        self.say(process, e.Resume(*fields, SAME, *told, tuple(process.regrouped)))
+    def carry_out(self, process: Process, effect: c.Effect) -> None:
+        match effect:
+            case c.Replied(key, reply):
+                process.waits.pop(key)(reply)
+            case c.NotGranted(_, reason):
+                raise AssertionError(f"{process}: {reason}")
+            case c.EpochBegan(epoch):
+                assert process.incarnation in {member.incarnation for member in epoch.members}
+                self.make_group(process, epoch)
+            case c.GroupBroke(sequence):
+                process.broke.add(sequence)
+            case c.Connect(nonce=nonce):
+                process.nonce = nonce
+                process.talk.lifeline(there=True)
+            case c.MustStop(reason, run):
+                assert not run or self.finishes_after is not None, reason
+                self.die(process, f"it must end: {reason}")
 
-    def hear_epoch(self, process: Process, epoch: Epoch) -> None:
-        if process.epoch is None or epoch.number > process.epoch.number:
-            assert process.incarnation in {member.incarnation for member in epoch.members}
-            process.epoch, process.member_since = epoch, process.member_since or epoch.number
-            self.after(self.rng.uniform(0.005, 0.05), lambda: self.make_groups(process))
-            if epoch.tries:
-                self.after(self.rng.uniform(0.01, 3.0), lambda: self.tried(process, epoch))
+    def make_group(self, process: Process, epoch: Epoch) -> None:
+        """The members of an epoch find each other in the store."""
+        room, stage = f"epoch-{epoch.number}", process.worker.stage
+        self.ask(process, lambda _: None, e.Put, f"{room}/{stage}.{process.worker.pipeline}", b"here")
+        keys = tuple(f"{room}/{stage}.{pipeline}" for pipeline in epoch.pipelines)
+        self.ask(process, lambda _: self.after(0.01, lambda: self.found(process, epoch)), e.Fetch, keys, True)
+        if epoch.tries:
+            self.after(self.rng.uniform(0.01, 3.0), lambda: self.tried(process, epoch))
+
+    def found(self, process: Process, epoch: Epoch) -> None:
+        if process.dead or process.talk.epoch.number != epoch.number:
+            return
+        if not any(process.worker.pipeline in pair and pair <= set(epoch.pipelines) for pair in self.apart):
+            process.talk.holds(sorted({*process.talk.held, epoch.number})[-3:])
+            self.pump(process)
 
     def tried(self, process: Process, epoch: Epoch) -> None:
         pairs = [pair for pair in self.apart if process.worker.pipeline in pair and pair <= set(epoch.pipelines)]
-        process.tried = epoch.number
-        process.misses = tuple(sorted({i for pair in pairs for i in pair} - {process.worker.pipeline}))
+        process.talk.misses(epoch.number, {i for pair in pairs for i in pair} - {process.worker.pipeline})
+
+    # ----------------------------------------------------------------- coming, going
+
+    def comes(self, process: Process, reply: e.Reply) -> None:
+        """What it was told when it enrolled, or had a state, or had missed one."""
+        if isinstance(reply, e.Get):
+            process.receive = reply.receive
+            self.set_state(process, "receiving")
+            self.after(self.rng.uniform(0.1, 0.8), lambda: self.copied(process, reply.receive))
+            return
+        assert isinstance(reply, e.Start)
+        if reply.fresh:
+            process.update, process.segment = 0, Segment(self.run_number, 0, 0, BATCHES)
+        else:
+            states = {(p.update, p.segment) for p in self.job(process) if p.state == "receiving"}
+            assert len(states) == 1, f"a state of several updates was given: {states}"
+        self.begin_segment(process, process.segment)
+        self.set_state(process, "joining")
+        self.join(process)
 
     def copied(self, process: Process, receive: Receive) -> None:
-        if process.dead or process.receive != receive or process.state != "receiving":
+        if process.dead:
             return
         donor = next((p for p in self.processes if p.worker == Worker(process.worker.stage, receive.donor)), None)
         apart = frozenset((process.worker.pipeline, receive.donor)) in self.apart
-        if donor is None or donor.dead or apart or self.rng.random() < 0.05:
-            self.ask(process, "enrol", e.TellReceived, receive.transfer, "connection reset")
-            return
-        process.update = receive.update
-        self.ask(process, "enrol", e.TellReceived, receive.transfer)
+        copy = None if donor is None or donor.dead or apart else donor.copies.get(receive.transfer)
+        said: tuple[object, ...] = receive.transfer, -1, "connection reset"
+        if copy is not None and self.rng.random() >= 0.05:
+            process.update, process.segment = copy.update, copy.segment
+            said = receive.transfer, copy.update
+        self.ask(process, lambda reply: self.comes(process, reply), e.TellReceived, *said)
 
     def join(self, process: Process) -> None:
-        self.ask(process, "session", m.Join, None, False, process.heard.highest, (), True)
+        self.ask_session(process, "session", m.Join, None, False, process.heard.highest, (), True)
 
     def acknowledged(self, process: Process, number: int) -> None:
         asked = process.asks.get("session")
@@ -419,32 +434,117 @@ class World:
         del process.asks["session"]
         if process.state == "joining":
             if process.update:
-                self.ask(process, "tell published", e.Publish, "checkpoint", process.update, True)
+                process.talk.tell(e.Publish, "checkpoint", process.update, True)
             process.heard.joined()
             self.set_state(process, "training")
-            if process.receive is not None and process.update % PAUSE_EVERY == 0:  # where the donor paused
-                process.receive = None
-                self.pause(process)
-            else:
-                self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
-        else:
-            process.heard.forget()
+            self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
+            return
+        process.heard.forget()
+        assert process.lease is not None
+        if process.lease.over:
             self.set_state(process, "meeting")
-            key = f"pause/{process.update // PAUSE_EVERY}"
-            self.ask(process, f"meet {key}", e.Meet, key, b"%d" % process.worker.pipeline)
+            key = f"pause/{process.segment.run}/{process.segment.epoch}"
+            self.ask(process, lambda reply: self.met(process, reply), e.Meet, key, b"%d" % process.worker.pipeline)
+        else:
+            self.set_state(process, "resting")
+            self.ready(process)
+
+    def met(self, process: Process, reply: e.Reply) -> None:
+        assert isinstance(reply, e.HasMet)
+        met: Met = reply.met
+        assert process.worker.pipeline in met.pipelines
+        if met.past:
+            self.die(process, "it came late to a meeting")
+            return
+        segment = process.segment
+        if self.knows_leases:
+            everything = {(home, number) for home in range(self.pipelines) for number in range(BATCHES)}
+            assert self.trained[segment] == everything, (segment, everything - self.trained[segment])
+        if self.finishes_after is not None and segment.epoch >= self.finishes_after:
+            self.depart(process, finished=True)
+            return
+        self.begin_segment(process, Segment(segment.run, segment.epoch + 1, 0, BATCHES))
+        self.set_state(process, "joining")
+        self.join(process)
+
+    def begin_segment(self, process: Process, segment: Segment) -> None:
+        process.segment, process.lease, process.ordinal, process.trained = segment, None, 0, 0
+        process.leases.begin(segment)
+
+    def depart(self, process: Process, finished: bool) -> None:
+        self.set_state(process, "departing")
+        self.ask(process, lambda _: self.die(process, "it departs", alone=finished), e.Depart, finished)
+
+    # --------------------------------------------------------------------- training
 
     def ready(self, process: Process) -> None:
-        if process.dead or process.state != "training":
+        """It begins a turn, if its batches, its neighbours and stage 0 allow it; looked at often."""
+        if process.dead or process.state not in ("training", "resting"):
             return
         if process.asleep_until > self.now:
             self.after(process.asleep_until - self.now, lambda: self.ready(process))
             return
-        job = [p for p in self.processes if p.incarnation == process.incarnation]
-        if any(p.update < process.update or p.state in ("joining", "receiving") for p in job):
-            self.after(0.02, lambda: self.ready(process))  # its neighbours have nothing for it yet
+        lease = process.lease
+        resting = process.state == "resting"
+        over = lease is not None and (lease.over or not (lease.size or resting))
+        if "lease" not in process.asks and not over and (lease is None or process.done == lease.size):
+            fields = process.segment, process.ordinal, process.leases.done()
+            self.ask_session(process, "lease", m.AskLease, *fields)
+        if not self.may_begin(process):
+            self.after(0.02, lambda: self.ready(process))
             return
-        process.iteration += 1
-        self.ask(process, "ready", m.Ready, process.iteration)
+        lease = process.lease
+        if process.dead or process.state == "departing" or lease is None:
+            return
+        process.turns, process.obeyed = process.turns + 1, 0
+        if lease.over:
+            self.leave(process)
+        elif resting and lease.size:
+            self.set_state(process, "joining")
+            self.join(process)
+        elif resting:
+            self.ready(process)
+        elif lease.size:
+            process.iteration += 1
+            self.ask_session(process, "ready", m.Ready, process.iteration)
+        else:
+            self.leave(process)  # there is nothing for now: others must not wait for this one
+
+    def may_begin(self, process: Process) -> bool:
+        """Orders what is to be done before the turn, on stage 0, or does what was ordered."""
+        job, said = self.job(process), self.words[process.incarnation, process.turns]
+        if any(p.turns < process.turns or p.state in ("joining", "receiving") for p in job if p is not process):
+            return False  # its neighbours have nothing for it yet
+        go, there = Command(CommandKind.GO), "lease" not in process.asks
+        if process.worker.stage == 0 and all(p.obeyed == len(said) and not p.copying for p in job) and go not in said:
+            order = turn_order(process.leaving, process.talk.donations, process.talk.held_up)
+            if order is not None and (order != go or there):
+                said.append(order)
+        for turn, command in process.late:
+            if turn < process.turns:
+                self.obey(process, command)
+        process.late = [(turn, command) for turn, command in process.late if turn == process.turns]
+        while process.obeyed < len(said) and not process.dead:
+            command = said[process.obeyed]
+            process.obeyed += 1
+            if command.kind is CommandKind.DONATE and process.worker.stage and self.rng.random() < self.late:
+                process.late.append((process.turns, command))
+            else:
+                self.obey(process, command)
+        return go in said and there and not process.copying
+
+    def obey(self, process: Process, command: Command) -> None:
+        if command.kind is CommandKind.LEAVE:
+            self.depart(process, finished=False)
+        elif command.kind is CommandKind.DONATE:
+            assert command.text not in process.copies, "it copies twice"
+            process.copies[command.text] = Copy(process.update, process.segment)
+            self.copied_at[process.incarnation, command.text].add(process.update)
+            process.copying += 1
+            self.ask(process, lambda _: self.told(process), e.TellSnapshot, command.text, process.update)
+
+    def told(self, process: Process) -> None:
+        process.copying -= 1
 
     def exchange(self, process: Process, group: Group) -> None:
         """At once, or when the last one is over."""
@@ -463,6 +563,7 @@ class World:
         """It takes a moment, and fails if somebody is gone, or for no reason."""
         if len(group.members) > 1:
             assert group.epoch > 0
+            process.talk.exchanges(Exchanging(group.sequence, tuple(w.pipeline for w in group.members), 0))
         process.group = group
         process.begun.add(group.sequence)
         self.after(self.rng.uniform(0.01, 0.05), lambda: self.exchanged(process, group))
@@ -470,47 +571,54 @@ class World:
     def exchanged(self, process: Process, group: Group) -> None:
         if process.dead or process.group is not group:
             return
-        there = {p.worker for p in self.processes if not p.dead and group.epoch in p.holds}
+        there = {p.worker for p in self.processes if not p.dead and group.epoch in p.talk.held}
         pipelines = {worker.pipeline for worker in group.members}
         members = [p for p in self.processes if p.worker in group.members]
         waits = any(pair <= pipelines for pair in self.apart) or any(group.sequence not in p.begun for p in members)
-        if waits and set(group.members) <= there and not process.asked_for & {group.sequence}:  # nothing comes
+        if waits and set(group.members) <= there and group.sequence not in process.broke:  # nothing comes
             self.after(0.1, lambda: self.exchanged(process, group))
             return
         failed = len(group.members) > 1 and (not set(group.members) <= there or self.rng.random() < 0.01)
-        if failed or (process.asked_for & {group.sequence}):
-            process.holds.discard(group.epoch)
-            process.asked_for.discard(group.sequence)
-            process.left = max(process.left, group.sequence)
-            self.ask(process, f"regroup {group.sequence}", e.AskRegroup, group, tuple(process.holds), False)
+        process.talk.exchanges(None)
+        if failed or group.sequence in process.broke:
+            held = [epoch for epoch in process.talk.held if epoch != group.epoch]
+            process.talk.holds(held)
+            self.ask(process, lambda reply: self.again(process, reply), e.AskRegroup, group, tuple(held), False)
             return
-        process.completed.add(group.sequence)
-        process.left, process.group = max(process.left, group.sequence), None
+        process.talk.completed(group.sequence)
+        self.pump(process)
+        process.group = None
         if process.goes_on is not None:
             goes_on, process.goes_on = process.goes_on, None
             goes_on()
 
-    def stepped(self, process: Process) -> None:
-        """The iteration is over."""
-        process.update += 1
-        for donate in list(process.donate.values()):
-            if process.update >= donate.at_update:
-                del process.donate[donate.pipeline]
-                state = "taken" if process.update == donate.at_update else "past"
-                key = f"tell snapshot {donate.transfer}"
-                self.ask(process, key, e.TellSnapshot, donate.transfer, process.update, state)
-        if process.update % PAUSE_EVERY == 0:
-            self.pause(process)
-        else:
-            self.set_state(process, "training")
-            self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
+    def again(self, process: Process, reply: e.Reply) -> None:
+        assert isinstance(reply, e.Regroup)
+        self.begin_exchange(process, reply.group)
 
-    def pause(self, process: Process) -> None:
+    def stepped(self, process: Process) -> None:
+        """A batch is trained, and the iteration over."""
+        lease = process.lease
+        assert lease is not None
+        self.trained[process.segment].add((lease.home, lease.start + process.done))
+        process.update += 1
+        process.done += 1
+        process.trained += 1
+        process.leases.trained(process.trained)
+        self.set_state(process, "training")
+        self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
+
+    def leave(self, process: Process) -> None:
         if process.group is not None:
-            process.goes_on = lambda: self.pause(process)
+            process.goes_on = lambda: self.leave(process)
+            return
+        if process.state == "resting":  # it has left
+            self.set_state(process, "leaving")
+            process.asks["session"] = m.Leave(process.worker, process.incarnation, process.number)
+            self.acknowledged(process, process.number)
             return
         self.set_state(process, "leaving")
-        self.ask(process, "session", m.Leave)
+        self.ask_session(process, "session", m.Leave)
 
     # -------------------------------------------------------------------- faults
 
@@ -520,9 +628,17 @@ class World:
         if not alive:
             return
         victim = rng.choice(alive)
-        match rng.choice("kkkkkkssppScc"):
+        match rng.choice("kkkkkkssppSccdd"):
             case "k":
                 self.die(victim, "killed")
+            case "d":
+                self.tell(f"{victim.worker} ({victim.incarnation}) is told to end")
+                if victim.state in ("enrolling", "receiving"):
+                    self.die(victim, "told to end")
+                else:
+                    key = f"leaving-{victim.incarnation}/now"
+                    self.ask(victim, lambda _: None, e.Put, key, b"1")
+                    self.after(10.0, lambda: self.die(victim, "told to end for long"))
             case "s":
                 victim.asleep_until = self.now + rng.choice([0.5, 4.0])
                 self.tell(f"{victim.worker} ({victim.incarnation}) sleeps until {victim.asleep_until:.2f}")
@@ -549,7 +665,7 @@ class World:
 
     def check_that_all_train(self, seconds: float) -> None:
         """With no more faults everybody is a member soon, and goes on."""
-        self.loss = 0.0
+        self.loss = self.late = 0.0
         self.run(self.now + seconds)
         before = {(p.worker, p.incarnation): p.update for p in self.processes}
         self.run(self.now + 15.0)
@@ -559,16 +675,28 @@ class World:
             made = p.update - before.get((p.worker, p.incarnation), p.update)
             assert made > 0, f"{p} has made no update for 15 s"
 
+    def check_that_all_finish(self, seconds: float) -> None:
+        """Soon, after the same segment."""
+        self.finishes_after = 1 + max(p.segment.epoch for p in self.processes)
+        self.run(self.now + seconds)
+        assert self.service is not None
+        assert self.service.elastic is not None
+        over = self.service.elastic.membership.ending.over
+        assert over is not None, [(p.worker, p.state, p.since) for p in self.processes]
+        assert not over.failed, over
+        assert not self.processes
 
-def live_through(seed: int, faults: int, tell: Callable[[str], None] = lambda text: None) -> World:
+
+def live_through(seed: int, faults: int, tell: Callable[[str], None] = lambda text: None, late: float = 0.0) -> World:
     """A history with so many faults, and what must hold in it."""
-    world = World(seed, tell)
+    world = World(seed, tell, late)
     with suppress(NobodyLeft):
         world.run(3.0)
         for _ in range(faults):
             world.run(world.now + world.rng.choice([0.05, 0.6, 3.0]))
             world.fault()
         world.check_that_all_train(25.0)
+        world.check_that_all_finish(15.0)
     return world
 
 
@@ -585,4 +713,5 @@ if __name__ == "__main__":
         world.run(world.now + world.rng.choice([0.05, 0.6, 3.0]))
         world.fault()
     world.check_that_all_train(25.0)
+    world.check_that_all_finish(15.0)
     print({p.worker: p.update for p in world.processes}, world.kills, "deaths")

@@ -23,6 +23,15 @@ def test_everybody_trains_again_after_any_faults(seed: int, faults: int) -> None
     live_through(seed, faults)
 
 
+def test_stages_that_copy_their_state_a_turn_late_give_it_to_nobody() -> None:
+    """That no newcomer starts with a torn state is checked in every history; here some are."""
+    torn = 0
+    for seed in range(5, 10):
+        world = live_through(seed, 8, late=0.3)
+        torn += sum(len(updates) > 1 for updates in world.copied_at.values())
+    assert torn > 0
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("seconds", [3.0, 30.0])
 def test_a_scheduler_that_is_cut_off_from_all_loses_nobody(seed: int, seconds: float) -> None:

@@ -49,7 +49,7 @@ def main(updates: int) -> None:
     done, answer = 0, line.enrol({"model": "toy"})
     while isinstance(answer, Receive):
         done = answer.update
-        answer = line.received(answer.transfer)
+        answer = line.received(answer.transfer, done)
     threading.Thread(target=hold, daemon=True).start()
     line.holds([answer.epoch.number])
     client.join()
@@ -58,8 +58,9 @@ def main(updates: int) -> None:
         group = client.group()
         line.completed(group.sequence)
         done += 1
-        line.donation_due(done)
-        line.update = done
+        for transfer in line.donations:
+            line.snapshot_taken(transfer, done)
+        line.has_made(done)
         print(f"\rupdate {done}", end="", flush=True)
         time.sleep(0.02)
     client.leave()

@@ -94,7 +94,7 @@ class SchedulerClient:
         """The first failure of the run, as soon as the heartbeats heard of it."""
         self.serves: tuple[int, int] | None = None
         """The stages and pipelines that the scheduler serves, once it has been greeted."""
-        self.meanwhile: Callable[[], None] | None = None
+        self.meanwhile: Callable[[], object] | None = None
         """Called often while a lease is waited for."""
         self._mesh = mesh
         self._timeout = timeout
@@ -364,7 +364,7 @@ class SchedulerClient:
 
     def _hold(self, line: e.Line) -> None:
         """The scheduler is to know at once when this process ends; one that was started again wants a new line."""
-        lifeline = open_lifeline(self.address, line)
+        lifeline = open_lifeline(self.address, line.port, line.nonce)
         with self._lock:
             before, self._lifeline = self._lifeline, lifeline
         if before is not None:

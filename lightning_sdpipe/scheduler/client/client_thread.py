@@ -1,6 +1,6 @@
-"""The thread of an elastic worker's client: its socket, heartbeats, the repetition of requests, and its lifeline.
+"""The thread under an elastic worker's conversation with the scheduler: its socket, its clock, and its lifeline.
 
-A process's end of its lifeline: a connection that does nothing but close when the process ends.
+A lifeline is a connection that does nothing but close when the process ends.
 
 A process that is forked would keep it open: data loaders fork, and outlive a parent that is killed. So children close
 their copy first of all.
@@ -10,23 +10,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import socket as sockets
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import zmq
 
-from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.errors import MustEndError, RefusedError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client import conversation as c
 from lightning_sdpipe.scheduler.client.connection import Connection
 
+log = logging.getLogger(__name__)
+
 CONNECT_WITHIN = 1.0
+GLANCE = 0.02
+"""Seconds between looks whether a wait is still needed."""
 
 _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
@@ -79,77 +84,143 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-log = logging.getLogger(__name__)
+class RunOverError(WorkerFailedError):
+    """The run is over: ``failed``, or all have finished."""
 
-FIRST_BEAT = 0.25
-"""Seconds between heartbeats before the scheduler has said how many it wants."""
-PROBE = 0.05
-"""The same, while the scheduler seems to be away, so that one that is started again hears of the run soon."""
-REPEAT_AFTER = 0.5
-"""Seconds after which an unanswered request is repeated."""
+    def __init__(self, reason: str, failed: bool) -> None:
+        super().__init__(reason)
+        self.failed = failed
 
 
-def open_lifeline(address: str, line: e.Line) -> Lifeline | None:
-    """What ``line`` asks for; None if the scheduler has none, or cannot be reached there."""
-    if not line.port:
+class CancelledError(SchedulerError):
+    """What was waited for is not needed any more."""
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What is called in the client's thread, and must return quickly: for each new epoch, when another member did not
+    get the result of a group, when this process must end, and when the run is over."""
+
+    epoch: Callable[[Epoch], None] = _nothing
+    broke: Callable[[int], None] = _nothing
+    ended: Callable[[str], None] = _nothing
+    over: Callable[[str, bool], None] = _nothing
+
+
+def open_lifeline(address: str, port: int, nonce: bytes) -> Lifeline | None:
+    """What the scheduler at ``address`` asks for; None if it has none (``port`` 0), or cannot be reached there."""
+    if not port:
         return None
     try:
-        return Lifeline(address, line.port, line.nonce)
+        return Lifeline(address, port, nonce)
     except OSError as error:
         log.warning(
             "no connection to port %d of the scheduler's machine (%s), by which it would know at once when this "
             "process ends; it will know by silence, later. Open that port, or choose one with --lifeline-port",
-            line.port,
+            port,
             error,
         )
         return None
 
 
 class ClientThread:
-    """Owns ``connection``.
-
-    ``beat`` makes the next heartbeat, ``unanswered`` are the requests to repeat, ``hear`` is called with every reply.
-    """
+    """Owns ``connection``, to the scheduler at ``address``, and ``talk``; waits last ``timeout`` seconds at most."""
 
     def __init__(
-        self,
-        connection: Connection,
-        address: str,
-        beat: Callable[[], e.Request],
-        unanswered: Callable[[], Sequence[e.Request]],
-        hear: Callable[[e.Reply], None],
+        self, connection: Connection, address: str, talk: c.Conversation, told: Callbacks, timeout: float
     ) -> None:
-        self._connection, self._address = connection, address
-        self._beat, self._unanswered, self._hear = beat, unanswered, hear
-        self._interval = FIRST_BEAT
-        self.limit = math.inf
-        """Seconds after which a transfer that does not move is given up, as the scheduler says."""
-        self._outgoing: deque[e.Request] = deque()
-        self._beat_at = self._repeat_at = 0.0
+        self.timeout = timeout
+        self._connection, self._address, self._talk, self._told = connection, address, talk, told
+        self._changed = threading.Condition()
+        """Guards the conversation, and what became of the asks that are waited for."""
+        self._outcomes: dict[c.Key, e.Reply | Exception | None] = {}
         self._lifeline: Lifeline | None = None
-        self._was_connected = False
         self._heard_at: float | None = None
         self._closed = False
-        self._told, self._tell = os.pipe()
-        os.set_blocking(self._told, False)
-        os.set_blocking(self._tell, False)
+        self._awake, self._wake = os.pipe()
+        os.set_blocking(self._awake, False)
+        os.set_blocking(self._wake, False)
+        self._poller = zmq.Poller()
         self._thread = threading.Thread(target=self._run, name="scheduler membership", daemon=True)
 
     def start(self) -> None:
         """Begin to beat."""
         self._thread.start()
 
-    def send(self, request: e.Request) -> None:
-        """From any thread."""
-        self._outgoing.append(request)
-        self._wake()
+    @contextlib.contextmanager
+    def talking(self) -> Iterator[c.Conversation]:
+        """The conversation, for this thread alone; what is due then is said at once."""
+        with self._changed:
+            yield self._talk
+            due = self._talk.deadline
+        if due <= time.monotonic():
+            self._rouse()
 
-    def beat_now(self) -> None:
-        """There is something to tell in a heartbeat."""
-        self._beat_at = 0.0
-        self._wake()
+    def ask(
+        self,
+        what: str,
+        kind: Callable[..., e.Request],
+        *fields: object,
+        timeout: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> e.Reply:
+        """Ask, and wait for ``what``.
 
-    def silence(self) -> str:
+        Raises:
+            WorkerFailedError: the process must end, or the run is over.
+            CancelledError: ``cancelled`` said so, which is looked at often.
+            SchedulerError: it was refused, or did not come.
+        """
+        seconds, worker, departs = self.timeout if timeout is None else timeout, self._talk.worker, kind is e.Depart
+        with self.talking() as talk:
+            self._check(departs)
+            key = talk.ask(kind, *fields)
+            self._outcomes[key] = None
+        with self._changed:
+            try:
+                until = time.monotonic() + seconds
+                while (outcome := self._outcomes[key]) is None and (left := until - time.monotonic()) > 0:
+                    self._check(departs)
+                    self._changed.wait(left if cancelled is None else min(left, GLANCE))
+                    if cancelled is not None and cancelled():
+                        raise CancelledError(f"worker {worker} need no longer wait for {what}")
+            finally:
+                del self._outcomes[key]
+                missing = talk.forget(key)
+        if isinstance(outcome, Exception):
+            raise outcome
+        if outcome is None:
+            said = f"the scheduler at {self._address} says: {missing}" if missing else self._silence()
+            raise SchedulerError(f"worker {worker} waited {seconds:g} s for {what}; {said}")
+        return outcome
+
+    def check(self) -> None:
+        """Raise WorkerFailedError if the process must end, or the run is over."""
+        with self._changed:
+            self._check(departs=False)
+
+    def close(self) -> None:
+        """End the thread and wait for it; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._rouse()
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._awake)
+
+    def _check(self, departs: bool) -> None:
+        stop = self._talk.stop
+        if stop is not None and not departs:
+            if stop.run:
+                raise RunOverError(stop.reason, stop.failed)
+            raise MustEndError(self._talk.worker.pipeline, stop.reason)
+
+    def _silence(self) -> str:
         """What is known about why no answer came."""
         if self._heard_at is not None:
             ago = time.monotonic() - self._heard_at
@@ -160,51 +231,38 @@ class ClientThread:
             return str(error)
         return self._connection.silence()
 
-    def close(self) -> None:
-        """End the thread and wait for it; safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        self._wake()
-        self._thread.join()
-        os.close(self._tell)
-        os.close(self._told)
-
-    def _wake(self) -> None:
+    def _rouse(self) -> None:
         try:
-            os.write(self._tell, b"\0")
+            os.write(self._wake, b"\0")
         except BlockingIOError:  # it has been told often enough
             return
 
+    # ------------------------------------------------------------------- in the thread
+
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._connection.socket, zmq.POLLIN)
-        poller.register(self._told, zmq.POLLIN)
+        poller, socket = self._poller, self._connection.socket
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._awake, zmq.POLLIN)
         try:
             while not self._closed:
-                now = time.monotonic()
-                if now >= self._beat_at:
-                    self._outgoing.append(self._beat())
-                    away = self._was_connected and self._lifeline is None
-                    self._beat_at = now + (min(PROBE, self._interval) if away else self._interval)
-                if now >= self._repeat_at:
-                    self._outgoing.extend(self._unanswered())
-                    self._repeat_at = now + REPEAT_AFTER
-                while self._outgoing:
-                    self._connection.send(m.encode(self._outgoing.popleft()))  # unsent: repeated, or told again
-                wait = max(0.0, min(self._beat_at, self._repeat_at) - time.monotonic())
+                with self._changed:
+                    requests = self._talk.due(time.monotonic())
+                    deadline = self._talk.deadline
+                for request in requests:
+                    self._connection.send(m.encode(request))  # unsent: repeated, or told again
+                wait = max(0.0, deadline - time.monotonic())
                 events = dict(poller.poll(int(wait * 1000) + 1))
-                if self._told in events:
-                    os.read(self._told, 4096)
-                if self._connection.socket in events:
-                    self._receive(poller)
+                if self._awake in events:
+                    os.read(self._awake, 4096)
+                if socket in events:
+                    self._receive()
                 if self._lifeline is not None and self._lifeline.socket.fileno() in events and self._lifeline.ended():
-                    self._drop_lifeline(poller)
+                    self._drop_lifeline()
         finally:
-            self._drop_lifeline(poller)
+            self._drop_lifeline()
             self._connection.close()
 
-    def _receive(self, poller: zmq.Poller) -> None:
+    def _receive(self) -> None:
         while True:
             try:
                 if not self._connection.socket.poll(0):
@@ -216,24 +274,52 @@ class ClientThread:
             if self._heard_at is None:
                 self._connection.established()
             self._heard_at = time.monotonic()
-            if isinstance(reply, e.Line):
-                self._interval, self.limit = reply.beat, reply.limit
-                self._connect(reply, poller)
-            elif isinstance(reply, e.ElasticReply):
-                self._hear(reply)
-            elif isinstance(reply, m.Refused):  # it speaks another version, and says so
-                self._hear(e.Denial(reply.reason))
+            if isinstance(reply, m.Refused):  # it speaks another version, and says so
+                reply = e.Denial(reply.reason)
+            if isinstance(reply, e.ElasticReply):
+                with self._changed:
+                    effects = self._talk.hear(reply)
+                    self._changed.notify_all()
+                for effect in effects:
+                    self._carry_out(effect)
 
-    def _connect(self, line: e.Line, poller: zmq.Poller) -> None:
-        self._drop_lifeline(poller)
-        self._lifeline = open_lifeline(self._address, line)
-        if self._lifeline is not None:
-            self._was_connected = True
-            poller.register(self._lifeline.socket.fileno(), zmq.POLLIN)
+    def _carry_out(self, effect: c.Effect) -> None:
+        match effect:
+            case c.Replied(key, reply):
+                self._came(key, reply)
+            case c.NotGranted(key, reason):
+                self._came(key, RefusedError(f"the scheduler at {self._address} refused: {reason}"))
+            case c.EpochBegan(epoch):
+                self._told.epoch(epoch)
+            case c.GroupBroke(sequence):
+                self._told.broke(sequence)
+            case c.Connect(port, nonce):
+                self._connect(port, nonce)
+            case c.MustStop(reason, run=False):
+                self._told.ended(reason)
+            case c.MustStop(reason, failed=failed):
+                self._told.over(reason, failed)
 
-    def _drop_lifeline(self, poller: zmq.Poller) -> None:
+    def _came(self, key: c.Key, outcome: e.Reply | Exception) -> None:
+        with self._changed:
+            if key in self._outcomes:
+                self._outcomes[key] = outcome
+            elif isinstance(outcome, Exception):  # of what was only told
+                log.error("%s", outcome)
+            self._changed.notify_all()
+
+    def _connect(self, port: int, nonce: bytes) -> None:
+        self._drop_lifeline()
+        self._lifeline = open_lifeline(self._address, port, nonce)
         if self._lifeline is not None:
-            poller.unregister(self._lifeline.socket.fileno())
+            self._poller.register(self._lifeline.socket.fileno(), zmq.POLLIN)
+            with self._changed:
+                self._talk.lifeline(there=True)
+
+    def _drop_lifeline(self) -> None:
+        if self._lifeline is not None:
+            self._poller.unregister(self._lifeline.socket.fileno())
             self._lifeline.close()
             self._lifeline = None
-            self._beat_at = 0.0
+            with self._changed:
+                self._talk.lifeline(there=False)

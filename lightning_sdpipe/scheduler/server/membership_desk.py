@@ -291,11 +291,11 @@ class MembershipDesk:
                         say(peer, e.Hold(core.ending.holds))
                     for donate in core.donations.unheard(worker):
                         say(peer, e.Give(donate))
-            case e.TellSnapshot(transfer=transfer, update=update, state=state):
+            case e.TellSnapshot(transfer=transfer, update=update):
                 say(peer, e.Noted(request.number))
-                self._decide(w.Snapshot(worker, incarnation, transfer, update, state), now)
-            case e.TellReceived(transfer=transfer, missed=""):
-                self._decide(w.Received(worker, incarnation, transfer), now)
+                self._decide(w.Snapshot(worker, incarnation, transfer, update), now)
+            case e.TellReceived(transfer=transfer, update=update, missed=""):
+                self._decide(w.Received(worker, incarnation, transfer, update), now)
                 say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
             case e.TellReceived(transfer=transfer, missed=missed):
                 self._decide(w.Missed(worker, incarnation, transfer, missed), now)
@@ -348,9 +348,11 @@ class MembershipDesk:
             case w.Receive(pipeline=pipeline):
                 self._tell([pipeline], e.Get(decision))
             case w.Donate(donor=donor):
-                self._tell([donor], e.Give(decision))
-            case w.Abandoned(donor=donor, transfer=transfer):
-                self._tell([donor], e.Drop(transfer))
+                self._tell([donor], e.Give(decision), stage=0)
+            case w.Abandoned(donor, transfer, void):
+                if void:
+                    logger.warning("%s of pipeline %d is void: %s", transfer, donor, void)
+                self._tell([donor], e.Drop(transfer), stage=0)
             case w.Met():
                 self._answers.met(decision, now)
             case w.Gone(pipeline, incarnation, reason, was_member, left):
@@ -376,8 +378,8 @@ class MembershipDesk:
                 if failed:
                     self._groups.fail(m.Failure(None, reason))
 
-    def _tell(self, pipelines: Collection[int], message: e.Reply) -> None:
-        for peer in self._presence.peers(pipelines):
+    def _tell(self, pipelines: Collection[int], message: e.Reply, stage: int | None = None) -> None:
+        for peer in self._presence.peers(pipelines, stage):
             self._outbox.say(peer, message)
 
     def _unreachable(self, stage: int, pipelines: Sequence[int], waited: bool, now: float) -> None:

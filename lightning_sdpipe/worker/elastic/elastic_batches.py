@@ -14,7 +14,8 @@ from typing import Any
 
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.loop.dealt import DealtBatchSource
-from lightning_sdpipe.worker.elastic.stage_commands import Command, CommandChannel, CommandKind
+from lightning_sdpipe.membership.turn_order import Command, CommandKind
+from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel
 
 _GLANCE = 0.02  # seconds between two looks whether there are enough pipelines
 
@@ -23,12 +24,10 @@ class ElasticBatchSource(DealtBatchSource):
     """This worker's. See :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource` for what is not said here."""
 
     words: CommandChannel
-    asked: Callable[[], Command | None]
-    """On stage 0: what the pipeline is to do besides training, if anything."""
+    order: Callable[[], Command | None]
+    """On stage 0: :func:`~lightning_sdpipe.membership.turn_order.turn_order` as things are."""
     act: Callable[[Command], None]
-    """Does it."""
-    held_up: Callable[[], str]
-    """On stage 0: why no turn may begin now, if there is a reason."""
+    """Does what is ordered besides training."""
     between: Callable[[], None]
     """Whatever else happens between two turns, on each stage when it comes there."""
     _waits_between_turns = False
@@ -56,12 +55,14 @@ class ElasticBatchSource(DealtBatchSource):
                 self._between_turns()
         return self._begin_turn()
 
-    def serve(self) -> None:
-        """While stage 0 waits between two turns: does what is asked."""
-        if self._waits_between_turns:
-            while (word := self.asked()) is not None:
-                self.words.send(word)
-                self.act(word)
+    def serve(self) -> bool:
+        """While stage 0 waits between two turns: does what is asked. May a turn begin now?"""
+        if not self._waits_between_turns:
+            return False
+        while (word := self.order()) is not None and word.kind is not CommandKind.GO:
+            self.words.send(word)
+            self.act(word)
+        return word is not None
 
     def _between_turns(self) -> None:
         waits = self._training.underway and self._next is None and not self._over
@@ -69,10 +70,8 @@ class ElasticBatchSource(DealtBatchSource):
             self._rest()
         if self.words.speaks:
             self._waits_between_turns = True
-            self.serve()
-            while self.held_up():
+            while not self.serve():
                 time.sleep(_GLANCE)
-                self.serve()
             if waits:
                 self._wait()
             self._waits_between_turns = False

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -32,7 +32,8 @@ from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
+from lightning_sdpipe.scheduler.client.membership_client import CancelledError
+from lightning_sdpipe.scheduler.client.store import StoreClient
 from lightning_sdpipe.topology.groups import Replicas
 
 
@@ -45,7 +46,7 @@ class SchedulerStore(Store):
     """
 
     def __init__(
-        self, client: MembershipClient, room: str, timeout: float, cancelled: Callable[[], bool] = lambda: False
+        self, client: StoreClient, room: str, timeout: float, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
         super().__init__()
         if "/" in room or not room:
@@ -110,13 +111,13 @@ MakeStore = Callable[[str, Callable[[], bool]], Store]
 class Reports(Protocol):
     """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient`."""
 
-    def holds(self, epochs: Iterable[int]) -> None:
+    def holds(self, epochs: Collection[int]) -> None:
         """This worker has process groups of these epochs."""
 
     def exchanges(self, exchange: Exchanging | None) -> None:
         """It is in that one, or in none."""
 
-    def misses(self, epoch: int, pipelines: Iterable[int]) -> None:
+    def misses(self, epoch: int, pipelines: Collection[int]) -> None:
         """In that epoch it cannot reach these."""
 
 

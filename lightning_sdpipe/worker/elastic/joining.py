@@ -76,8 +76,8 @@ class Enrolment(Protocol):
     def enrol(self, fingerprint: Mapping[str, str]) -> Start | Receive:
         """Wants to take part."""
 
-    def received(self, transfer: str) -> Start | Receive:
-        """The state is here."""
+    def received(self, transfer: str, update: int) -> Start | Receive:
+        """The state after that many updates is here."""
 
     def missed(self, transfer: str, reason: str) -> Start | Receive:
         """It did not come."""
@@ -98,7 +98,7 @@ def join(door: Enrolment, mine: Mapping[str, str], take: Callable[[Receive], Sta
         except WorkerFailedError as error:
             answer = door.missed(answer.transfer, str(error))
         else:
-            answer = door.received(answer.transfer)
+            answer = door.received(answer.transfer, state["elastic"]["updates"])
     return answer, None if answer.fresh else state
 
 

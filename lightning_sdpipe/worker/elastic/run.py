@@ -30,6 +30,7 @@ from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import Dealing
+from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import policy_file
@@ -49,7 +50,7 @@ from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, Sc
 from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
 from lightning_sdpipe.worker.elastic.joining import fingerprint
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
-from lightning_sdpipe.worker.elastic.stage_commands import Command, CommandChannel, CommandKind
+from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel
 from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.training import Training
@@ -136,7 +137,7 @@ class ElasticRun(FixedRun):
         return order.members
 
     def _make_store(self, name: str, cancelled: Callable[[], bool] = lambda: False) -> SchedulerStore:
-        return SchedulerStore(self._line.line, name, _CONNECTING, cancelled)
+        return SchedulerStore(self._line.line.store, name, _CONNECTING, cancelled)
 
     @property
     def leads(self) -> bool:
@@ -211,8 +212,7 @@ class ElasticRun(FixedRun):
     ) -> ElasticBatchSource:
         run, client = shared(secrets.randbits(62)), self._line.client
         turns = ElasticBatchSource(trainer, training, client, self.groups, checks, run, dealing)
-        turns.words, turns.asked, turns.act, turns.between = self._words, self._asked, self._act, self._between
-        turns.held_up = lambda: self._line.line.held_up
+        turns.words, turns.order, turns.act, turns.between = self._words, self._order, self._act, self._between
         self._line.client.meanwhile = turns.serve
         self._turns, self._training, self._trainer = turns, training, trainer
         return turns
@@ -299,11 +299,9 @@ class ElasticRun(FixedRun):
         ranks = [self._mesh.rank(stage, self._job.pipeline) for stage in range(self._mesh.num_stages)]
         return [json.loads(p2p.broadcast_bytes(said, rank, everybody)) for rank in ranks]
 
-    def _asked(self) -> Command | None:
-        if self._leaving:
-            return Command(CommandKind.LEAVE)
-        donate = self._line.line.donation
-        return None if donate is None else Command(CommandKind.DONATE, donate.transfer)
+    def _order(self) -> Command | None:
+        line, leaving = self._line.line, self._leaving
+        return turn_order(leaving, line.donations, "" if leaving else line.held_up)
 
     def _act(self, word: Command) -> None:
         if word.kind is CommandKind.LEAVE:
@@ -322,7 +320,7 @@ class ElasticRun(FixedRun):
 
     def _between(self) -> None:
         _ = self.leads
-        self._line.line.update = self._trainer.global_step
+        self._line.line.has_made(self._trainer.global_step)
 
     def _transfer_store(self, name: str) -> Store:
         return self._make_store(f"{name}-{self._worker.stage}")
@@ -342,12 +340,12 @@ class ElasticRun(FixedRun):
         return f"leaving-{self._job.pipeline}-{self._line.line.incarnation:x}/now"
 
     def _tell_stage_zero(self) -> None:
-        self._line.line.put(self._leaving_key, b"1")
+        self._line.line.store.put(self._leaving_key, b"1")
 
     def _hear_of_leaving(self) -> None:
         """On stage 0, in a thread of its own: another stage was told to end."""
         try:
-            self._line.line.wait([self._leaving_key], _WHOLE_RUN, cancelled=lambda: self._closed)
+            self._line.line.store.wait([self._leaving_key], _WHOLE_RUN, cancelled=lambda: self._closed)
         except (CancelledError, SchedulerError, WorkerFailedError) as error:
             log.debug("no word of leaving came: %s", error)
         else:

@@ -44,7 +44,7 @@ class ElasticConnection:
         self._worker = worker
         self._watchdog = Watchdog(lambda failure: failure.reason, give_up)
         self._departed = False
-        told = Callbacks(told.epoch, told.broke, told.dropped, self._must_end, self._over)
+        told = Callbacks(told.epoch, told.broke, self._must_end, self._over)
         self.client = SchedulerClient(
             scheduler.address,
             worker,

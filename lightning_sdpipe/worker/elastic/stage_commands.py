@@ -1,36 +1,16 @@
-"""What the stages of a pipeline agree on before each turn: stage 0 says it, and the others, whose work begins with what
-it sends, wait for its word. So all do it after the same update, whoever heard of it when."""
+"""How the stages of a pipeline agree before each turn: stage 0 says what ``turn_order`` gives, and the others, whose
+work begins with what it sends, wait for its word."""
 
 from __future__ import annotations
-
-from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _BYTES = 128
-
-
-class CommandKind(IntEnum):
-    """What to do."""
-
-    GO = 0
-    """Begin the turn."""
-    DONATE = 1
-    """Give the state to the newcomer of the transfer that is named, then listen again."""
-    LEAVE = 2
-    """End: the pipeline was told to."""
-
-
-class Command(NamedTuple):
-    """One that stage 0 says; ``text`` is ASCII and short."""
-
-    kind: CommandKind
-    text: str = ""
 
 
 class CommandChannel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -115,21 +116,19 @@ def comes(fleet: Fleet, donors: list[MembershipClient], pipeline: int, incarnati
     done = threading.Event()
 
     def train() -> None:
-        update = 0
-        wait_for(lambda: done.is_set() or any(donor._donate for donor in donors))  # asked before their first update
-        while not done.is_set():
+        for update in itertools.count():
             for donor in donors:
-                donor.donation_due(update)
-            update += 1
-            time.sleep(0.002)
+                for transfer in donor.donations:
+                    donor.snapshot_taken(transfer, update)
+            if done.wait(0.002):
+                return
 
     thread = threading.Thread(target=train)
     thread.start()
     try:
         receive = client.enrol(SAME)
         assert isinstance(receive, Receive)
-        assert client.is_current(receive.transfer)
-        start = client.received(receive.transfer)
+        start = client.received(receive.transfer, receive.update)
         assert isinstance(start, Start)
         assert not start.fresh
     finally:
@@ -202,7 +201,7 @@ def test_who_is_left_of_a_broken_group_tries_again_and_who_has_its_result_goes_o
         clients[0].completed(again[0].sequence)
         skip = clients[1].broken(again[0], together=True)
         assert skip == Skip(again[0].sequence, 0)
-        assert [client._asked_for for client in clients] == [set(), set(), set()]
+        assert [client._line._talk._asked_for for client in clients] == [set(), set(), set()]
 
 
 def test_meetings_carry_what_each_says_and_do_not_wait_for_the_dead() -> None:
@@ -272,7 +271,7 @@ def test_silence_is_noticed_too() -> None:
     with running(worker_timeout=0.6, terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         first, second = fleet.start(0, 1)
         silent = threading.Event()
-        second._line._beat = lambda: silent.wait() and None  # type: ignore[assignment,return-value]
+        second._line._talk.due = lambda now: [] * silent.wait()  # type: ignore[method-assign]
         wait_for(lambda: first.epoch.lost == (1,))
         assert "silent for" in first.epoch.reason
         silent.set()
@@ -320,7 +319,7 @@ def test_the_run_is_over_when_all_have_finished_and_nobody_may_come_then() -> No
         first.close()
         time.sleep(0.05)
         assert second.epoch.number == 1, "who has finished is not lost"
-        second._told = Callbacks(over=lambda reason, failed: over.set())
+        second._line._told = Callbacks(over=lambda reason, failed: over.set())
         second.depart(finished=True)
         assert over.wait(5)
         with pytest.raises(SchedulerError, match="the run is over: all pipelines have finished"):
@@ -397,19 +396,20 @@ time.sleep(60)
 def test_the_store_waits_counts_and_can_be_cancelled() -> None:
     with running() as fleet:
         (client,) = fleet.start(0)
-        assert client.fetch(["a/x"]) == (None,)
+        assert client.store.fetch(["a/x"]) == (None,)
         values, _ = at_once(
-            lambda: client.wait(["a/x", "a/y"]), lambda: [client.put("a/x", b"1"), client.put("a/y", b"2")]
+            lambda: client.store.wait(["a/x", "a/y"]),
+            lambda: [client.store.put("a/x", b"1"), client.store.put("a/y", b"2")],
         )
         assert values == (b"1", b"2")
-        assert [client.add("a/n", 2), client.add("a/n", 3)] == [2, 5]
-        assert [client.remove("a/x"), client.remove("a/x")] == [True, False]
+        assert [client.store.add("a/n", 2), client.store.add("a/n", 3)] == [2, 5]
+        assert [client.store.remove("a/x"), client.store.remove("a/x")] == [True, False]
         with pytest.raises(SchedulerError, match="refuses a key of 3 characters with 600000 bytes"):
-            client.put("a/z", b"0" * 600_000)
+            client.store.put("a/z", b"0" * 600_000)
         with pytest.raises(CancelledError):
-            client.wait(["a/never"], cancelled=lambda: True)
+            client.store.wait(["a/never"], cancelled=lambda: True)
         with pytest.raises(SchedulerError, match=r"waited 0\.2 s for another worker to set a/never"):
-            client.wait(["a/never"], timeout=0.2)
+            client.store.wait(["a/never"], timeout=0.2)
 
 
 def test_with_keys_membership_is_encrypted_and_lifelines_need_their_nonce() -> None:

@@ -129,11 +129,12 @@ def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_jo
     d.say(e.Depart, Worker(0, 1), B.incarnation, False, "OSError: gone")
     for stage in (0, 1):
         replies = d.say(e.Enrol, Worker(stage, 1), again.incarnation, SAME)
+    assert [peer for peer, reply in replies if isinstance(reply, e.Give)] == [e.peer_of(Worker(0, 0), A.incarnation)]
     (transfer,) = {reply.donate.transfer for _, reply in replies if isinstance(reply, e.Give)}
     for stage in (0, 1):
-        d.say(e.TellSnapshot, Worker(stage, 0), A.incarnation, transfer, 3, "taken")
+        d.say(e.TellSnapshot, Worker(stage, 0), A.incarnation, transfer, 3)
     for stage in (0, 1):
-        d.say(e.TellReceived, Worker(stage, 1), again.incarnation, transfer, "")
+        d.say(e.TellReceived, Worker(stage, 1), again.incarnation, transfer, 3)
     assert d.ask(A, 0, 0, segment=one_batch) == [m.AskLeases()]
     for stage in (0, 1):
         d.tell(A, segment=one_batch, stage=stage)
@@ -178,8 +179,8 @@ def test_a_new_start_of_a_pipeline_is_not_asked_about_groups_of_the_start_before
     d.tick(4.0)
     replies = d.say(e.Enrol, Worker(0, 2), again.incarnation, SAME, now=4.0)
     (donate,) = {reply.donate for _, reply in replies if isinstance(reply, e.Give)}
-    d.say(e.TellSnapshot, Worker(0, donate.donor), (A, B)[donate.donor].incarnation, donate.transfer, 3, "taken")
-    d.say(e.TellReceived, Worker(0, 2), again.incarnation, donate.transfer, "")
+    d.say(e.TellSnapshot, Worker(0, donate.donor), (A, B)[donate.donor].incarnation, donate.transfer, 3)
+    d.say(e.TellReceived, Worker(0, 2), again.incarnation, donate.transfer, 3)
     for member in (A, B):
         d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), True, 4)
     replies = d.say(e.AskRegroup, Worker(0, 0), A.incarnation, broke, (), False, now=4.0)

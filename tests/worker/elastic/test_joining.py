@@ -34,8 +34,8 @@ class Door:
     def enrol(self, fingerprint: Mapping[str, str]) -> Start | Receive:
         return self.answers.pop(0)
 
-    def received(self, transfer: str) -> Start | Receive:
-        self.said.append(f"received {transfer}")
+    def received(self, transfer: str, update: int) -> Start | Receive:
+        self.said.append(f"received {transfer} after {update}")
         return self.answers.pop(0)
 
     def missed(self, transfer: str, reason: str) -> Start | Receive:
@@ -46,14 +46,14 @@ class Door:
 def of_donor(receive: Receive) -> dict[str, Any]:
     if receive.donor == 5:
         raise WorkerFailedError("pipeline 5 is gone")
-    return {"of": receive.donor}
+    return {"of": receive.donor, "elastic": {"updates": receive.update}}
 
 
 def test_a_newcomer_begins_with_the_state_that_came_last() -> None:
     first, second, third = Receive(1, 0, "a", 4), Receive(1, 5, "b", 5), Receive(1, 2, "c", 6)
     door = Door(first, second, third, Start(EPOCH, fresh=False))
-    assert join(door, {}, of_donor) == (Start(EPOCH, fresh=False), {"of": 2})
-    assert door.said == ["received a", "missed b: pipeline 5 is gone", "received c"]
+    assert join(door, {}, of_donor) == (Start(EPOCH, fresh=False), of_donor(third))
+    assert door.said == ["received a after 4", "missed b: pipeline 5 is gone", "received c after 6"]
 
 
 def test_who_begins_anew_forgets_the_state_of_a_donor_that_was_lost() -> None:

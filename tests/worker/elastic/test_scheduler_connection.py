@@ -74,5 +74,5 @@ def test_who_has_finished_is_not_lost(pair: tuple[ElasticConnection, Other]) -> 
     membership, other = pair
     membership.depart(finished=True)
     membership.close()
-    other.client.fetch(["nothing/there"])
+    other.client.store.fetch(["nothing/there"])
     assert all(epoch.lost == () for epoch in other.epochs)

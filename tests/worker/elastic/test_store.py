@@ -27,7 +27,7 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
     def replica(address: str, pipeline: int) -> None:
         client = MembershipClient(address, Worker(0, pipeline), 100 + pipeline, timeout=20)
         client.enrol({})
-        store = SchedulerStore(client, "epoch-1-0", 20.0)
+        store = SchedulerStore(client.store, "epoch-1-0", 20.0)
         group = dist.ProcessGroupGloo(store, pipeline, SIZE, timedelta(seconds=20))
         tensor = torch.full((4,), float(pipeline))
         group.allreduce([tensor]).wait()
@@ -49,7 +49,7 @@ def test_waits_end_when_they_are_cancelled_or_in_vain() -> None:
         try:
             client.enrol({})
             gone: list[bool] = []
-            store = SchedulerStore(client, "room", 0.2, lambda: bool(gone))
+            store = SchedulerStore(client.store, "room", 0.2, lambda: bool(gone))
             store.set("here", "1")
             assert store.get("here") == b"1"
             assert store.add("count", 2) == 2
@@ -61,6 +61,6 @@ def test_waits_end_when_they_are_cancelled_or_in_vain() -> None:
                 store.wait(["there"])
             assert store.delete_key("here")
             with pytest.raises(ValueError, match="without a slash"):
-                SchedulerStore(client, "a/b", 1.0)
+                SchedulerStore(client.store, "a/b", 1.0)
         finally:
             client.close()

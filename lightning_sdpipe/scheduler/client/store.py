@@ -1,0 +1,52 @@
+"""The scheduler's key-value store, which all processes of an elastic run share; keys are "room/name"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler.client.client_thread import ClientThread
+
+
+class StoreClient:
+    """Asks over ``line``; may be called from any thread."""
+
+    def __init__(self, line: ClientThread) -> None:
+        self._line = line
+
+    def put(self, key: str, value: bytes, timeout: float | None = None) -> None:
+        """Set ``key`` for all."""
+        self._line.ask(f"the scheduler to keep {key}", e.Put, key, value, timeout=timeout)
+
+    def fetch(self, keys: Sequence[str], timeout: float | None = None) -> tuple[bytes | None, ...]:
+        """The values of ``keys`` as they are; None where there is none."""
+        what = f"the scheduler to say what is at {', '.join(keys)}"
+        reply = self._line.ask(what, e.Fetch, tuple(keys), False, timeout=timeout)
+        assert isinstance(reply, e.Values)
+        return reply.values
+
+    def wait(
+        self, keys: Sequence[str], timeout: float | None = None, cancelled: Callable[[], bool] | None = None
+    ) -> tuple[bytes, ...]:
+        """The values of ``keys``, when all are there.
+
+        Raises:
+            CancelledError: ``cancelled`` said so, which is looked at often.
+        """
+        what = f"another worker to set {', '.join(keys)}"
+        reply = self._line.ask(what, e.Fetch, tuple(keys), True, timeout=timeout, cancelled=cancelled)
+        assert isinstance(reply, e.Values)
+        return tuple(value for value in reply.values if value is not None)
+
+    def add(self, key: str, amount: int, timeout: float | None = None) -> int:
+        """Add to the number at ``key``, 0 at first; the sum."""
+        return self._sum(f"the scheduler to add to {key}", timeout, e.Add, key, amount)
+
+    def remove(self, key: str, timeout: float | None = None) -> bool:
+        """Forget ``key``; was it there?"""
+        return self._sum(f"the scheduler to forget {key}", timeout, e.Remove, key) > 0
+
+    def _sum(self, what: str, timeout: float | None, kind: Callable[..., e.Request], *fields: object) -> int:
+        reply = self._line.ask(what, kind, *fields, timeout=timeout)
+        assert isinstance(reply, e.Sum)
+        return reply.value

@@ -1,0 +1,208 @@
+"""What a process of an elastic run says, repeats and believes: scripted times, and any sequence of replies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.membership.members import Donate, Epoch, Member, Met, Receive
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler.client import conversation as c
+from lightning_sdpipe.scheduler.protocol import decode_reply, encode
+
+ME = Worker(0, 1)
+EPOCH = Epoch(3, (Member(1, 7),), "tested")
+PAIR = Group((Worker(0, 0), ME), (0.5, 0.5), 4, "tested", epoch=3)
+
+
+def kinds(requests: list[e.Request]) -> list[str]:
+    return [type(request).__name__ for request in requests]
+
+
+def enrolled() -> c.Conversation:
+    """Of a member that has said what there was to say, at 0."""
+    talk = c.Conversation(ME, 7)
+    talk.ask(e.Enrol, {"model": "linear"})
+    talk.due(0.0)
+    talk.hear(e.Start(EPOCH, True))
+    return talk
+
+
+def test_a_request_is_repeated_until_it_is_answered_and_beats_go_on() -> None:
+    talk = c.Conversation(ME, 7)
+    key = talk.ask(e.Meet, "pause/1", b"")
+    assert kinds(talk.due(0.0)) == ["Beat", "Meet"]
+    assert talk.deadline == c.FIRST_BEAT
+    assert kinds(talk.due(c.FIRST_BEAT)) == ["Beat"]
+    assert kinds(talk.due(0.5)) == ["Beat", "Meet"]
+    talk.hear(e.Waits(1, "it waits for pipeline 0"))
+    met = e.HasMet(Met(0, "pause/1", (0, 1), (b"", b""), 0))
+    assert talk.hear(met) == [c.Replied(key, met)]
+    assert talk.hear(met) == [], "it was answered"
+    assert kinds(talk.due(1.0)) == ["Beat"]
+
+
+def test_a_beat_says_at_once_what_others_wait_for() -> None:
+    talk = enrolled()
+    talk.holds([4, 3])
+    talk.misses(3, [5])
+    (beat,) = talk.due(0.01)
+    assert isinstance(beat, e.Beat)
+    assert (beat.holds, beat.epoch, beat.enrolled, beat.misses) == ((3, 4), 3, True, (5,))
+    talk.hear(e.NewEpoch(Epoch(4, (Member(1, 7),), "another")))
+    (beat,) = talk.due(5.0)
+    assert isinstance(beat, e.Beat)
+    assert (beat.epoch, beat.misses) == (4, ()), "who is missed in an epoch is said of that one"
+
+
+def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() -> None:
+    talk = enrolled()
+    assert talk.hear(e.Line(5, b"nonce", 1.0, 30.0)) == [c.Connect(5, b"nonce")]
+    assert talk.hear(e.Line(5, b"nonce", 1.0, 30.0)) == []
+    talk.lifeline(there=True)
+    talk.due(1.0)
+    assert talk.deadline == 2.0
+    talk.lifeline(there=False)
+    talk.due(1.1)
+    assert talk.deadline == pytest.approx(1.1 + c.PROBE)
+    talk.tell(e.TellCompleted, 4)
+    talk.tell(e.Publish, "last.ckpt", 8, True)
+    talk.ask(e.Meet, "pause/1", b"")
+    talk.hear(e.Stranger())
+    assert talk.deadline < 0
+    resume, *others = talk.due(1.11)
+    assert isinstance(resume, e.Resume)
+    assert (resume.epoch, resume.fingerprint) == (EPOCH, {"model": "linear"})
+    assert sorted(kinds(others)) == ["Meet", "Publish"], "what was told to the one before is not for this one"
+
+
+def test_stage_zero_alone_copies_and_once_however_late_it_is_told() -> None:
+    give, drop = e.Give(Donate(1, 2, "state-2-1")), e.Drop("state-2-1")
+    talk, other = enrolled(), c.Conversation(Worker(1, 1), 7)
+    other.hear(give)
+    assert other.donations == ()
+    talk.hear(give)
+    talk.hear(give)
+    assert talk.donations == ("state-2-1",)
+    key = talk.ask(e.TellSnapshot, "state-2-1", 27)
+    assert talk.donations == ()
+    talk.hear(give)
+    assert talk.donations == (), "it was told again before it was heard"
+    number = talk.due(1.0)[-1].number
+    assert talk.hear(e.Noted(number)) == [c.Replied(key, e.Noted(number))]
+    talk.hear(drop)
+    talk.hear(give)
+    assert talk.donations == ()
+
+
+def test_an_answer_to_an_earlier_question_is_none_to_a_later_one() -> None:
+    talk = c.Conversation(ME, 7)
+    first, second = (e.Get(Receive(1, 0, f"state-1-{number}", 5)) for number in (1, 2))
+    key = talk.ask(e.Enrol, {})
+    assert talk.hear(first) == [c.Replied(key, first)]
+    key = talk.ask(e.TellReceived, "state-1-1", -1, "reset")
+    assert talk.hear(first) == []
+    assert talk.hear(second) == [c.Replied(key, second)]
+
+
+def test_who_has_the_result_says_so_when_another_misses_it() -> None:
+    talk = enrolled()
+    talk.completed(4)
+    assert kinds(talk.due(0.2)) == [], "nobody has asked"
+    assert talk.hear(e.Broke(4)) == []
+    assert kinds(talk.due(0.21)) == ["TellCompleted"]
+    assert talk.hear(e.Broke(5)) == [c.GroupBroke(5)]
+    talk.completed(5)
+    assert kinds(talk.due(0.22)) == ["TellCompleted"]
+
+
+def test_what_is_refused_is_not_asked_again_and_the_end_ends_all_but_a_departure() -> None:
+    talk = enrolled()
+    put, meet = talk.ask(e.Put, "a/b", b""), talk.ask(e.Meet, "pause", b"")
+    with pytest.raises(SchedulerError, match="already asks for meet pause"):
+        talk.ask(e.Meet, "pause", b"")
+    assert talk.hear(e.Denial("too large", talk.due(0.1)[0].number)) == [c.NotGranted(put, "too large")]
+    assert talk.hear(e.Denial("different places")) == [c.NotGranted(meet, "different places")]
+    talk.ask(e.Meet, "other", b"")
+    assert talk.hear(e.MustEnd("lost")) == [c.MustStop("lost", run=False, failed=True)]
+    assert talk.hear(e.Over("all have finished", False)) == [], "the first end counts"
+    talk.hear(e.Stranger())
+    talk.ask(e.Meet, "more", b"")
+    talk.ask(e.Depart, False)
+    assert kinds(talk.due(0.2)) == ["Depart"]
+
+
+# ------------------------------------------------------------------------------------------------- all histories
+
+
+def any_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Of a message's types, with few values of each, so that they meet."""
+    match kind:
+        case msgspec.inspect.StructType(cls=cls, fields=fields):
+            return st.builds(cls, **{field.name: any_of(field.type) for field in fields})
+        case msgspec.inspect.UnionType(types=types):
+            return st.one_of(*map(any_of, types))
+        case msgspec.inspect.VarTupleType(item_type=item):
+            return st.lists(any_of(item), max_size=2).map(tuple)
+        case msgspec.inspect.TupleType(item_types=items):
+            return st.tuples(*map(any_of, items))
+        case msgspec.inspect.StrType():
+            return st.sampled_from(["", "0", "1", "a/b"])
+        case msgspec.inspect.BytesType():
+            return st.sampled_from([b"", b"0"])
+        case msgspec.inspect.IntType(ge=least):
+            return st.integers(least or 0, 9)
+        case msgspec.inspect.FloatType():
+            return st.sampled_from([0.0, 1.0])
+        case msgspec.inspect.BoolType():
+            return st.booleans()
+        case msgspec.inspect.NoneType():
+            return st.none()
+    raise AssertionError(kind)
+
+
+REPLIES = any_of(msgspec.inspect.type_info(e.Reply))
+LEVELS = (e.Hold, e.Waits, e.Line, e.Stranger, e.Broke)
+"""The last counts: beats put right what was overtaken; and what is answered anew each time."""
+
+
+def ask_everything(talk: c.Conversation) -> None:
+    talk.ask(e.Enrol, {"model": "linear"})
+    talk.ask(e.Meet, "0", b"")
+    talk.ask(e.AskRegroup, PAIR, (3,), False)
+    talk.ask(e.Fetch, ("a/b",), True)
+    talk.ask(e.Add, "a/n", 1)
+    talk.ask(e.TellSnapshot, "0", 4)
+    talk.tell(e.TellCompleted, 4)
+
+
+def believed(talk: c.Conversation) -> object:
+    return talk.epoch, talk.donations, talk.stop, talk.held, [*talk._open]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_no_sequence_of_replies_breaks_a_conversation_and_repeated_ones_change_nothing(data: st.DataObject) -> None:
+    talk, heard = c.Conversation(ME, 7), list[e.Reply]()
+    ask_everything(talk)
+    for now in range(data.draw(st.integers(1, 12))):
+        reply = decode_reply(encode(data.draw(REPLIES)))
+        assert isinstance(reply, e.ElasticReply)
+        for effect in talk.hear(reply):
+            if isinstance(effect, c.Replied):
+                assert effect.key not in talk._open
+        heard.append(reply)
+        before = believed(talk)
+        for again in heard:
+            if not isinstance(again, LEVELS):
+                assert talk.hear(again) == []
+        assert believed(talk) == before
+        for request in talk.due(float(now)):
+            assert encode(request)
+        assert talk.deadline >= now
