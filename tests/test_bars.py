@@ -36,7 +36,7 @@ FAN_OUT = 22  # modules of the package that one imports
 SHORT = 90  # lines: such a module with a single importer belongs into it
 
 SHAPES = {
-    "classes with too many methods": 5,
+    "classes with too many methods": 3,
     "constructors with too many arguments": 2,
     "modules with too many imports": 2,
     "class names used twice": 4,
@@ -49,26 +49,26 @@ SHAPES = {
 
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (675, 8),
-    "data": (461, 6),
+    "data": (466, 6),
     "dealing": (435, 5),
-    "exchange": (2174, 32),
+    "exchange": (2178, 32),
     "heterogeneity": (443, 8),
-    "loop": (2275, 26),
+    "loop": (2292, 26),
     "membership": (1017, 9),
     "optim": (342, 5),
     "partition": (3646, 33),
-    "pipeline": (1750, 18),
+    "pipeline": (1755, 18),
     "placement": (2722, 24),
     "policies": (2384, 25),
     "recipes": (7100, 99),
     "scheduler": (4901, 40),
     "simulate": (612, 6),
     "strategy": (818, 6),
-    "supervision": (1432, 15),
-    "sync": (1737, 17),
+    "supervision": (1433, 15),
+    "sync": (1736, 17),
     "top": (948, 8),
     "topology": (520, 7),
-    "worker": (2442, 25),
+    "worker": (2432, 25),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
