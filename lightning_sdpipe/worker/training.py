@@ -109,7 +109,8 @@ class Training:
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.readiness = Readiness(last, self.announce)
         self._before_last_backward = partial(self.readiness.reached, "backward")
-        self._look = (lambda: None) if self.watch is None else self.watch.check  # before others may get the model
+        # before others may get this worker's model
+        self._look: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
 
     @property
     def phase(self) -> Phase:
