@@ -127,10 +127,11 @@ class Rules:
         if not pipeline.pressed:
             pipeline.ends = [end for end in pipeline.ends if end.rank != event.rank] + [event]
         if event.code and pipeline.phase is PipelinePhase.RUNNING:
-            if pipeline.trained and any(end.code == 0 for end in pipeline.ends):
-                self._failed_after_training(pipeline, event)
+            if pipeline.left_the_script:
+                self._blemished = True
+                self._out.append(Say(f"pipeline {pipeline.number} failed after the training ({self._describe(event)})"))
             else:
-                self._begin_to_end(pipeline, now)
+                pipeline.begin_to_end(now, self._settings.grace)
         if pipeline.phase is PipelinePhase.ENDING:
             self._say_why(pipeline, event)
         if pipeline.alive:
@@ -145,29 +146,17 @@ class Rules:
     def _raising(self, event: Raising, now: float) -> None:
         """Its process will end, and perhaps not soon; that another one failed first, it may say better itself."""
         pipeline = self._pipelines[event.pipeline]
-        after = pipeline.trained and any(end.code == 0 for end in pipeline.ends)
         if (
             event.raised.follows_another
             or pipeline.phase is not PipelinePhase.RUNNING
-            or after
+            or pipeline.left_the_script
             or self._ends_with is not None
         ):
             return
         end = ProcessEnded(event.pipeline, event.rank, FAILED, event.raised)
         pipeline.ends.append(end)
-        self._begin_to_end(pipeline, now)
+        pipeline.begin_to_end(now, self._settings.grace)
         self._say_why(pipeline, end)
-
-    def _failed_after_training(self, pipeline: PipelineState, event: ProcessEnded) -> None:
-        """Another stage has already come to the end of the script."""
-        self._blemished = True
-        self._out.append(Say(f"pipeline {pipeline.number} failed after the training ({self._describe(event)})"))
-
-    def _begin_to_end(self, pipeline: PipelineState, now: float) -> None:
-        pipeline.phase, pipeline.due = PipelinePhase.ENDING, now + self._settings.grace
-        pipeline.lost_at = now if pipeline.lost_at is None else pipeline.lost_at
-        pipeline.in_vain = 0 if pipeline.trained else pipeline.in_vain + 1
-        pipeline.stops_training()
 
     def _lost(self, pipeline: PipelineState, now: float) -> None:
         """All of its processes have ended, and not as they should."""
@@ -204,19 +193,13 @@ class Rules:
 
     # ----------------------------------------------------------------- reasons
 
-    def _reason(self, pipeline: PipelineState) -> ProcessEnded:
-        """The end that explains the others: a killed process, or an exception of its own, or the first."""
-        failed = [end for end in pipeline.ends if end.code]
-        own = [end for end in failed if end.code < 0 or end.raised is None or not end.raised.follows_another]
-        return (own or failed)[0]
-
     def _say_why(self, pipeline: PipelineState, event: ProcessEnded) -> None:
         """At once, unless this process failed because of another one of its pipeline, whose reason may yet come."""
         follows = event.code == 0 or (event.raised is not None and event.raised.follows_another)
         if pipeline.told or self._ends_with is not None or (follows and pipeline.alive):
             return
         pipeline.told = True
-        reason = self._describe(self._reason(pipeline))
+        reason = self._describe(pipeline.reason)
         self._out.append(Say(f"pipeline {pipeline.number} lost ({reason}); {self._who_goes_on()}"))
 
     def _who_goes_on(self) -> str:
@@ -249,7 +232,7 @@ class Rules:
                 self._judge_the_finished(pipeline, event, now)
             elif life is not None and pipeline.life is None and life != pipeline.last_life:
                 self._came(pipeline, life, event, now)
-            elif event.asked >= self._over_since and self._comes_too_late(pipeline, event):
+            elif event.asked >= self._over_since and pipeline.comes_too_late(event.ever):
                 self._turn_away(pipeline, now)
             elif pipeline.life is not None and (reason := event.gone.get(pipeline.life)) is not None:
                 self._is_given_up(pipeline, reason, now)
@@ -263,10 +246,6 @@ class Rules:
         if not self._all_came and all(other.life is not None for other in self._pipelines):
             self._all_came = True
             self._out.append(Say(f"all {self._settings.num_pipelines} pipelines train"))
-
-    @staticmethod
-    def _comes_too_late(pipeline: PipelineState, event: Seen) -> bool:
-        return not pipeline.trained and (pipeline.lost_at is not None or pipeline.number not in event.ever)
 
     def _is_given_up(self, pipeline: PipelineState, reason: str, now: float) -> None:
         """The scheduler goes on without it. Its processes are told so, perhaps when they wake, and have to end."""
@@ -305,7 +284,7 @@ class Rules:
     def _is_a_bug(self, pipeline: PipelineState) -> bool:
         """Whether another pipeline has failed with the same exception; then the run ends. Of those that have trained,
         the scheduler knows."""
-        raised = self._reason(pipeline).raised
+        raised = pipeline.reason.raised
         killed = any(end.code < 0 for end in pipeline.ends)
         # and others train on
         joins = any(other.trained and other.phase is PipelinePhase.RUNNING for other in self._pipelines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -75,6 +76,29 @@ class PipelineState:
     def trains(self) -> bool:
         """Whether it goes on when another one is lost."""
         return self.phase is PipelinePhase.RUNNING and bool(self.alive) and self.life is not None
+
+    @property
+    def left_the_script(self) -> bool:
+        """Whether a stage of it has come to the end of the script after training."""
+        return self.trained and any(end.code == 0 for end in self.ends)
+
+    @property
+    def reason(self) -> ProcessEnded:
+        """The end that explains the others: a killed process, or an exception of its own, or the first."""
+        failed = [end for end in self.ends if end.code]
+        own = [end for end in failed if end.code < 0 or end.raised is None or not end.raised.follows_another]
+        return (own or failed)[0]
+
+    def comes_too_late(self, ever: Collection[int]) -> bool:
+        """Whether the others have finished before it trains; ``ever`` are those that have trained."""
+        return not self.trained and (self.lost_at is not None or self.number not in ever)
+
+    def begin_to_end(self, now: float, grace: float) -> None:
+        """A process of it has failed; the others have ``grace`` seconds to end by themselves."""
+        self.phase, self.due = PipelinePhase.ENDING, now + grace
+        self.lost_at = now if self.lost_at is None else self.lost_at
+        self.in_vain = 0 if self.trained else self.in_vain + 1
+        self.stops_training()
 
     def stops_training(self) -> None:
         """This life of it is over."""

@@ -108,6 +108,9 @@ class Training:
         self.rendezvous = self.make_rendezvous(self.sync)
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.readiness = Readiness(last, self.announce)
+        self._before_last_backward = partial(self.readiness.reached, "backward")
+        # before others may get this worker's model
+        self._look: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
 
     @property
     def phase(self) -> Phase:
@@ -149,7 +152,7 @@ class Training:
             loss = self._last_loss.to(self._device, copy=True).requires_grad_()
             return self.parts.pipeline.rest(loss) if self.updating else loss
         precision, freezing = self.trainer.precision_plugin, self.parts.freezing
-        with self._running("training_step"), freezing.refused():
+        with self.whereabouts.running("training_step"), self.first_failure(), freezing.refused():
             context, scale = precision.train_step_context, loss_scale(precision, self._device)
             stream, closes = self.draws.stream, self._closes
             step = Step("training_step", arguments, context, stream, scale, closes, freezing.generation, self.portion())
@@ -188,7 +191,7 @@ class Training:
 
     def evaluate(self, name: str, batch: Any, arguments: tuple[Any, ...], context: Any) -> Any:
         """Another of the user's steps: what the last of this worker's stages returned."""
-        with self._running(name):
+        with self.whereabouts.running(name), self.first_failure():
             step = Step(name, arguments, context, self.draws.stream)
             output = [runner.evaluate(batch, step) for runner in self.parts.runners][-1]
         self.draws.between_steps(Point.STEP_ENDED)
@@ -361,20 +364,6 @@ class Training:
             self.updates -= late  # decisions about one stage hold for others at the same number
             pipeline.finish()
             pipeline.settle()
-
-    @property
-    def _before_last_backward(self) -> Callable[[], None]:
-        return partial(self.readiness.reached, "backward")
-
-    def _look(self) -> None:
-        """Before others may get this worker's model."""
-        if self.watch is not None:
-            self.watch.check()
-
-    @contextmanager
-    def _running(self, name: str) -> Iterator[None]:
-        with self.whereabouts.running(name), self.first_failure():
-            yield
 
     @contextmanager
     def _doing(self, phase: Phase) -> Iterator[None]:
