@@ -95,7 +95,10 @@ def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it as well, and ends this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)  # also if the parent is gone
+        # Ends it also if the parent is gone. A thread that the parent has for that (faulthandler's) is not here.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, file=_STDERR, chain=True)
+        signal.setitimer(signal.ITIMER_REAL, seconds + 1)
         gc.freeze()  # a process group that was collected here would wait for threads that do not exist
         _threads_of_parent = torch.get_num_threads()
         torch.set_num_threads(1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
+
+from lightning_sdpipe.errors import ConfigurationError
 
 Original = Callable[..., Any]
 Call = Callable[[Original, tuple[Any, ...], dict[str, Any]], Any]
@@ -23,6 +25,13 @@ class _Intercepted(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[INTERCEPTED](super().__call__, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigurationError(
+            f"A {type(self).__name__} of the model was copied or pickled during a run, in which most of the model is "
+            "on other workers. Make a second one (a teacher, a moving average) in __init__, configure_model or setup, "
+            "and give it the values of the first one there; steps and hooks may change it then, weight by weight."
+        )
 
 
 def intercept(module: nn.Module, call: Call) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import time
@@ -69,6 +70,15 @@ def test_a_child_without_an_answer_ends() -> None:
         os.kill(int(os.read(pids[0], 20)), 0)
     with pytest.raises(NoAnswerError, match="status -9"):
         apart(lambda: bytes(os.kill(os.getpid(), signal.SIGKILL) or 0), 20)
+
+
+def test_a_watchdog_of_the_users_is_not_waited_for() -> None:
+    """Its thread is not in the child."""
+    faulthandler.dump_traceback_later(60)
+    try:
+        assert apart(lambda: b"done", 5) == b"done"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,8 @@ def test_a_block_of_another_worker_is_not_called_outside_of_a_step() -> None:
     cut_model = CutModel(model, ["0", "1"], [range(1)], CPU)
     with pytest.raises(ConfigurationError, match="'1' was called on a worker that does not hold it"):
         model(torch.zeros(1, 2))
+    with pytest.raises(ConfigurationError, match="A Linear of the model was copied or pickled during a run"):
+        copy.deepcopy(model)
     cut_model.restore()
     assert type(model[0]) is nn.Linear
 

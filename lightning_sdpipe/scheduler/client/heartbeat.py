@@ -69,8 +69,9 @@ class HeartbeatThread:
 
     def close(self) -> None:
         """End the thread and wait for it."""
-        os.close(self._tell)
+        os.write(self._tell, b"!")  # closing it would tell nothing while a forked process, of a DataLoader, has it too
         self._thread.join()
+        os.close(self._tell)
         os.close(self._stop)
 
     def _run(self) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -226,6 +229,22 @@ def test_heartbeats_keep_a_busy_worker_alive() -> None:
         a._timeout = 2.0
         with pytest.raises(SchedulerError, match=r"waits for \(stage 0, pipeline 1\)"):
             a.group()
+
+
+def test_closing_does_not_wait_for_forked_processes() -> None:
+    """Those of a DataLoader have what this one had open."""
+    with serving(AllReduceModels(), 1, 1) as server:
+        with clients(server.address, W(0, 0), heartbeat=0.05) as (a,):
+            a.join()
+            child = os.fork()
+            if child == 0:
+                time.sleep(5)
+                os._exit(0)
+            began = time.monotonic()
+        seconds = time.monotonic() - began
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert seconds < 4
 
 
 def test_heartbeats_bring_the_news_of_a_failure() -> None:
