@@ -328,7 +328,9 @@ def serve(
         ConfigurationError: the settings cannot be served.
         SchedulerError: it cannot listen.
     """
-    logging.basicConfig(level=settings.level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    of_a_run = settings.level >= logging.WARNING  # it says little, amid what the run's ranks print
+    form = "scheduler: %(message)s" if of_a_run else "%(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(level=settings.level, format=form, stream=sys.stderr)
     server = settings.server()
     with stop_signals(*signals) as stopped, server:
         say(SAYS + server.address)
