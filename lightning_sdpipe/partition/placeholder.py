@@ -28,6 +28,8 @@ FROM_METADATA = {
 }
 # These read a tensor's values without an operation that is dispatched.
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
+# These do where torch calls them, as torch.tensor([...]) does for each element.
+READS_NUMBER = {Tensor.__float__, Tensor.__int__, Tensor.__complex__, Tensor.__bool__, Tensor.__index__}
 
 
 class OtherStages(str):
@@ -71,6 +73,8 @@ class Placeholder(Tensor):
     ) -> Any:
         if func in READS:
             raise SkippedCutError(args[0], "is read by Python")
+        if func in READS_NUMBER:
+            raise SkippedCutError(args[0], "is read as a Python number")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

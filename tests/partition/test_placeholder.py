@@ -43,6 +43,9 @@ def test_what_is_made_from_its_metadata_is_real(placeholder: Placeholder) -> Non
 def test_using_its_value_names_the_block_it_comes_from(placeholder: Placeholder) -> None:
     with pytest.raises(SkippedCutError, match=r"'net\.0'.*read as a Python number"):
         float(placeholder.sum())
+    for read in (torch.tensor, torch.as_tensor, torch.asarray):
+        with pytest.raises(SkippedCutError, match=r"'net\.0'.*read as a Python number"):
+            read([torch.zeros(()), placeholder.sum()])
     with pytest.raises(SkippedCutError, match=r"'net\.0'.*is used by block 'net\.3'"):
         refuse_placeholders(([1, {"x": placeholder}],), "block 'net.3'")
     with pytest.raises(SkippedCutError, match="written into a tensor"):
