@@ -70,7 +70,7 @@ def no_garbage_of_others() -> None:
 def inherited() -> dict[str, Any]:
     """What processes that later tests fork would find changed."""
     limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD)
+    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
     return {
         "working directory": os.getcwd(),
         "process group of torch.distributed": dist.is_initialized(),

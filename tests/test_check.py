@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from queue import SimpleQueue
 
 import lightning as L
 import pytest
@@ -32,11 +33,11 @@ class Residual(L.LightningModule):
 
 
 class Secretive(Residual):
-    """A number leaves a block through a closure, which no operation of torch shows."""
+    """Numbers leave blocks through an object of a library, which no operation of torch shows."""
 
     def __init__(self) -> None:
         super().__init__()
-        numbers: list[float] = []
+        numbers: SimpleQueue[float] = SimpleQueue()
 
         class Layer(nn.Module):
             def __init__(self) -> None:
@@ -44,14 +45,15 @@ class Secretive(Residual):
                 self.linear = nn.Linear(4, 4)
 
             def forward(self, x: Tensor) -> Tensor:
-                numbers.append(float(x.detach().abs().sum()))
-                return self.linear(x) * len(numbers)
+                numbers.put(float(x.detach().abs().sum()))
+                return self.linear(x) * numbers.qsize()
 
         self.layers = nn.ModuleList([Layer() for _ in range(4)])
-        self.clear = numbers.clear
+        self.numbers = numbers
 
     def forward(self, x: Tensor) -> Tensor:
-        self.clear()
+        while not self.numbers.empty():
+            self.numbers.get()
         return super().forward(x)
 
 

@@ -29,7 +29,6 @@ NAMES = {
 
 __all__ = [
     "ADPSGD",
-    "NAMES",
     "PHDPSGD",
     "AllReduce",
     "Decentralized",

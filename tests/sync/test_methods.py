@@ -199,7 +199,7 @@ def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path, sync:
         (lambda: PartialReduce(decay=1.0), "decay=1.0"),
         (lambda: ParameterServer(every=0), "every=0"),
         (lambda: ParameterServer(quorum=2, staleness=1), "staleness=1 contradicts quorum=2"),
-        (lambda: SDPipeStrategy(2, sync="all_reduce"), "sync='all_reduce' is no synchronisation method"),
+        (lambda: SDPipeStrategy(2, sync="allreduce"), "sync='allreduce'"),
         (lambda: SDPipeStrategy(2, sync=AllReduce), "sync=AllReduce is a class; give an object of it"),  # type: ignore[arg-type]
         (lambda: SDPipeStrategy(2, sync="no_such.module:Policy"), "No module named 'no_such'"),
     ],

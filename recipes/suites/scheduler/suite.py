@@ -251,15 +251,18 @@ def _connected(kind: str, count: int, server: _Server, session: int) -> Iterator
                 socket.send(m.encode(m.Join(worker, session, 1, None)))
             sockets.append(socket)
         for socket in sockets if kind != "echo" else []:
-            if not socket.poll(PATIENCE_MS):
-                raise TimeoutError(f"the {kind} server did not acknowledge a join")
-            socket.recv()
+            _acknowledged(socket, "join")
         yield _Bursts(kind, workers, sockets, server, session)
         for worker, socket in zip(workers, sockets, strict=True) if kind != "echo" else []:
             socket.send(m.encode(m.Leave(worker, session, 1 << 40)))
-            if not socket.poll(PATIENCE_MS):
-                raise TimeoutError(f"the {kind} server did not acknowledge a leave")
-            socket.recv()
+            _acknowledged(socket, "leave")
+
+
+def _acknowledged(socket: zmq.Socket[bytes], what: str) -> None:
+    while socket.poll(PATIENCE_MS):  # a lifeline is offered before
+        if isinstance(m.decode_reply(socket.recv()), m.Acknowledged):
+            return
+    raise TimeoutError(f"the server did not acknowledge a {what}")
 
 
 def _policy(repeats: int, seed: int) -> dict[int, list[Row]]:
