@@ -115,9 +115,10 @@ def test_a_scheduler_of_another_mesh_refuses_by_name() -> None:
 
 
 class TestVersions:
-    """Version 1, as it was: a byte of version, and whoever speaks another one is ignored in silence."""
+    """Older ones, as they were: a byte of version, then a message. Version 1 ignores frames of another version."""
 
-    def test_a_new_scheduler_answers_an_old_worker_in_its_own_version(self) -> None:
+    @pytest.mark.parametrize("version", [1, 4])
+    def test_a_new_scheduler_answers_an_old_worker_in_its_own_version(self, version: int) -> None:
         with (
             serving(AllReduceModels(), 1, 1) as server,
             zmq.Context() as context,
@@ -125,13 +126,13 @@ class TestVersions:
         ):
             old.setsockopt(zmq.LINGER, 0)
             old.connect(server.address)
-            old.send(b"\x01" + msgspec.msgpack.encode(["join", [0, 0], 1, 1, False, None]))
+            old.send(bytes([version]) + msgspec.msgpack.encode(["join", [0, 0], 1, 1, None]))
             assert old.poll(10_000)
             frame = old.recv()
             assert frame[0] == m.VERSION, "which an old worker prints"
             reply = m.decode_reply(frame)
             assert isinstance(reply, m.Refused)
-            assert "speaks version 1 of the protocol, this side version 4" in reply.reason
+            assert f"speaks version {version} of the protocol, this side version 5" in reply.reason
             assert server.service.refused == {"other version": 1}
 
     def test_an_old_scheduler_is_named_by_its_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +149,7 @@ class TestVersions:
             for ask in (self.greet, partial(ask_status, timeout=0.5)):
                 thread = threading.Thread(target=serve)
                 thread.start()
-                with pytest.raises(SchedulerError, match="speaks version 1 of the protocol, this side version 4"):
+                with pytest.raises(SchedulerError, match="speaks version 1 of the protocol, this side version 5"):
                     ask(f"tcp://127.0.0.1:{port}")
                 thread.join(10)
 
