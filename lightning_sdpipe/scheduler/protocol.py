@@ -20,7 +20,7 @@ from lightning_sdpipe.policies.events import Count, Last, Seconds, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.log.status import Status
 
-VERSION = 4
+VERSION = 5
 MAX_REQUEST_BYTES = 1 << 20
 """Requests are tens of bytes, but one that resumes a run carries groups of up to thousands of members."""
 MAX_REPLY_BYTES = 1 << 22

@@ -105,9 +105,9 @@ def connect(
         mesh=(mesh.num_stages, mesh.num_pipelines),
         timeout=timeout,
         credentials=scheduler.keys,
-        on_abort=on_abort,
         host=Worker(*mesh.locate(0)) if embedded else None,
     )
+    client.on_abort = on_abort
     try:
         client.greet()
     except BaseException:

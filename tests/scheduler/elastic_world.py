@@ -1,7 +1,9 @@
 """An elastic run in virtual time: the scheduler's service, and processes that are killed, fall silent and come back.
 
-The service is the real one, without its sockets, and so is what each process says and believes about membership (its
-:class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`) and what stage 0 orders before a turn. Here are
+The service is the real one, without its sockets, and so is what each process says and believes (its
+:class:`~lightning_sdpipe.scheduler.client.conversation.Conversation` about membership and the
+:class:`~lightning_sdpipe.scheduler.client.session_conversation.SessionConversation` of its training) and what stage 0
+orders before a turn. Here are
 the network, the faults and the training. The network delays every message by itself, so they overtake each other, and
 loses some. A history follows from its seed alone::
 
@@ -18,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
@@ -32,7 +35,8 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import conversation as c
-from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers, HeardLeases
+from lightning_sdpipe.scheduler.client.session_conversation import Came, Kind, Send, SessionConversation
+from lightning_sdpipe.scheduler.client.session_conversation import Effect as SessionEffect
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 SILENCE, BATCHES = 2.0, 6
@@ -56,11 +60,12 @@ class Process:
     worker: Worker
     incarnation: int
     talk: c.Conversation = field(repr=False)
-    heard: HeardAnswers = field(repr=False)
-    leases: HeardLeases = field(repr=False)
+    session: SessionConversation = field(repr=False)
     state: str = "enrolling"
     waits: dict[c.Key, Callable[[e.Reply], None]] = field(default_factory=dict)
     """What it does when an answer comes."""
+    session_waits: dict[Kind, Callable[[Any], None]] = field(default_factory=dict)
+    """The same, of its session."""
     copies: dict[str, Copy] = field(default_factory=dict)
     receive: Receive | None = None
     update: int = 0
@@ -80,10 +85,7 @@ class Process:
     """Batches of the lease."""
     trained: int = 0
     """Batches of the segment."""
-    number: int = 0
     iteration: int = 0
-    asks: dict[str, m.Request] = field(default_factory=dict)
-    """Of its session: what is repeated until it is answered."""
     group: Group | None = None
     """With which it exchanges."""
     begun: set[int] = field(default_factory=set)
@@ -198,8 +200,8 @@ class World:
         self.tell(f"pipeline {pipeline} starts ({incarnation})")
         for stage in range(self.stages):
             worker = Worker(stage, pipeline)
-            talk, leases = c.Conversation(worker, incarnation), HeardLeases(lambda: self.now)
-            process = Process(worker, incarnation, talk, HeardAnswers(worker), leases, since=self.now)
+            session = SessionConversation(worker, incarnation, elastic=True, clock=lambda: self.now)
+            process = Process(worker, incarnation, c.Conversation(worker, incarnation), session, since=self.now)
             self.processes.append(process)
             self.after(self.rng.uniform(0.0, 0.3), lambda p=process: self.begin(p))  # type: ignore[misc]
 
@@ -273,7 +275,7 @@ class World:
                 if process.asleep_until > self.now:
                     self.after(process.asleep_until - self.now, lambda: self.reach(peer, reply))
                     return
-                self.hear(process, reply)
+                self.hear(process, peer, reply)
                 return
 
     # ------------------------------------------------------------------- processes
@@ -288,18 +290,12 @@ class World:
     def pump(self, process: Process) -> None:
         """What the conversation has to say."""
         for request in process.talk.due(self.now):
-            self.say(process, request)
+            self.send(process, e.peer_of(process.worker, process.incarnation), request)
 
-    def ask_session(self, process: Process, key: str, kind: type[m.Request], *fields: object) -> None:
-        process.number += 1
-        process.asks[key] = kind(process.worker, process.incarnation, process.number, *fields)
-        self.say(process, process.asks[key])
-
-    def say(self, process: Process, request: m.Request | e.Request) -> None:
-        name = e.peer_of if isinstance(request, e.ElasticRequest) else m.routing_id
-        if isinstance(request, m.Heartbeat):
-            name = m.heartbeat_id
-        self.send(process, name(process.worker, process.incarnation), request)
+    def ask_session(self, process: Process, then: Callable[[Any], None], kind: Kind, *fields: object) -> None:
+        process.session_waits[kind] = then
+        request = process.session.ask(kind, *fields)
+        self.send(process, m.routing_id(process.worker, process.incarnation), request)
 
     def live(self, process: Process) -> None:
         """Beats and repeats, a few times a second."""
@@ -309,51 +305,38 @@ class World:
             process.talk.updates = process.update
             self.pump(process)
             if process.state not in ("enrolling", "receiving"):
-                joined = process.state in ("training", "exchanging")
-                process.number += 1
-                fields = process.worker, process.incarnation, process.number
-                self.say(process, m.Heartbeat(*fields, joined, None, process.leases.progress()))
-            for key, request in list(process.asks.items()):  # sessions count what has come: a new number
-                values = [getattr(request, name) for name in request.__struct_fields__[3:]]
-                self.ask_session(process, key, type(request), *values)
+                beats = m.heartbeat_id(process.worker, process.incarnation)
+                self.carry_out_session(process, beats, process.session.beat())
+            for request in process.session.again():
+                self.send(process, m.routing_id(process.worker, process.incarnation), request)
         self.after(self.rng.uniform(0.15, 0.25), lambda: self.live(process))
 
     def set_state(self, process: Process, state: str) -> None:
         process.state, process.since = state, self.now
 
-    def hear(self, process: Process, reply: m.Reply | e.Reply) -> None:
-        asks = process.asks
+    def hear(self, process: Process, peer: bytes, reply: m.Reply | e.Reply) -> None:
         self.seen[type(reply).__name__] += 1
-        match reply:
-            case e.ElasticReply():
-                for effect in process.talk.hear(reply):
-                    if not process.dead:
-                        self.carry_out(process, effect)
-                self.pump(process)
-            case m.Refused(reason=reason):
-                raise AssertionError(f"{process}: {reason}")
-            case m.Acknowledged(number=number):
-                self.acknowledged(process, number)
-            case m.Unknown():
-                if process.state in ("training", "exchanging"):
-                    process.number += 1
-                    fields = process.worker, process.incarnation, process.number, None, True
-                    answered = process.iteration - ("ready" in asks)
-                    heard = process.heard
-                    self.say(process, m.Join(*fields, heard.highest, heard.to_report(), True, answered))
-            case m.AskLeases():
-                if (book := process.leases.book()) is not None:
-                    process.number += 1
-                    self.say(process, m.TellLeases(process.worker, process.incarnation, process.number, *book))
-            case m.Dealt(lease=lease):
-                if "lease" in asks and (lease.segment, lease.ordinal) == (process.segment, process.ordinal):
-                    del asks["lease"]
-                    process.leases.hear(lease)
-                    process.lease, process.done, process.ordinal = lease, 0, process.ordinal + 1
-            case m.Answer(group=group) if "ready" in asks and reply.iteration_of(process.worker) == process.iteration:
-                del asks["ready"]
-                process.heard.hear(reply)
-                self.exchange(process, group)
+        if peer != e.peer_of(process.worker, process.incarnation):
+            of_beats = peer == m.heartbeat_id(process.worker, process.incarnation)
+            self.carry_out_session(process, peer, process.session.hear(reply, of_beats))
+            return
+        assert isinstance(reply, e.ElasticReply), reply
+        for effect in process.talk.hear(reply):
+            if not process.dead:
+                self.carry_out(process, effect)
+        self.pump(process)
+
+    def carry_out_session(self, process: Process, peer: bytes, effects: list[SessionEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(request):
+                    self.send(process, peer, request)
+                case Came(_, m.Refused(reason=reason)):
+                    raise AssertionError(f"{process}: {reason}")
+                case Came(kind, reply):
+                    process.session_waits.pop(kind)(reply)
+                case c.MustStop():
+                    self.carry_out(process, effect)
 
     def carry_out(self, process: Process, effect: c.Effect) -> None:
         match effect:
@@ -425,21 +408,15 @@ class World:
         self.ask(process, lambda reply: self.comes(process, reply), e.TellReceived, *said)
 
     def join(self, process: Process) -> None:
-        self.ask_session(process, "session", m.Join, None, False, process.heard.highest, (), True)
+        self.ask_session(process, lambda _: self.joined(process), m.Join)
 
-    def acknowledged(self, process: Process, number: int) -> None:
-        asked = process.asks.get("session")
-        if asked is None or number > asked.number or process.state not in ("joining", "leaving"):
-            return
-        del process.asks["session"]
-        if process.state == "joining":
-            if process.update:
-                process.talk.tell(e.Publish, "checkpoint", process.update, True)
-            process.heard.joined()
-            self.set_state(process, "training")
-            self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
-            return
-        process.heard.forget()
+    def joined(self, process: Process) -> None:
+        if process.update:
+            process.talk.tell(e.Publish, "checkpoint", process.update, True)
+        self.set_state(process, "training")
+        self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
+
+    def left(self, process: Process) -> None:
         assert process.lease is not None
         if process.lease.over:
             self.set_state(process, "meeting")
@@ -469,7 +446,6 @@ class World:
 
     def begin_segment(self, process: Process, segment: Segment) -> None:
         process.segment, process.lease, process.ordinal, process.trained = segment, None, 0, 0
-        process.leases.begin(segment)
 
     def depart(self, process: Process, finished: bool) -> None:
         self.set_state(process, "departing")
@@ -487,9 +463,10 @@ class World:
         lease = process.lease
         resting = process.state == "resting"
         over = lease is not None and (lease.over or not (lease.size or resting))
-        if "lease" not in process.asks and not over and (lease is None or process.done == lease.size):
-            fields = process.segment, process.ordinal, process.leases.done()
-            self.ask_session(process, "lease", m.AskLease, *fields)
+        if not process.session.asks(m.AskLease) and not over and (lease is None or process.done == lease.size):
+            self.ask_session(
+                process, lambda reply: self.dealt(process, reply), m.AskLease, process.segment, process.ordinal
+            )
         if not self.may_begin(process):
             self.after(0.02, lambda: self.ready(process))
             return
@@ -506,16 +483,19 @@ class World:
             self.ready(process)
         elif lease.size:
             process.iteration += 1
-            self.ask_session(process, "ready", m.Ready, process.iteration)
+            self.ask_session(process, lambda answer: self.exchange(process, answer.group), m.Ready, process.iteration)
         else:
             self.leave(process)  # there is nothing for now: others must not wait for this one
+
+    def dealt(self, process: Process, reply: m.Dealt) -> None:
+        process.lease, process.done, process.ordinal = reply.lease, 0, process.ordinal + 1
 
     def may_begin(self, process: Process) -> bool:
         """Orders what is to be done before the turn, on stage 0, or does what was ordered."""
         job, said = self.job(process), self.words[process.incarnation, process.turns]
         if any(p.turns < process.turns or p.state in ("joining", "receiving") for p in job if p is not process):
             return False  # its neighbours have nothing for it yet
-        go, there = Command(CommandKind.GO), "lease" not in process.asks
+        go, there = Command(CommandKind.GO), not process.session.asks(m.AskLease)
         if process.worker.stage == 0 and all(p.obeyed == len(said) and not p.copying for p in job) and go not in said:
             order = turn_order(process.leaving, process.talk.donations, process.talk.held_up)
             if order is not None and (order != go or there):
@@ -604,7 +584,7 @@ class World:
         process.update += 1
         process.done += 1
         process.trained += 1
-        process.leases.trained(process.trained)
+        process.session.leases.trained(process.trained)
         self.set_state(process, "training")
         self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
 
@@ -613,12 +593,10 @@ class World:
             process.goes_on = lambda: self.leave(process)
             return
         if process.state == "resting":  # it has left
-            self.set_state(process, "leaving")
-            process.asks["session"] = m.Leave(process.worker, process.incarnation, process.number)
-            self.acknowledged(process, process.number)
+            self.left(process)
             return
         self.set_state(process, "leaving")
-        self.ask_session(process, "session", m.Leave)
+        self.ask_session(process, lambda _: self.left(process), m.Leave)
 
     # -------------------------------------------------------------------- faults
 

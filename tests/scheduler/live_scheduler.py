@@ -37,10 +37,13 @@ def serving(spec: PolicyConfig, num_stages: int, num_pipelines: int, **options: 
 
 @contextmanager
 def clients(address: str, *workers: Worker, timeout: float = 20.0, **options: Any) -> Iterator[list[SchedulerClient]]:
+    told = {name: options.pop(name) for name in ("on_abort", "on_invitation") if name in options}
     with ExitStack() as stack:
         made = []
         for worker in workers:
             client = SchedulerClient(address, worker, timeout=timeout, **options)
             stack.callback(client.close)
+            for name, callback in told.items():
+                setattr(client, name, callback)
             made.append(client)
         yield made

@@ -1,7 +1,8 @@
 """Batches that are dealt over a network that delays, repeats, reorders and loses, by a scheduler that dies.
 
-Hypothesis moves the messages. Workers keep the client's rules: they repeat what is unanswered, and tell what they were
-dealt when they are asked for it. Then each batch is trained by exactly one pipeline, the same on all of its stages.
+Hypothesis moves the messages. What workers say and believe is the client's own
+:class:`~lightning_sdpipe.scheduler.client.session_conversation.SessionConversation`. Each batch is trained by exactly
+one pipeline, the same on all of its stages.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.recovery_report import HeardLeases
+from lightning_sdpipe.scheduler.client.session_conversation import Came, Send, SessionConversation
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
@@ -27,39 +29,30 @@ class WorkerModel:
     def __init__(self, worker: Worker, segment: Segment, machine: LossyDealing) -> None:
         self.worker, self.segment = worker, segment
         self.leases: list[Lease] = []
-        self.heard = HeardLeases(lambda: machine.now)
-        self.heard.begin(segment)
-        self.trained = self.number = 0
+        self.talk = SessionConversation(worker, 7, clock=lambda: machine.now)
 
     @property
     def over(self) -> bool:
         return bool(self.leases) and self.leases[-1].over
 
-    def next(self) -> int:
-        self.number += 1
-        return self.number
-
     def speak(self) -> list[m.Request]:
-        """The ask that is unanswered, again; heartbeats only, once there is none."""
+        """The ask that is unanswered, again, or the next; heartbeats only, once there is none."""
         if self.over:
-            return [m.Heartbeat(self.worker, 7, self.next(), False, None, self.heard.progress())]
-        done = self.heard.done()
-        return [m.AskLease(self.worker, 7, self.next(), self.segment, len(self.leases), done)]
+            return [effect.request for effect in self.talk.beat() if isinstance(effect, Send)]
+        return self.talk.again() or [self.talk.ask(m.AskLease, self.segment, len(self.leases))]
 
-    def hear(self, reply: m.Reply) -> list[m.Request]:
-        match reply:
-            case m.Dealt(lease) if lease.ordinal == len(self.leases) and not self.over:
-                self.leases.append(lease)
-                self.heard.hear(lease)
-                self.trained += lease.size
-                self.heard.trained(self.trained)
-            case m.AskLeases():
-                book = self.heard.book()
-                assert book is not None
-                return [m.TellLeases(self.worker, 7, self.next(), *book), *self.speak()]
-            case m.Refused():
-                raise AssertionError(reply.reason)
-        return []
+    def hear(self, reply: m.Reply | e.Reply) -> list[m.Request]:
+        said: list[m.Request] = []
+        for effect in self.talk.hear(reply):
+            match effect:
+                case Send(request):
+                    said.append(request)
+                case Came(m.AskLease, m.Dealt(lease)):
+                    self.leases.append(lease)
+                    self.talk.leases.trained(sum(lease.size for lease in self.leases))
+                case _:
+                    raise AssertionError(effect)
+        return said
 
 
 class LossyDealing(RuleBasedStateMachine):

@@ -1,7 +1,7 @@
 """Workers and a scheduler over a network that delays, repeats, reorders and loses, and a scheduler that dies.
 
-Hypothesis moves the messages. Workers keep the client's rules: they repeat what is unanswered, join again when the
-scheduler does not know them, and bring the answers that others could still ask for. They never wait for the members of
+Hypothesis moves the messages. What workers say and believe is the client's own
+:class:`~lightning_sdpipe.scheduler.client.session_conversation.SessionConversation`. They never wait for the members of
 their groups, as if every exchange overlapped with training, so they may be any number of groups ahead. Then no
 iteration is lost or doubled, and a group that anybody hears of is heard of by exactly its members.
 """
@@ -20,8 +20,9 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers
+from lightning_sdpipe.scheduler.client.session_conversation import Came, Send, SessionConversation
 from lightning_sdpipe.scheduler.log.event_log import REMEMBERED, Entry, differences
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
@@ -34,49 +35,37 @@ class WorkerModel:
     """One worker that trains, and pauses now and then."""
 
     def __init__(self, worker: Worker, session: int) -> None:
-        self.worker, self.session = worker, session
-        self.number = 0
-        self.joined = False
-        self.wants_to_be_joined = True
-        self.asked_first: int | None = None
-        """The first number of the join or leave that is not acknowledged yet."""
+        self.worker = worker
+        self.talk = SessionConversation(worker, session, clock=lambda: 0.0)
         self.iteration = 0
-        self.outstanding = False
-        self.heard = HeardAnswers(worker)
         self.answers: dict[int, m.Answer] = {}
 
-    def next(self) -> int:
-        self.number += 1
-        return self.number
+    @property
+    def pauses(self) -> bool:
+        return not (self.talk.joined or self.talk.asks(m.Join, m.Leave))
 
-    def speak(self) -> list[m.Request]:
-        """Whatever is unanswered, again."""
-        if self.joined != self.wants_to_be_joined:
-            number = self.next()
-            self.asked_first = self.asked_first or number
-            if self.wants_to_be_joined:
-                return [m.Join(self.worker, self.session, number, None, heard=self.heard.highest)]
-            return [m.Leave(self.worker, self.session, number)]
-        if self.outstanding:
-            return [m.Ready(self.worker, self.session, self.next(), self.iteration)]
-        return []
+    @property
+    def computes(self) -> bool:
+        return self.talk.joined and not self.talk.asks(m.Ready)
 
-    def hear(self, reply: m.Reply) -> list[m.Request]:
-        match reply:
-            case m.Acknowledged(number) if self.asked_first is not None and number >= self.asked_first:
-                self.joined, self.asked_first = self.wants_to_be_joined, None
-                if self.joined:
-                    self.heard.joined()
-            case m.Unknown() if self.joined and self.wants_to_be_joined:
-                highest, answers = self.heard.highest, self.heard.to_report()
-                return [m.Join(self.worker, self.session, self.next(), None, True, highest, answers)]
-            case m.Answer() if self.outstanding and reply.iteration_of(self.worker) == self.iteration:
-                self.outstanding = False
-                self.heard.hear(reply)
-                self.answers[self.iteration] = reply
-            case m.Refused():
-                raise AssertionError(reply.reason)
-        return []
+    def beat(self) -> list[m.Request]:
+        if self.talk.joined:
+            self.talk.steps.ended(self.iteration, 0.0)
+        return [effect.request for effect in self.talk.beat() if isinstance(effect, Send)]
+
+    def hear(self, reply: m.Reply | e.Reply, of_beats: bool) -> list[m.Request]:
+        said: list[m.Request] = []
+        for effect in self.talk.hear(reply, of_beats):
+            match effect:
+                case Send(request):
+                    said.append(request)
+                case Came(m.Ready, m.Answer() as answer):
+                    self.answers[self.iteration] = answer
+                case Came(_, m.Acknowledged()):
+                    pass
+                case _:
+                    raise AssertionError(effect)
+        return said
 
 
 class LossyNetwork(RuleBasedStateMachine):
@@ -107,10 +96,9 @@ class LossyNetwork(RuleBasedStateMachine):
         self.to_workers: list[Addressed] = []
         self.start_server()
         for model in self.models:  # the strategy's barrier: all join before any trains
-            for request in model.speak():
-                for peer, reply in self.serve(m.routing_id(model.worker), request):
-                    self.by_peer[peer].hear(reply)
-        assert all(model.joined for model in self.models)
+            for peer, reply in self.serve(m.routing_id(model.worker), model.talk.ask(m.Join)):
+                self.deliver(peer, reply)
+        assert all(model.talk.joined for model in self.models)
 
     def start_server(self) -> None:
         """It waits until all are back, since all come back."""
@@ -142,10 +130,9 @@ class LossyNetwork(RuleBasedStateMachine):
         self.to_server += [(m.routing_id(model.worker), request) for request in requests]
 
     def train(self, model: WorkerModel) -> None:
-        if model.joined and model.wants_to_be_joined and not model.outstanding:
+        if model.computes:
             model.iteration += 1
-            model.outstanding = True
-            self.send(model, model.speak())
+            self.send(model, [model.talk.ask(m.Ready, model.iteration)])
 
     def has_averaged(self, model: WorkerModel) -> bool:
         """All groups that the worker knows of are known to their members, so they can have averaged."""
@@ -163,41 +150,34 @@ class LossyNetwork(RuleBasedStateMachine):
     @rule(data=st.data())
     def somebody_pauses_or_comes_back(self, data: st.DataObject) -> None:
         model = data.draw(st.sampled_from(self.models))
-        if model.joined == model.wants_to_be_joined and not model.outstanding and self.has_averaged(model):
-            model.wants_to_be_joined = not model.joined
-            if not model.wants_to_be_joined:
-                model.heard.forget()
-            self.send(model, model.speak())
+        if model.pauses:
+            self.send(model, [model.talk.ask(m.Join)])
+        elif model.computes and self.has_averaged(model):
+            self.send(model, [model.talk.ask(m.Leave)])
 
     @rule(data=st.data())
     def somebody_asks_again(self, data: st.DataObject) -> None:
         model = data.draw(st.sampled_from(self.models))
-        self.send(model, model.speak())
+        self.send(model, model.talk.again())
 
     @rule(data=st.data())
     def a_heart_beats(self, data: st.DataObject) -> None:
         self.beat(data.draw(st.sampled_from(self.models)))
 
     def beat(self, model: WorkerModel) -> None:
-        self.to_server.append((m.heartbeat_id(model.worker), self.heartbeat(model)))
-
-    def heartbeat(self, model: WorkerModel) -> m.Heartbeat:
-        steps = m.Steps(model.iteration, 1, 1.0, 0.1) if model.iteration else None
-        joined = model.joined and model.wants_to_be_joined
-        return m.Heartbeat(model.worker, model.session, model.next(), joined, steps)
+        self.to_server += [(m.heartbeat_id(model.worker), request) for request in model.beat()]
 
     @rule(data=st.data())
     def somebody_falls_silent(self, data: st.DataObject) -> None:
         """After a heartbeat, nothing of it arrives until it is lost; what it sent may still come later."""
         silent = data.draw(st.sampled_from(self.models))
-        for model in self.models:
-            self.to_workers += self.serve(m.heartbeat_id(model.worker), self.heartbeat(model))
-        for _ in range(6):
-            self.now += SILENCE / 4
+        for turn in range(7):
             for model in self.models:
-                if model is not silent:
-                    self.to_workers += self.serve(m.heartbeat_id(model.worker), self.heartbeat(model))
+                if model is not silent or not turn:
+                    for request in model.beat():
+                        self.to_workers += self.serve(m.heartbeat_id(model.worker), request)
             self.to_workers += self.service.tick(self.now)
+            self.now += SILENCE / 4
         self.validate()
 
     @rule(data=st.data(), again=st.booleans())
@@ -215,8 +195,10 @@ class LossyNetwork(RuleBasedStateMachine):
             peer, reply = self.to_workers[at] if again else self.to_workers.pop(at)
             self.deliver(peer, reply)
 
-    def deliver(self, peer: bytes, reply: m.Reply) -> None:
-        self.to_server += [(peer, request) for request in self.by_peer[peer].hear(reply)]
+    def deliver(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
+        model = self.by_peer[peer]
+        said = model.hear(reply, of_beats=peer == m.heartbeat_id(model.worker))
+        self.to_server += [(peer, request) for request in said]
 
     @rule(data=st.data())
     def a_message_is_lost(self, data: st.DataObject) -> None:
@@ -270,9 +252,10 @@ class LossyNetwork(RuleBasedStateMachine):
         goal = max(model.iteration for model in self.models) + 2
         for _ in range(60 * goal):
             for model in self.models:
-                model.wants_to_be_joined = True
+                if model.pauses:
+                    self.send(model, [model.talk.ask(m.Join)])
                 self.train(model)
-                self.send(model, model.speak())
+                self.send(model, model.talk.again())
                 self.beat(model)
             while self.to_server:
                 self.to_workers += self.serve(*self.to_server.pop(0))
@@ -283,7 +266,7 @@ class LossyNetwork(RuleBasedStateMachine):
             if all(len(model.answers) >= goal for model in self.models):
                 break
         else:
-            stuck = [(model.worker, model.iteration, model.outstanding) for model in self.models]
+            stuck = [(model.worker, model.iteration, model.computes) for model in self.models]
             raise AssertionError(f"not everybody was answered: {stuck}")
         self.a_group_is_the_same_for_all_who_heard_of_it()
         self.replay()

@@ -65,14 +65,11 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 
-class Woken(SchedulerClient):
-    worker, meanwhile = Worker(0, 0), None
-    _connection = SimpleNamespace(receive=lambda left: e.MustEnd("stage 0 was silent for 31.2 s"))
-
-    def __init__(self):
-        pass
-
-Woken()._receive(e.MustEnd, lambda reply: False, float("inf"))
+client = SchedulerClient("tcp://127.0.0.1:9", Worker(0, 0))
+client._connection = SimpleNamespace(
+    send=lambda frame: True, check=lambda: None, receive=lambda left: e.MustEnd("stage 0 was silent for 31.2 s")
+)
+client.greet()
 """
 
 

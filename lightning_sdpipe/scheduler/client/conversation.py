@@ -147,7 +147,8 @@ class Conversation:
         self._introduction: e.Request | None = None
         self._enrolment: e.Enrol | None = None
         self._member = False
-        self._holds: tuple[int, ...] = ()
+        self.held: tuple[int, ...] = ()
+        """Epochs of whose members this worker has a process group."""
         self._exchange: Exchanging | None = None
         self._left = (-1, -1)
         self._misses: tuple[int, tuple[int, ...]] = (0, ())
@@ -188,7 +189,7 @@ class Conversation:
 
     def holds(self, epochs: Collection[int]) -> None:
         """This worker has process groups of these epochs, and of no others (any more)."""
-        self._holds = tuple(sorted(epochs))
+        self.held = tuple(sorted(epochs))
         self._beat_at = -math.inf
 
     def misses(self, epoch: int, pipelines: Collection[int]) -> None:
@@ -200,9 +201,8 @@ class Conversation:
         """This worker is in ``exchange`` now, or in none."""
         before, self._exchange = self._exchange, exchange
         if before is not None and (exchange is None or exchange.sequence != before.sequence):
-            groups, meetings = self._left
-            of_meeting = before.sequence >= MEETINGS
-            self._left = (groups, before.sequence) if of_meeting else (before.sequence, meetings)
+            last, (groups, meetings) = before.sequence, self._left
+            self._left = (groups, last) if last >= MEETINGS else (last, meetings)
 
     def completed(self, sequence: int) -> None:
         """The result of the group ``sequence`` is in the model; told only if another member misses it."""
@@ -210,11 +210,6 @@ class Conversation:
         self._settle(sequence)
         if asked:
             self.tell(e.TellCompleted, sequence)
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """Epochs of whose members this worker has a process group."""
-        return self._holds
 
     def lifeline(self, there: bool) -> None:
         """It is there, or gone: then the scheduler may be, too, and is looked for."""
@@ -347,11 +342,8 @@ class Conversation:
 
     def _denied(self, reason: str, number: int) -> list[Effect]:
         """0: whatever waits for others."""
-        hit = [
-            key
-            for key, request in self._open.items()
-            if (request.request.number == number if number else isinstance(request.request, _DECIDED_LATER))
-        ]
+        opened = [(key, request.request) for key, request in self._open.items()]
+        hit = [key for key, of in opened if (of.number == number if number else isinstance(of, _DECIDED_LATER))]
         for key in hit:
             del self._open[key]
         return [NotGranted(key, reason) for key in hit]
@@ -391,7 +383,7 @@ class Conversation:
         fingerprint = self._enrolment.fingerprint
         if self._member:
             before = tuple(self._met), self._since, tuple(self._regrouped)
-            self._introduction = self._make(e.Resume, fingerprint, self.epoch, self._holds, *before)
+            self._introduction = self._make(e.Resume, fingerprint, self.epoch, self.held, *before)
             if self._published is not None:
                 self._say(self._published, told=True)
         else:
@@ -400,8 +392,7 @@ class Conversation:
             request.at = -math.inf
 
     def _beat(self) -> e.Request:
-        missed_in, missed = self._misses
-        misses = missed if missed_in == self.epoch.number else ()
+        missed_in, misses = self._misses
         enrolled, held, number = self._enrolment is not None, bool(self.held_up), self.epoch.number
-        fields = self._holds, number, enrolled, held, self._exchange, self._left, misses, self.updates
-        return self._make(e.Beat, *fields)
+        seen = self._exchange, self._left, misses if missed_in == number else ()
+        return self._make(e.Beat, self.held, number, enrolled, held, *seen, self.updates)

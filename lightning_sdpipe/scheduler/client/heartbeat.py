@@ -1,9 +1,4 @@
-"""A thread that keeps telling the scheduler that its worker lives, however long a computation takes.
-
-It owns a second socket, since ZeroMQ sockets belong to one thread each. What it hears it hands on: a failure
-of the run, an invitation to a group, or that the scheduler does not know the worker, in which case it joins
-again on the worker's behalf.
-"""
+"""A thread that keeps telling the scheduler that its worker lives, however long a computation takes."""
 
 from __future__ import annotations
 
@@ -11,12 +6,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import zmq
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import Connection
@@ -24,41 +17,20 @@ from lightning_sdpipe.scheduler.client.connection import Connection
 log = logging.getLogger(__name__)
 
 
-class HeartbeatSource(Protocol):
-    """What the thread says and hears."""
-
-    def heartbeat(self) -> m.Request:
-        """The next sign of life."""
-
-    def rejoin(self) -> m.Request | None:
-        """How to join again; None when the worker does not take part now."""
-
-    def book(self) -> m.Request | None:
-        """Which leases the worker has heard of, if it was dealt any."""
-
-    def hear_failure(self, failure: m.Failure) -> None:
-        """The run is over."""
-
-    def hear_nothing(self, beats: int) -> None:
-        """The last ``beats`` heartbeats were not answered."""
-
-    def hear_pulse(self) -> None:
-        """A heartbeat was answered."""
-
-    def hear_line(self, line: e.Line) -> None:
-        """The scheduler wants a lifeline."""
-
-    def hear_invitation(self, group: Group, after: int | None) -> m.Request | None:
-        """The worker is a passive member of ``group``, decided after the answer to that iteration; what there is to say
-        to that."""
-
-
 class HeartbeatThread:
-    """Started by :meth:`start`, ended by :meth:`close`."""
+    """Owns a line, since ZeroMQ sockets belong to one thread each, and calls ``beat`` and ``hear`` with it.
 
-    def __init__(self, connect: Callable[[], Connection], pulse: HeartbeatSource, interval: float) -> None:
-        self._connect = connect
-        self._pulse = pulse
+    Started by :meth:`start`, ended by :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        beat: Callable[[Connection], None],
+        hear: Callable[[Connection, m.Reply | e.Reply], None],
+        interval: float,
+    ) -> None:
+        self._connect, self._beat, self._hear = connect, beat, hear
         self._interval = interval
         self._stop, self._tell = os.pipe()
         self._thread = threading.Thread(target=self._run, name="scheduler heartbeat", daemon=True)
@@ -81,43 +53,23 @@ class HeartbeatThread:
             poller = zmq.Poller()
             poller.register(connection.socket, zmq.POLLIN)
             poller.register(self._stop, zmq.POLLIN)
-            connection.send(m.encode(self._pulse.heartbeat()))
-            unanswered = 1
+            self._beat(connection)
             while True:
                 events = dict(poller.poll(int(self._interval * 1000)))
                 if self._stop in events:
                     return
                 if connection.socket in events:
-                    self._hear(connection)
-                    unanswered = 0
+                    self._receive(connection)
                 else:
-                    self._pulse.hear_nothing(unanswered)
-                    connection.send(m.encode(self._pulse.heartbeat()))  # unsent: said again later
-                    unanswered += 1
+                    self._beat(connection)
         finally:
             connection.close()
 
-    def _hear(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection) -> None:
         try:
             reply = connection.receive(0)
         except SchedulerError as error:
             log.error("the answer to a heartbeat makes no sense: %s", error)
             return
-        request = None
-        match reply:
-            case m.Unknown():
-                request = self._pulse.rejoin()
-            case m.AskLeases():
-                request = self._pulse.book()
-            case e.Line():
-                self._pulse.hear_line(reply)
-            case m.Abort(failure=failure):
-                self._pulse.hear_failure(failure)
-            case m.Pulse(failure=m.Failure() as failure):
-                self._pulse.hear_failure(failure)
-            case m.Pulse():
-                self._pulse.hear_pulse()
-            case m.Invitation(group=group, after=after):
-                request = self._pulse.hear_invitation(group, after)
-        if request is not None:
-            connection.send(m.encode(request))
+        if reply is not None:
+            self._hear(connection, reply)

@@ -1,11 +1,10 @@
-"""What a worker knows of the batches that its pipeline was dealt, and how fast it trains them.
-
-What a worker tells a restarted scheduler: the groups that it has heard of, and others may not have.
+"""What a worker's session remembers to tell the scheduler: how fast the worker trains, the leases that its pipeline was
+dealt, and, to one that was restarted, the groups that others may not have heard of.
 """
 
 from __future__ import annotations
 
-import threading
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,8 +12,9 @@ from itertools import accumulate
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.protocol import Answer
-from lightning_sdpipe.scheduler.server.recovery import log
+from lightning_sdpipe.scheduler.protocol import Answer, Steps
+
+log = logging.getLogger(__name__)
 
 MEMBERS_IN_REPORT = 20_000
 """Of all groups that one report has room for: each takes up to 40 bytes of the largest request."""
@@ -62,11 +62,10 @@ RECENT = 32
 
 
 class HeardLeases:
-    """Told by the training thread, asked by it and the heartbeats'."""
+    """Those of the segment that is trained now, and how far it is."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
         self._segment: Segment | None = None
         self._leases: dict[int, Lease] = {}
         self._trained = 0
@@ -79,51 +78,73 @@ class HeardLeases:
 
     def begin(self, segment: Segment) -> None:
         """``segment`` is trained now; nothing happens if it is already."""
-        with self._lock:
-            if segment != self._segment:
-                self._segment, self._leases, self._trained = segment, {}, 0
-                self._ended_at, self._begins = self._clock(), True
+        if segment != self._segment:
+            self._segment, self._leases, self._trained = segment, {}, 0
+            self._ended_at, self._begins = self._clock(), True
 
     def hear(self, lease: Lease) -> None:
         """``lease`` came."""
-        with self._lock:
-            if lease.segment != self._segment:
-                return
-            before = self._leases.get(lease.ordinal - 1)
-            if before is not None and not before.size:  # it stood still
-                self._ended_at, self._begins = self._clock(), True
-            self._leases[lease.ordinal] = lease
+        if lease.segment != self._segment:
+            return
+        before = self._leases.get(lease.ordinal - 1)
+        if before is not None and not before.size:  # it stood still
+            self._ended_at, self._begins = self._clock(), True
+        self._leases[lease.ordinal] = lease
 
     def trained(self, batches: int) -> None:
         """So many batches of the segment are trained."""
-        with self._lock:
-            now = self._clock()
-            if batches > self._trained:
-                length = (now - self._ended_at) / (batches - self._trained)
-                if self._begins:
-                    self._first = length
-                else:
-                    self._lengths.append(length)
-            self._trained, self._ended_at, self._begins = batches, now, False
+        now = self._clock()
+        if batches > self._trained:
+            length = (now - self._ended_at) / (batches - self._trained)
+            if self._begins:
+                self._first = length
+            else:
+                self._lengths.append(length)
+        self._trained, self._ended_at, self._begins = batches, now, False
 
     def done(self) -> Done:
         """In this segment."""
-        with self._lock:
-            return self._done()
+        seconds = sum(self._lengths) / len(self._lengths) if self._lengths else self._first
+        return Done(self._trained, seconds, self._clock() - self._ended_at)
 
     def progress(self) -> tuple[Segment, Done] | None:
         """How far the worker is; None before its first segment."""
-        with self._lock:
-            return None if self._segment is None else (self._segment, self._done())
+        return None if self._segment is None else (self._segment, self.done())
 
     def book(self) -> tuple[Segment, tuple[Lease, ...], bool, Done] | None:
         """All that was heard of this segment, in order, and whether it is over."""
-        with self._lock:
-            if self._segment is None:
-                return None
-            leases = tuple(self._leases[ordinal] for ordinal in sorted(self._leases))
-            return self._segment, leases, any(lease.over for lease in leases), self._done()
+        if self._segment is None:
+            return None
+        leases = tuple(self._leases[ordinal] for ordinal in sorted(self._leases))
+        return self._segment, leases, any(lease.over for lease in leases), self.done()
 
-    def _done(self) -> Done:
-        seconds = sum(self._lengths) / len(self._lengths) if self._lengths else self._first
-        return Done(self._trained, seconds, self._clock() - self._ended_at)
+
+class StepTimer:
+    """How long steps take lately."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ended_at: float | None = None
+        self._waited = 0.0
+        self._steps: Steps | None = None
+
+    def start(self) -> None:
+        """What passed before now belongs to no step."""
+        self._ended_at = None
+
+    def ended(self, iteration: int, waited: float) -> None:
+        """A step is over; ``waited`` are all seconds of waiting so far. The first one after :meth:`start` only marks
+        the beginning of the next."""
+        now, before = self._clock(), self._ended_at
+        waiting, self._waited, self._ended_at = waited - self._waited, waited, now
+        if before is None:
+            return
+        last = self._steps or Steps(iteration, 0, 0.0, 0.0)
+        count = last.count + 1
+        seconds = last.seconds + (now - before - last.seconds) / count
+        self._steps = Steps(iteration, count, seconds, last.waiting + (waiting - last.waiting) / count)
+
+    def take(self) -> Steps | None:
+        """The steps since this was last asked; None if there were none."""
+        steps, self._steps = self._steps, None
+        return steps

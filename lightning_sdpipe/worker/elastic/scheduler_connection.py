@@ -46,13 +46,9 @@ class ElasticConnection:
         self._departed = False
         told = Callbacks(told.epoch, told.broke, self._must_end, self._over)
         self.client = SchedulerClient(
-            scheduler.address,
-            worker,
-            timeout=timeout,
-            credentials=scheduler.keys,
-            on_abort=self._watchdog.arm,
-            incarnation=incarnation,
+            scheduler.address, worker, timeout=timeout, credentials=scheduler.keys, incarnation=incarnation
         )
+        self.client.on_abort = self._watchdog.arm
         try:
             self.client.greet()
             self.line = MembershipClient(

@@ -23,7 +23,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import client
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.connection import ask_status
-from lightning_sdpipe.scheduler.client.step_timer import StepTimer
+from lightning_sdpipe.scheduler.client.recovery_report import StepTimer
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.server.server import Endpoint
 from tests.scheduler.live_scheduler import clients, serving
@@ -84,7 +84,7 @@ def test_an_absent_scheduler_is_named_by_its_address() -> None:
         reserved.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
         with (
-            clients(address, W(0, 0), connect_timeout=0.1) as (one,),
+            clients(address, W(0, 0), timeout=0.1) as (one,),
             pytest.raises(
                 SchedulerError, match=rf"waited 0\.1 s for the scheduler at {address}.*nothing listens there"
             ),
@@ -97,7 +97,7 @@ def test_another_program_at_the_address_is_told_from_none() -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen(5)
         with (
-            clients(f"tcp://127.0.0.1:{silent.getsockname()[1]}", W(0, 0), connect_timeout=0.5) as (one,),
+            clients(f"tcp://127.0.0.1:{silent.getsockname()[1]}", W(0, 0), timeout=0.5) as (one,),
             pytest.raises(SchedulerError, match="accepts connections but does not speak ZeroMQ"),
         ):
             one.greet()
@@ -115,9 +115,10 @@ def test_a_scheduler_of_another_mesh_refuses_by_name() -> None:
 
 
 class TestVersions:
-    """Version 1, as it was: a byte of version, and whoever speaks another one is ignored in silence."""
+    """Older ones, as they were: a byte of version, then a message. Version 1 ignores frames of another version."""
 
-    def test_a_new_scheduler_answers_an_old_worker_in_its_own_version(self) -> None:
+    @pytest.mark.parametrize("version", [1, 4])
+    def test_a_new_scheduler_answers_an_old_worker_in_its_own_version(self, version: int) -> None:
         with (
             serving(AllReduceModels(), 1, 1) as server,
             zmq.Context() as context,
@@ -125,13 +126,13 @@ class TestVersions:
         ):
             old.setsockopt(zmq.LINGER, 0)
             old.connect(server.address)
-            old.send(b"\x01" + msgspec.msgpack.encode(["join", [0, 0], 1, 1, False, None]))
+            old.send(bytes([version]) + msgspec.msgpack.encode(["join", [0, 0], 1, 1, None]))
             assert old.poll(10_000)
             frame = old.recv()
             assert frame[0] == m.VERSION, "which an old worker prints"
             reply = m.decode_reply(frame)
             assert isinstance(reply, m.Refused)
-            assert "speaks version 1 of the protocol, this side version 4" in reply.reason
+            assert f"speaks version {version} of the protocol, this side version 5" in reply.reason
             assert server.service.refused == {"other version": 1}
 
     def test_an_old_scheduler_is_named_by_its_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +149,7 @@ class TestVersions:
             for ask in (self.greet, partial(ask_status, timeout=0.5)):
                 thread = threading.Thread(target=serve)
                 thread.start()
-                with pytest.raises(SchedulerError, match="speaks version 1 of the protocol, this side version 4"):
+                with pytest.raises(SchedulerError, match="speaks version 1 of the protocol, this side version 5"):
                     ask(f"tcp://127.0.0.1:{port}")
                 thread.join(10)
 
@@ -249,26 +250,16 @@ def test_closing_does_not_wait_for_forked_processes() -> None:
 
 def test_heartbeats_bring_the_news_of_a_failure() -> None:
     heard = threading.Event()
-
-    class Listening(SchedulerClient):
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value)
-            if name == "aborted" and value is not None:
-                heard.set()
-
     with (
         serving(AllReduceModels(), 1, 2) as server,
+        clients(server.address, W(0, 0), heartbeat=0.02, on_abort=lambda failure: heard.set()) as (a,),
         clients(server.address, W(0, 1)) as (b,),
     ):
-        a = Listening(server.address, W(0, 0), heartbeat=0.02)
-        try:
-            a.join()
-            b.join()
-            b.failed("broke")
-            assert heard.wait(10)
-            assert a.aborted == Failure(W(0, 1), "broke")
-        finally:
-            a.close()
+        a.join()
+        b.join()
+        b.failed("broke")
+        assert heard.wait(10)
+        assert a.aborted == Failure(W(0, 1), "broke")
 
 
 def test_a_passive_neighbour_is_invited_while_it_computes() -> None:
@@ -327,7 +318,7 @@ def test_how_long_steps_take_travels_with_the_heartbeats() -> None:
     ):
         a.join()
         now = iter([10.0, 11.0, 14.0])
-        a._steps = StepTimer(clock=lambda: next(now))
+        a._talk.steps = StepTimer(clock=lambda: next(now))
         for iteration, waited in enumerate((0.5, 0.75, 1.5)):
             a.step_ended(iteration, waited)
         while (row := ask_status(server.address).workers()[0]).seconds is None:
