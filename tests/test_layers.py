@@ -24,7 +24,6 @@ HOUSE = (
 )
 
 LONG = {
-    "membership/membership.py": "who is in an elastic run: rules that depend on each other",
     "scheduler/client/client.py": "what a worker asks and tells the scheduler, over one connection that may be lost",
 }
 
