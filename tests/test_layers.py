@@ -24,7 +24,6 @@ HOUSE = (
 )
 
 LONG = {
-    "membership/membership.py": "who is in an elastic run: rules that depend on each other",
 }
 
 

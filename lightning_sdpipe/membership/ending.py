@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership import members as w
@@ -76,9 +76,10 @@ class Ending:
         for pipeline in pipelines:
             self._failures.pop(pipeline, None)
 
-    def have_finished(self, members: Collection[PipelineStart]) -> list[MemberDecision]:
-        """Have all that are left finished?"""
-        if members and all(here.state == "done" for here in members):
+    def have_finished(self, epoch: Epoch, here: Mapping[int, PipelineStart]) -> list[MemberDecision]:
+        """Have all members of ``epoch`` finished that are left ``here``?"""
+        left = [here[i] for i in epoch.pipelines if i in here]
+        if left and all(start.state == "done" for start in left):
             return self.ends("all pipelines have finished their training", failed=False)
         return []
 

@@ -42,106 +42,14 @@ from typing import assert_never
 import msgspec
 
 from lightning_sdpipe.membership import members as w
-from lightning_sdpipe.membership.barriers import DecidedBarriers
-from lightning_sdpipe.membership.elastic_config import ElasticConfig
-from lightning_sdpipe.membership.ending import Ending
-from lightning_sdpipe.membership.entry import EntryRules
 from lightning_sdpipe.membership.members import Epoch, Member, MemberDecision, MemberEvent
-from lightning_sdpipe.membership.pipelines import Roster
 from lightning_sdpipe.membership.recovery import MemberRecovery
-from lightning_sdpipe.membership.state_transfers import StateTransfers
-from lightning_sdpipe.membership.unreachable import Reach
+from lightning_sdpipe.membership.run_state import RunState
 from lightning_sdpipe.policies.events import Worker
 
 
-class Membership:
-    """Decides for one run of pipelines of ``num_stages`` stages; ``now`` is when it begins to listen."""
-
-    def __init__(self, num_stages: int, terms: ElasticConfig, now: float = 0.0) -> None:
-        self.terms = terms
-        self.epoch = Epoch(0, (), "nobody has come yet")
-        self.roster = Roster(num_stages)
-        self.ending = Ending(terms)
-        self.ever: set[int] = set()
-        """Pipelines that were members at any time."""
-        self.donations = StateTransfers(num_stages)
-        self.meetings = DecidedBarriers(num_stages)
-        self._num_stages = num_stages
-        self._settled = now + terms.settle
-        self._entry = EntryRules(num_stages, terms)
-        self._returning: MemberRecovery | None = None
-        self._reach = Reach(terms.apart)
-
-    # ------------------------------------------------------------------- looks
-
-    @property
-    def recovering(self) -> bool:
-        """Does it still wait for the members of a run that another scheduler has served?"""
-        return self._returning is not None
-
-    @property
-    def members(self) -> list[int]:
-        """Oldest first."""
-        return [member.pipeline for member in self.epoch.members]
-
-    def is_here(self, worker: Worker, incarnation: int) -> bool:
-        """Has that process enrolled, in a start of its pipeline that is not gone?"""
-        if self._returning is not None:
-            return self._returning.is_there(Member(worker.pipeline, incarnation), worker.stage)
-        return self.roster.has(worker, incarnation)
-
-    def doubts(self, worker: Worker, incarnation: int) -> bool:
-        """Would it help to hear that this process lives? Another job claims its number, or it is lost."""
-        claimed = worker.pipeline in self.roster.claimed
-        return self.is_here(worker, incarnation) and (claimed or self._is_lost(worker))
-
-    def awaited(self, stage: int) -> list[int]:
-        """Whom a meeting of ``stage`` waits for."""
-        return sorted(
-            i
-            for i, here in self.roster.here.items()
-            if (here.member or self.donations.taken_in(i, stage)) and here.processes[stage] not in ("done", "lost")
-        )
-
-    def states(self) -> dict[int, str]:
-        """Of each pipeline that is there, for people."""
-        out = [i for i in self.roster.here if self._reach.out_until(i) > -math.inf]
-        return self.roster.states(self.donations, self.members, out)
-
-    def missing(self) -> str:
-        """What the start, or everybody, waits for, for people."""
-        there = ", ".join(f"pipeline {i} {state}" for i, state in self.states().items()) or "nobody is there"
-        start = f"training starts when {self.terms.to_start} pipelines are there; {there}"
-        return self.ending.holds or start
-
-    def waits_for(self, worker: Worker, incarnation: int) -> str:
-        """What that process, which is no member yet, waits for, for people."""
-        if self.recovering:
-            return "the scheduler was started again, and waits for the members of the run"
-        if not self.is_here(worker, incarnation):
-            return f"another job claims pipeline {worker.pipeline}; it is looked whether that one still lives"
-        if self.epoch.members:
-            return f"pipeline {worker.pipeline} {self.states()[worker.pipeline]}"
-        return self.missing()
-
-    def deadline(self) -> float:
-        """When a :class:`Passed` is due."""
-        if self._returning is not None:
-            return self._returning.until
-        if self.ending.over is not None:
-            return math.inf
-        due = self.ending.hold_ends
-        complete = self.roster.complete()
-        if complete and not self.epoch.members:
-            first = min(here.arrived for here in complete.values())
-            enough = len(complete) >= self.terms.min_pipelines
-            due = min(due, max(self._settled, first + (self.terms.gather if enough else self.terms.hold_limit)))
-            if len(complete) >= self.terms.to_start:
-                due = min(due, self._settled)
-        elif self.epoch.members:
-            out = [self._reach.out_until(i) for i in complete if self.donations.of(i) is None]
-            due = min([due, *(until for until in out if until > -math.inf)])
-        return due
+class Membership(RunState):
+    """Decides for one run."""
 
     # ------------------------------------------------------------------ events
 
@@ -162,7 +70,9 @@ class Membership:
             self.ending.newest = event
             return []
         if self._returning is not None:
-            return self._heard_while_recovering(event, self._returning)
+            if isinstance(event, w.Enrolled) and (refused := self._refusal(event)):
+                return [w.Denied(event.worker, event.incarnation, refused)]
+            return self._returning.hear_other(event, self.roster)
         if isinstance(event, w.Enrolled):
             return self._enrolled(event, now)
         if isinstance(event, w.Unreachable):
@@ -332,7 +242,7 @@ class Membership:
         if was_member:
             verb = "left" if left else "lost"
             decisions += self._new_epoch(f"pipeline {pipeline} {verb} ({reason})", lost=(pipeline,))
-        return decisions + self._check_over() + self._admit(now) + self._meet()
+        return decisions + self.ending.have_finished(self.epoch, self.roster.here) + self._admit(now) + self._meet()
 
     def _unreachable(self, event: w.Unreachable, now: float) -> list[MemberDecision]:
         """All shall make another process group, and say whom they cannot reach; or one of them goes."""
@@ -360,16 +270,10 @@ class Membership:
             here.move_process(worker.stage, "finishes")
             if all(state == "done" for state in here.processes.values()):
                 here.move("finishes")
-            return self._check_over() + self._meet()
+            return self.ending.have_finished(self.epoch, self.roster.here) + self._meet()
         if finished:
             said = f"stage {worker.stage} has finished before its pipeline took part"
         return self._goes(worker.pipeline, said, now, worker, left=True)
-
-    def _check_over(self) -> list[MemberDecision]:
-        here = self.roster.here
-        return self.ending.have_finished([here[i] for i in self.members if i in here])
-
-    # -------------------------------------------------------------- silence
 
     def _fell_silent(self, worker: Worker, reason: str) -> list[MemberDecision]:
         """A process of a fixed roster is lost, once there is a run to lose it."""
@@ -394,10 +298,6 @@ class Membership:
         rivals = self.roster.take_rivals(worker.pipeline)
         return decisions + [w.Denied(event.worker, event.incarnation, lives) for event in rivals]
 
-    def _is_lost(self, worker: Worker) -> bool:
-        here = self.roster.here.get(worker.pipeline)
-        return here is not None and here.is_lost(worker.stage)
-
     def _from_a_stranger(self, event: w.FromProcess) -> list[MemberDecision]:
         """Its process has not enrolled here, or must not."""
         worker, incarnation = event.worker, event.incarnation
@@ -411,7 +311,7 @@ class Membership:
 
     def _resumed(self, event: w.Resumed, now: float) -> list[MemberDecision]:
         worker, member = event.worker, Member(event.worker.pipeline, event.incarnation)
-        reason = self.roster.tombstone(*msgspec.structs.astuple(member))
+        reason = self.roster.tombstone(worker.pipeline, event.incarnation)
         if reason is not None:
             return [w.Ended(worker, event.incarnation, reason)]
         if self._returning is None and self.is_here(worker, event.incarnation):
@@ -423,11 +323,7 @@ class Membership:
                 return self._resumed_late(worker, member, now)
             self._returning = MemberRecovery(event, now + self.terms.recovery_grace, self._num_stages)
             self._entry.binds(event, anew=True)
-            for pipeline, here in self.roster.here.items():  # newcomers, who must not start now
-                self._returning.early += [
-                    w.Enrolled(Worker(j, pipeline), here.incarnation, event.fingerprint) for j in sorted(here.processes)
-                ]
-            self.roster.here.clear()
+            self._returning.delays(self.roster, event.fingerprint)
         for met in event.met:
             self.meetings.remember(met)
         self._returning.hear(event)
@@ -441,37 +337,11 @@ class Membership:
         self.roster.bury(member, late)
         return [*decisions, w.Ended(worker, member.incarnation, late)]
 
-    def _heard_while_recovering(self, event: MemberEvent, returning: MemberRecovery) -> list[MemberDecision]:
-        if isinstance(event, w.Died | w.Failed | w.Departed | w.FellSilent):
-            member = Member(event.worker.pipeline, event.incarnation)
-            if returning.goes(member):
-                reason = f"stage {event.worker.stage} ended while the scheduler was started again"
-                self.roster.bury(member, reason)
-                return [w.Gone(member.pipeline, member.incarnation, reason, was_member=False)]
-            return []
-        if isinstance(event, w.Enrolled) and (refused := self._refusal(event)):
-            return [w.Denied(event.worker, event.incarnation, refused)]
-        returning.keep(event)
-        return []
-
     def _end_recovery(self, returning: MemberRecovery, now: float) -> list[MemberDecision]:
-        self._returning = None
-        self._settled = now
-        decisions: list[MemberDecision] = []
-        for member in returning.epoch.members:
-            absent = returning.missing(member)
-            if absent and not self.terms.fixed:
-                reason = f"its stages {absent} did not come back to the scheduler that was started again"
-                self.roster.bury(member, reason)
-                decisions.append(w.Gone(member.pipeline, member.incarnation, reason, was_member=True))
-                continue
-            self.roster.returns(member, now, returning.since.get(member, 0))
-            for stage in absent:
-                decisions += self._fell_silent(Worker(stage, member.pipeline), "has not come back")
-        for member in returning.replaced():
-            reason = "the others went on without it"
-            self.roster.bury(member, reason)
-            decisions.append(w.Gone(member.pipeline, member.incarnation, reason, was_member=False))
+        self._returning, self._settled = None, now
+        decisions, silent = returning.end(self.roster, self.terms.fixed, now)
+        for worker in silent:
+            decisions += self._fell_silent(worker, "has not come back")
         back = tuple(member for member in returning.epoch.members if member.pipeline in self.roster.here)
         lost = tuple(member.pipeline for member in returning.epoch.members if member not in back)
         self.epoch = msgspec.structs.replace(returning.epoch, members=back)
@@ -523,18 +393,3 @@ class Membership:
                 )
                 decisions.append(w.Denied(Worker(stage, i), self.roster.here[i].incarnation, reason))
         return decisions
-
-    def validate(self) -> None:
-        """Raise AssertionError if what is known contradicts itself; for tests, after each event."""
-        assert len({m.pipeline for m in self.epoch.members}) == len(self.epoch.members), self.epoch
-        self.roster.validate()
-        if self.recovering or (self.terms.fixed and self.ending.over is not None):
-            return
-        here = self.roster.here
-        members = {i for i, start in here.items() if start.member}
-        assert members == set(self.members), (members, self.epoch)
-        for member in self.epoch.members:
-            assert here[member.pipeline].incarnation == member.incarnation
-        receiving = {i for i, start in here.items() if start.state == "receiving"}
-        assert receiving == self.donations.under_way().keys(), (receiving, self.donations.under_way())
-        assert all(donation.donor in members for donation in self.donations.under_way().values())

@@ -1,7 +1,7 @@
 """Which starts of pipelines are there, and how far each of them and of their processes is: two tables of states.
 
 A start that is gone leaves a tombstone, and does not come back. A job that claims the number of a start that is there
-is its *rival*, which is let in when that start is gone, and refused when it is heard of.
+is its *rival*, which is let in when that start is gone, and refused when it is heard of. All jobs of a run are alike.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from lightning_sdpipe.membership import members as w
+from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES, ElasticConfig
 from lightning_sdpipe.membership.members import Member
 from lightning_sdpipe.membership.state_transfers import StateTransfers
 from lightning_sdpipe.policies.events import Worker
@@ -231,3 +232,55 @@ class Roster:
             assert (here.state == "arriving") == bool(self.absent(pipeline)), pipeline
             done = all(state == "done" for state in here.processes.values())
             assert done == (here.state == "done"), pipeline
+
+
+class EntryRules:
+    """Which processes a run of pipelines of ``num_stages`` stages takes, with these ``terms``."""
+
+    def __init__(self, num_stages: int, terms: ElasticConfig) -> None:
+        self.expected: dict[str, str] | None = None
+        """The fingerprint of all jobs, once one has come."""
+        self._num_stages = num_stages
+        self._fixed = terms.fixed
+        self._most = terms.min_pipelines if terms.fixed else MOST_PIPELINES
+
+    def binds(self, event: w.Enrolled | w.Resumed, anew: bool = False) -> None:
+        """The process of ``event`` is taken; the others must be like the first, or like this one ``anew``."""
+        if self.expected is None or anew:
+            self.expected = dict(event.fingerprint)
+
+    def forget_alone(self, worker: Worker, roster: Roster) -> None:
+        """Nothing has started: a process that was refused, or died, binds no other."""
+        here = roster.here.items()
+        if not any(i != worker.pipeline or start.processes.keys() - {worker.stage} for i, start in here):
+            self.expected = None
+
+    def refusal(self, event: w.Enrolled | w.Resumed, over: w.RunOver | None) -> str:
+        """Why the process cannot be taken; empty if it can."""
+        worker, stages = event.worker, self._num_stages
+        if not 0 <= worker.stage < stages:
+            return (
+                f"worker {worker} does not exist: this scheduler serves pipelines of {stages} stages, 0 to "
+                f"{stages - 1}; start the job with as many processes, or the scheduler with another --num-stages"
+            )
+        if not 0 <= worker.pipeline < self._most and self._fixed:
+            return (
+                f"worker {worker} does not exist: this scheduler serves {self._most} pipelines, 0 to {self._most - 1}; "
+                "start the job with as many, or the scheduler with another --num-pipelines"
+            )
+        if not 0 <= worker.pipeline < self._most:
+            return f"pipeline {worker.pipeline} is not allowed; give SDPIPE_PIPELINE from 0 to {self._most - 1}"
+        if over is not None:
+            return f"the run is over: {over.reason}; start a new scheduler for the next one"
+        return "" if self.expected is None else _differences(event.fingerprint, self.expected)
+
+
+def _differences(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """In what a job differs from those of the run, for people; empty if in nothing."""
+    names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+    if not names:
+        return ""
+    said = "; ".join(
+        f"{name}: found {found.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}" for name in names
+    )
+    return f"this job differs from those that train ({said}); start it as they were started, or with a new scheduler"

@@ -6,7 +6,11 @@ or was lost; it may have heard of nothing since, as a machine that was asleep.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.members import Enrolled, Member, MemberEvent, Passed, Resumed, Unreachable
+from lightning_sdpipe.membership.pipelines import Roster
 from lightning_sdpipe.policies.events import Worker
 
 
@@ -54,11 +58,40 @@ class MemberRecovery:
             isinstance(event, Enrolled) and _of(event) == member and event.worker.stage == stage for event in self.early
         )
 
-    def goes(self, member: Member) -> bool:
-        """A process of ``member`` is gone, and so are all; had any been there?"""
-        before = len(self.early)
-        self.early = [event for event in self.early if _of(event) != member]
-        return self._back.pop(member, None) is not None or len(self.early) < before
+    def delays(self, roster: Roster, fingerprint: Mapping[str, str]) -> None:
+        """The newcomers of ``roster``, which are like the members, must not start now."""
+        for pipeline, here in roster.here.items():
+            workers = [Worker(j, pipeline) for j in sorted(here.processes)]
+            self.early += [Enrolled(worker, here.incarnation, dict(fingerprint)) for worker in workers]
+        roster.here.clear()
+
+    def hear_other(self, event: MemberEvent, roster: Roster) -> list[w.MemberDecision]:
+        """Something else than that a process resumes."""
+        if not isinstance(event, w.Died | w.Failed | w.Departed | w.FellSilent):
+            self.keep(event)
+            return []
+        member, before = Member(event.worker.pipeline, event.incarnation), len(self.early)
+        self.early = [early for early in self.early if _of(early) != member]
+        if self._back.pop(member, None) is None and len(self.early) == before:
+            return []
+        reason = f"stage {event.worker.stage} ended while the scheduler was started again"
+        return [_ends(member, reason, roster, False)]
+
+    def end(self, roster: Roster, fixed: bool, now: float) -> tuple[list[w.MemberDecision], list[Worker]]:
+        """Bring those into ``roster`` that are back, and say which are gone; and who is silent in a ``fixed`` one."""
+        decisions: list[w.MemberDecision] = []
+        silent: list[Worker] = []
+        for member in self.epoch.members:
+            absent = self.missing(member)
+            if absent and not fixed:
+                reason = f"its stages {absent} did not come back to the scheduler that was started again"
+                decisions.append(_ends(member, reason, roster, True))
+                continue
+            roster.returns(member, now, self.since.get(member, 0))
+            silent += [Worker(stage, member.pipeline) for stage in absent]
+        replaced = [member for member in self._back if member not in self.epoch.members]
+        decisions += [_ends(member, "the others went on without it", roster, False) for member in replaced]
+        return decisions, silent
 
     def missing(self, member: Member) -> list[int]:
         """Its stages that have not resumed."""
@@ -68,9 +101,10 @@ class MemberRecovery:
         """Are all members of the newest epoch back?"""
         return not any(self.missing(member) for member in self.epoch.members)
 
-    def replaced(self) -> list[Member]:
-        """Who has resumed, but is not in the newest epoch."""
-        return [member for member in self._back if member not in self.epoch.members]
+
+def _ends(member: Member, reason: str, roster: Roster, was_member: bool) -> w.Gone:
+    roster.bury(member, reason)
+    return w.Gone(member.pipeline, member.incarnation, reason, was_member)
 
 
 def _of(event: MemberEvent) -> Member | None:

@@ -153,12 +153,12 @@ class GroupDesk:
             for other in self.sessions:  # which may wait for a tensor of that one
                 self._outbox.say(other.heartbeat_peer, m.Abort(failure))
 
-    def lose_silent(self, silent: Sequence[Session], now: float) -> None:
-        """These clients were silent for too long; the others hear of those that took part."""
-        for session in silent:
+    def lose_silent(self, silent: Sequence[tuple[Worker, float]], now: float) -> None:
+        """These were silent for so many seconds, which is too long; the others hear of those that took part."""
+        for worker, seconds in silent:
+            session = self.sessions[worker]
             if not session.active:
                 continue
-            worker, seconds = session.worker, now - session.heard
             logger.warning("worker %s was silent for %.1f s: the others go on without it", worker, seconds)
             decisions = self._drop(session, Lost(worker), FALLS_SILENT, now)
             lost = m.Lost(worker, seconds)

@@ -5,7 +5,7 @@ A restarted scheduler asks workers what they were dealt before it deals anything
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 
 from lightning_sdpipe.dealing.leases import Asked, Expected, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.events import Worker
@@ -14,7 +14,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver
-from lightning_sdpipe.scheduler.server.session import COMPUTING, Session
+from lightning_sdpipe.scheduler.server.session import COMPUTING
 
 
 class LeaseDesk:
@@ -102,12 +102,12 @@ class LeaseDesk:
         for worker in [worker for worker in self._asking if worker.pipeline == pipeline]:
             del self._asking[worker]
 
-    def end_if_all_wait_for(self, silent: Sequence[Session], now: float) -> None:
-        """The run is over if the others wait for batches that only silent workers may train, as they may where
+    def end_if_all_wait_for(self, silent: Mapping[Worker, float], now: float) -> None:
+        """The run is over if the others wait for batches that only ``silent`` workers may train, as they may where
         pipelines do not come and go. A worker that waits for a lease is away, but beats."""
         awaited = self._dealer.awaited()
-        lost = [session for session in silent if session.worker.pipeline in awaited]
-        if awaited and {session.worker.pipeline for session in lost} == set(awaited) and self._groups.failure is None:
-            seconds = now - lost[0].heard
-            reason = f"it was silent for {seconds:.1f} s, and the others wait for batches that only it may train"
-            self._groups.fail(m.Failure(lost[0].worker, reason))
+        lost = {worker: at for worker, at in silent.items() if worker.pipeline in awaited}
+        if awaited and {worker.pipeline for worker in lost} == set(awaited) and self._groups.failure is None:
+            worker, at = next(iter(lost.items()))
+            reason = f"it was silent for {now - at:.1f} s, and the others wait for batches that only it may train"
+            self._groups.fail(m.Failure(worker, reason))

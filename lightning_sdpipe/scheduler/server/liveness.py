@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 
-from lightning_sdpipe.membership.unreachable import Silence
+from lightning_sdpipe.membership.silence import Silence
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.server.lifelines import Lines
@@ -15,14 +15,13 @@ logger = logging.getLogger(__name__)
 
 class Liveness:
     """``limit`` is in seconds; what silence for so long means is decided by
-    :class:`~lightning_sdpipe.membership.unreachable.Silence`."""
+    :class:`~lightning_sdpipe.membership.silence.Silence`."""
 
-    def __init__(self, limit: float, lines: Lines) -> None:
+    def __init__(self, limit: float, lines: Lines, now: float) -> None:
         self.lines = lines
         self.incarnations: dict[Worker, int] = {}
         """Of those that are there."""
-        self._limit = limit
-        self._silence = Silence(limit)
+        self._silence = Silence(limit, now, lambda worker: worker.pipeline)
 
     @property
     def next_look(self) -> float:
@@ -59,22 +58,15 @@ class Liveness:
         self, now: float, members: Collection[int], replaced: Collection[int]
     ) -> list[tuple[Worker, int, float]]:
         """Who is lost because of silence, and for how many seconds that has lasted; see
-        :meth:`~lightning_sdpipe.membership.unreachable.Silence.look`. Call it when :attr:`next_look` has come."""
+        :meth:`~lightning_sdpipe.membership.silence.Silence.look`. Call it when :attr:`next_look` has come."""
         silence = self._silence
-        if now - silence.due > self._limit / 4:
-            # We were away ourselves (a machine asleep, a stopped process): first hear what has come meanwhile.
-            logger.warning("the scheduler was held up for %.1f s; nobody is called lost for that", now - silence.due)
-            silence.excuse(now)
-        before = silence.of_all_since
-        lost = silence.look(now, members, replaced)
+        before, lost = silence.of_all_since, silence.look(now, members, replaced)
         if before is None and silence.of_all_since is not None:
             logger.warning(
                 "nothing was heard of any pipeline for %.1f s: this scheduler seems to be cut off from them; none is "
                 "called lost for that",
                 now - silence.of_all_since,
             )
-        elif before is not None and silence.of_all_since is None:
-            logger.warning("pipelines are heard of again, after %.1f s", now - before)
         return [(worker, self.incarnations[worker], seconds) for worker, seconds in lost]
 
     def waits(self, now: float) -> str:

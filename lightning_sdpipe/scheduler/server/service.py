@@ -22,6 +22,7 @@ from lightning_sdpipe.dealing.dealer import Dealer
 from lightning_sdpipe.dealing.leases import LeaseEvent
 from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES, ElasticConfig
 from lightning_sdpipe.membership.membership import Membership
+from lightning_sdpipe.membership.silence import Silence
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
@@ -40,7 +41,7 @@ from lightning_sdpipe.scheduler.server.outbox import Addressed, Outbox
 from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver, PolicyFailed
 from lightning_sdpipe.scheduler.server.process_groups import ProcessGroupRegistry
 from lightning_sdpipe.scheduler.server.recovery import Recovery
-from lightning_sdpipe.scheduler.server.session import HELD, RollCall, Session
+from lightning_sdpipe.scheduler.server.session import HELD, Session
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class SchedulerService:
         policy = registry.build(config, num_stages, num_pipelines)
         self._driver = PolicyDriver(policy, Dealer(num_stages, num_pipelines), self.log)
         self._started = now
-        self._roll_call = RollCall(worker_timeout, now)
+        self._silence = Silence(worker_timeout, now)
         self._outbox = Outbox()
         everybody = [Worker(j, i) for i in range(num_pipelines) for j in range(num_stages)]
         self.lines = Lines()
@@ -96,7 +97,7 @@ class SchedulerService:
         recovery = Recovery(everybody, recovery_grace)
         process_groups = None
         if elastic is not None:
-            membership, presence = Membership(num_stages, elastic, now), Liveness(worker_timeout, self.lines)
+            membership, presence = Membership(num_stages, elastic, now), Liveness(worker_timeout, self.lines, now)
             process_groups = ProcessGroupRegistry(membership, presence)
         self.groups = GroupDesk(
             self._driver, recovery, self._extent, self.overview, self._outbox, self.lines, process_groups
@@ -123,13 +124,13 @@ class SchedulerService:
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""
-        due = min(self.groups.deadline, self._roll_call.due)
+        due = min(self.groups.deadline, self._silence.due)
         return due if self.elastic is None else min(due, self.elastic.deadline())
 
     def tick(self, now: float) -> list[Addressed]:
         """Time passed."""
         try:
-            if now >= self._roll_call.due:
+            if now >= self._silence.due:
                 self._call_the_roll(now)
             self.groups.let_time_pass(now)
             if self.groups.recovery.until <= now:
@@ -335,10 +336,13 @@ class SchedulerService:
 
     def _call_the_roll(self, now: float) -> None:
         """Workers that were silent for too long are lost; an elastic run looks itself, and sooner."""
-        silent = self._roll_call.silent(self.groups.sessions, now)
+        for session in self.groups.sessions:
+            if session.beats:
+                self._silence.hear(session.worker, session.heard)
+        silent = self._silence.look(now)
         if self.elastic is None or not self.elastic.in_use:
             self.groups.lose_silent(silent, now)
-            self.leases.end_if_all_wait_for(silent, now)
+            self.leases.end_if_all_wait_for(self._silence.lost, now)
 
     # ----------------------------------------------------------------- replies
 

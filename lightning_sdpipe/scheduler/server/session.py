@@ -14,14 +14,11 @@ it is ready while a restarted scheduler still waits for others to come back; the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from enum import Enum
 
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import protocol as m
-
-logger = logging.getLogger(__name__)
 
 REMEMBERED = 64
 """Ended sessions per worker whose messages are still recognised as replays."""
@@ -219,36 +216,3 @@ class Sessions:
             assert session.worker == worker, session
             assert session.id not in self._ended.get(worker, ()), session
             assert self.is_socket_of(session.peer, worker, session.id), session
-
-
-class RollCall:
-    """Looks, four times in ``timeout`` seconds, which sessions have been silent for so long.
-
-    Silence of all is the scheduler's own: it is cut off, or was held up, and no worker is called lost for that.
-    """
-
-    def __init__(self, timeout: float, now: float) -> None:
-        self.due = now + timeout / 4
-        self._timeout = timeout
-        self._cut_off = False
-        """Have all workers been silent for too long?"""
-
-    def silent(self, sessions: Sessions, now: float) -> list[Session]:
-        """Return the silent sessions, those that do not take part included."""
-        late = now - self.due
-        self.due = now + self._timeout / 4
-        if late > self._timeout / 4:
-            # We were away ourselves (a machine asleep, a stopped process): first hear what has come meanwhile.
-            logger.warning("the scheduler was held up for %.1f s; nobody is called lost for that", late)
-            return []
-        newest = max((session.heard for session in sessions if session.beats), default=now)
-        if now - newest >= self._timeout:  # of all: it is this scheduler that is cut off
-            self._cut_off = True
-            return []
-        if self._cut_off:
-            logger.warning("workers are heard of again; nobody is called lost for the silence of all")
-            self._cut_off = False
-            for session in sessions:
-                session.heard = now
-            return []
-        return [session for session in sessions if session.beats and newest - session.heard >= self._timeout]

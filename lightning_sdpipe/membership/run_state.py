@@ -1,0 +1,123 @@
+"""What is known of an elastic run, and the questions that the rules, the scheduler and people ask about it."""
+
+from __future__ import annotations
+
+import math
+
+from lightning_sdpipe.membership.barriers import DecidedBarriers
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
+from lightning_sdpipe.membership.ending import Ending
+from lightning_sdpipe.membership.members import Epoch, Member
+from lightning_sdpipe.membership.pipelines import EntryRules, Roster
+from lightning_sdpipe.membership.recovery import MemberRecovery
+from lightning_sdpipe.membership.state_transfers import StateTransfers
+from lightning_sdpipe.membership.unreachable import Reach
+from lightning_sdpipe.policies.events import Worker
+
+
+class RunState:
+    """Of one run of pipelines of ``num_stages`` stages; ``now`` is when the scheduler begins to listen."""
+
+    def __init__(self, num_stages: int, terms: ElasticConfig, now: float = 0.0) -> None:
+        self.terms = terms
+        self.epoch = Epoch(0, (), "nobody has come yet")
+        self.roster = Roster(num_stages)
+        self.ending = Ending(terms)
+        self.ever: set[int] = set()
+        """Pipelines that were members at any time."""
+        self.donations = StateTransfers(num_stages)
+        self.meetings = DecidedBarriers(num_stages)
+        self._num_stages = num_stages
+        self._settled = now + terms.settle
+        self._entry = EntryRules(num_stages, terms)
+        self._returning: MemberRecovery | None = None
+        self._reach = Reach(terms.apart)
+
+    @property
+    def recovering(self) -> bool:
+        """Does it still wait for the members of a run that another scheduler has served?"""
+        return self._returning is not None
+
+    @property
+    def members(self) -> list[int]:
+        """Oldest first."""
+        return [member.pipeline for member in self.epoch.members]
+
+    def is_here(self, worker: Worker, incarnation: int) -> bool:
+        """Has that process enrolled, in a start of its pipeline that is not gone?"""
+        if self._returning is not None:
+            return self._returning.is_there(Member(worker.pipeline, incarnation), worker.stage)
+        return self.roster.has(worker, incarnation)
+
+    def doubts(self, worker: Worker, incarnation: int) -> bool:
+        """Would it help to hear that this process lives? Another job claims its number, or it is lost."""
+        claimed = worker.pipeline in self.roster.claimed
+        return self.is_here(worker, incarnation) and (claimed or self._is_lost(worker))
+
+    def awaited(self, stage: int) -> list[int]:
+        """Whom a meeting of ``stage`` waits for."""
+        return sorted(
+            i
+            for i, here in self.roster.here.items()
+            if (here.member or self.donations.taken_in(i, stage)) and here.processes[stage] not in ("done", "lost")
+        )
+
+    def states(self) -> dict[int, str]:
+        """Of each pipeline that is there, for people."""
+        out = [i for i in self.roster.here if self._reach.out_until(i) > -math.inf]
+        return self.roster.states(self.donations, self.members, out)
+
+    def missing(self) -> str:
+        """What the start, or everybody, waits for, for people."""
+        there = ", ".join(f"pipeline {i} {state}" for i, state in self.states().items()) or "nobody is there"
+        start = f"training starts when {self.terms.to_start} pipelines are there; {there}"
+        return self.ending.holds or start
+
+    def waits_for(self, worker: Worker, incarnation: int) -> str:
+        """What that process, which is no member yet, waits for, for people."""
+        if self.recovering:
+            return "the scheduler was started again, and waits for the members of the run"
+        if not self.is_here(worker, incarnation):
+            return f"another job claims pipeline {worker.pipeline}; it is looked whether that one still lives"
+        if self.epoch.members:
+            return f"pipeline {worker.pipeline} {self.states()[worker.pipeline]}"
+        return self.missing()
+
+    def deadline(self) -> float:
+        """When a :class:`Passed` is due."""
+        if self._returning is not None:
+            return self._returning.until
+        if self.ending.over is not None:
+            return math.inf
+        due = self.ending.hold_ends
+        complete = self.roster.complete()
+        if complete and not self.epoch.members:
+            first = min(here.arrived for here in complete.values())
+            enough = len(complete) >= self.terms.min_pipelines
+            due = min(due, max(self._settled, first + (self.terms.gather if enough else self.terms.hold_limit)))
+            if len(complete) >= self.terms.to_start:
+                due = min(due, self._settled)
+        elif self.epoch.members:
+            out = [self._reach.out_until(i) for i in complete if self.donations.of(i) is None]
+            due = min([due, *(until for until in out if until > -math.inf)])
+        return due
+
+    def _is_lost(self, worker: Worker) -> bool:
+        """Is it one of a fixed roster of which nothing has come for too long?"""
+        here = self.roster.here.get(worker.pipeline)
+        return here is not None and here.is_lost(worker.stage)
+
+    def validate(self) -> None:
+        """Raise AssertionError if what is known contradicts itself; for tests, after each event."""
+        assert len({m.pipeline for m in self.epoch.members}) == len(self.epoch.members), self.epoch
+        self.roster.validate()
+        if self.recovering or (self.terms.fixed and self.ending.over is not None):
+            return
+        here = self.roster.here
+        members = {i for i, start in here.items() if start.member}
+        assert members == set(self.members), (members, self.epoch)
+        for member in self.epoch.members:
+            assert here[member.pipeline].incarnation == member.incarnation
+        receiving = {i for i, start in here.items() if start.state == "receiving"}
+        assert receiving == self.donations.under_way().keys(), (receiving, self.donations.under_way())
+        assert all(donation.donor in members for donation in self.donations.under_way().values())
