@@ -7,8 +7,8 @@ BIN := .venv/bin
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-demo: .venv/ready  ## train on handwritten digits, SDPipe against all-reduce: workers that stall, and a slower device
-	$(BIN)/python -m recipes.demo
+demo: .venv/ready  ## train on handwritten digits, SDPipe against all-reduce: a slower device, and workers that stall
+	$(BIN)/sdpipe demo
 
 test: lint docs  ## ruff, mypy, the documents and pytest
 	$(BIN)/python -m pytest

@@ -5,7 +5,7 @@
 how it goes, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe
 partition`` shows how a model would be cut, ``sdpipe check`` whether it then computes the same, and ``sdpipe record
 FILE`` writes down how fast a device is over time. ``sdpipe measure FILE`` measures links and devices, and ``sdpipe
-place FILE`` decides which device runs what.
+place FILE`` decides which device runs what. ``sdpipe demo`` compares methods on handwritten digits.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _OWN_OPTIONS = {  # commands that parse their own
     "measure": "placement.measure",
     "place": "placement.command",
     "run": "supervision.command",
+    "demo": "demo",
 }
 
 
@@ -79,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("simulate", help="run a policy under stragglers, in virtual time", add_help=False)
     commands.add_parser("measure", help="measure the links between a job's workers, and their speed", add_help=False)
     commands.add_parser("place", help="decide which device runs which stage of which pipeline", add_help=False)
+
+    commands.add_parser("demo", help="train on handwritten digits, with SDPipe and with all-reduce", add_help=False)
 
     record = commands.add_parser("record", help="record a device's relative speed over time, to replay it elsewhere")
     record.add_argument("file", type=Path, help="the trace to write")

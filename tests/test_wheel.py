@@ -68,6 +68,23 @@ def test_the_documented_application_sweeps_with_the_installed_groups(site: Path,
         assert [(row["num_stages"], row["status"]) for row in csv.DictReader(file)] == [("1", "done"), ("2", "done")]
 
 
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_the_demo_needs_nothing_but_the_wheel(site: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_sdpipe.cli", "demo", "--epochs", "1"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(site), LEAN])},
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count(f"{'━' * 24} 1/1 epochs\n") == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["sdpipe-demo.png"]
+
+
 FROM_WHEEL = """
 import runpy, sys
 import lightning_sdpipe

@@ -1,0 +1,236 @@
+"""``sdpipe demo``: trains on handwritten digits with SDPipe and with all-reduce, where one device is slow, and where
+workers stall.
+
+All workers run on this machine. So that a few cores hold them, most of a step is sleep, in the place of a larger model;
+training, data and messages are real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.heterogeneity.delays import Delays
+from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
+from lightning_sdpipe.heterogeneity.injector import Heterogeneity
+from lightning_sdpipe.heterogeneity.slowdowns import Static
+from lightning_sdpipe.strategy import SDPipeStrategy
+
+METHODS = {"SDPipe": "semi_decentralized", "all-reduce": "all_reduce"}
+COLOURS = {"SDPipe": "tab:blue", "all-reduce": "tab:gray"}
+WORKERS = 4
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is compared; ``lesson`` explains the table."""
+
+    title: str
+    lesson: str
+    num_stages: int
+    slowness: Heterogeneity
+
+
+SCENES = (
+    Scene(
+        "one of four devices at half speed",
+        "All-reduce waits for the slow device at every step; SDPipe gives it fewer batches.",
+        1,
+        Static((1.0, 1.0, 1.0, 2.0)),
+    ),
+    Scene(
+        "each worker stalls in one iteration of ten",
+        "All-reduce waits for every worker that stalls; SDPipe averages the models of those that are ready.",
+        2,
+        Delays(probability=0.1, seconds=0.4, seed=1),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one training run. Epochs are timed with their validation; the first one counts only if it is alone."""
+
+    epoch_seconds: list[float]
+    accuracy: float
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.epoch_seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status is 2 when something that the demo needs is not installed."""
+    parser = argparse.ArgumentParser(
+        prog="sdpipe demo", description="Compares SDPipe with all-reduce on handwritten digits, in about a minute."
+    )
+    parser.add_argument("--figure", type=Path, default=Path("sdpipe-demo.png"), help="to write (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=4, help="of each of the four runs (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        _check(options.epochs)
+    except ConfigurationError as error:
+        print(f"sdpipe demo: {error}", file=sys.stderr)
+        return 2
+    _hush()
+    results = [_compare(number, scene, options.epochs) for number, scene in enumerate(SCENES, 1)]
+    _draw(results, options.figure)
+    print(f"Figure: {options.figure}")
+    return 0
+
+
+def _check(epochs: int) -> None:
+    if epochs < 1:
+        raise ConfigurationError(f"--epochs {epochs} must be at least 1.")
+    missing = [name for name in ("sklearn", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(f"{' and '.join(missing)} not found; pip install 'lightning-sdpipe[recipes]'")
+
+
+def _hush() -> None:
+    """Leaves out what Lightning and torch tell their users about this script."""
+    torch.set_num_threads(1)  # several workers share a core, and threads of OpenMP do not survive a fork
+    for package in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(package).setLevel(logging.WARNING)
+    for category in (DeprecationWarning, FutureWarning, UserWarning):
+        warnings.filterwarnings("ignore", module=r"(torch|lightning)\.", category=category)
+
+
+def _compare(number: int, scene: Scene, epochs: int) -> dict[str, Figures]:
+    stages = f"{WORKERS // scene.num_stages} pipelines of {scene.num_stages} stage{'s' * (scene.num_stages > 1)}"
+    print(f"{number}. {scene.title.capitalize()} ({stages})\n")
+    rows = {name: _train(name, scene, epochs) for name in METHODS}
+    print(f"\n   {'':12}{'s per epoch':>12}{'accuracy':>10}")
+    for name, row in rows.items():
+        print(f"   {name:12}{row.median:12.2f}{row.accuracy:10.1%}")
+    gain = rows["all-reduce"].median / rows["SDPipe"].median
+    print(f"\n   {scene.lesson} Here its epochs were {gain:.2f} times as fast.\n", flush=True)
+    return rows
+
+
+def _train(name: str, scene: Scene, epochs: int) -> Figures:
+    L.seed_everything(1, verbose=False)
+    with tempfile.TemporaryDirectory(prefix="sdpipe-demo-") as directory:
+        file = Path(directory, "figures.json")
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=WORKERS,
+            strategy=SDPipeStrategy(
+                num_stages=scene.num_stages, sync=METHODS[name], delays=scene.slowness, start_method="fork"
+            ),
+            max_epochs=epochs,
+            num_sanity_val_steps=0,
+            callbacks=[_Bar(name, file)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        train, val = _digits()
+        trainer.fit(DigitsModule(), DataLoader(train, 32, shuffle=True, drop_last=True), DataLoader(val, 64))
+        return Figures(**json.loads(file.read_text()))
+
+
+class _Bar(L.Callback):
+    """Shows the epochs of a run, and leaves its figures in a file; on rank 0, which is another process than the
+    user's.
+
+    Args:
+        name: of the run.
+        file: for the figures.
+    """
+
+    def __init__(self, name: str, file: Path) -> None:
+        self._name = name
+        self._file = file
+        self._starts: list[float] = []
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._starts.append(time.perf_counter())
+        self._show(trainer, trainer.current_epoch)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            seconds = [end - start for start, end in pairwise([*self._starts, time.perf_counter()])]
+            accuracy = float(trainer.callback_metrics["val_accuracy"])
+            self._file.write_text(json.dumps({"epoch_seconds": seconds[1:] or seconds, "accuracy": accuracy}))
+        self._show(trainer, len(self._starts))
+
+    def _show(self, trainer: L.Trainer, done: int) -> None:
+        total = trainer.max_epochs
+        assert total is not None
+        if trainer.is_global_zero and (sys.stdout.isatty() or done == total):
+            end = "\n" if done == total else "\r"
+            bar = "━" * (24 * done // total)
+            print(f"   {self._name:12}{bar:24} {done}/{total} epochs", end=end, flush=True)
+
+
+class DigitsModule(L.LightningModule):
+    """A small convolutional network for 8 × 8 images in ten classes; a batch and its gradients take 60 ms."""
+
+    def __init__(self, channels: int = 24, depth: int = 3) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            EmulatedBlock(0.01, 0.02),
+            nn.Conv2d(1, channels, 3, padding=1),
+            *[nn.Sequential(nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1)) for _ in range(depth)],
+            nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * channels, 10)),
+            EmulatedBlock(0.01, 0.02),
+        )
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self.net(images), labels)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        self.log("val_accuracy", (self.net(images).argmax(-1) == labels).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def _digits() -> tuple[TensorDataset, TensorDataset]:
+    """scikit-learn's 1797 handwritten digits: 1437 to train on, 360 to validate."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16 - 0.5
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, val = order[:1437], order[1437:]
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[val], labels[val])
+
+
+def _draw(results: Sequence[dict[str, Figures]], file: Path) -> None:
+    """Bars for the median seconds of an epoch, and a point for each epoch."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    for axis, scene, rows in zip(figure.subplots(1, len(SCENES)), SCENES, results, strict=True):
+        for place, (name, row) in enumerate(rows.items()):
+            axis.bar(place, row.median, color=COLOURS[name])
+            axis.scatter([place] * len(row.epoch_seconds), row.epoch_seconds, color="black", s=8, zorder=2)
+            axis.annotate(f"{row.median:.1f} s", (place, row.median / 2), ha="center", color="white")
+        axis.set_xticks(range(len(rows)), list(rows))
+        axis.set_title(scene.title, fontsize=10)
+    figure.axes[0].set_ylabel("s per epoch, validation included")
+    figure.savefig(file, dpi=150)
