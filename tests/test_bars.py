@@ -44,7 +44,7 @@ FAN_OUT = 22  # modules of the package that one imports
 SHORT = 90  # lines: such a module with a single importer belongs into it
 
 SHAPES = {
-    "classes with too many methods": 2,
+    "classes with too many methods": 1,
     "constructors with too many arguments": 1,
     "modules with too many imports": 3,
     "class names used twice": 4,
@@ -64,19 +64,19 @@ SIZES: dict[str, tuple[int, int]] = {
     "loop": (2315, 26),
     "membership": (1251, 14),
     "optim": (342, 5),
-    "partition": (3736, 33),
+    "partition": (3739, 33),
     "pipeline": (1755, 18),
     "placement": (2722, 24),
     "policies": (2382, 25),
-    "recipes": (7104, 99),
-    "scheduler": (5155, 42),
+    "recipes": (7047, 98),
+    "scheduler": (5130, 42),
     "simulate": (640, 6),
     "strategy": (881, 6),
     "supervision": (1327, 14),
-    "sync": (1750, 17),
-    "top": (964, 8),
+    "sync": (1749, 17),
+    "top": (1140, 9),
     "topology": (520, 7),
-    "worker": (2469, 25),
+    "worker": (2465, 25),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
