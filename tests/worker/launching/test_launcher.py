@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
-import pytorch_lightning
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning_utilities.core import rank_zero
 
 import __main__
 from lightning_sdpipe import ConfigurationError, SDPipeStrategy
@@ -55,8 +56,11 @@ def test_a_program_without_a_file_is_told_to_fork(program: str, monkeypatch: pyt
         launcher._start_children()
 
 
-@pytest.mark.parametrize("make", [pytorch_lightning.Trainer, L.Fabric])
-def test_what_cannot_run_the_strategy_says_what_can(make: Any) -> None:
+@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning"])
+def test_what_cannot_run_the_strategy_says_what_can(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The other package takes over Lightning's messages when it is imported, and prints none of them.
+    monkeypatch.setattr(rank_zero, "log", rank_zero.log)
+    make: Any = import_module("pytorch_lightning").Trainer if package == "pytorch_lightning" else L.Fabric
     for strategy in ("sdpipe", SDPipeStrategy()):
         with pytest.raises((ConfigurationError, ValueError), match="import lightning as L"):
             make(accelerator="cpu", strategy=strategy)
