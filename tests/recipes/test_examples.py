@@ -1,0 +1,123 @@
+"""The examples run as their first lines say, and the pages about LightningCLI, Hydra and LoRA tell of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sdpipe import SDPipeStrategy
+from tests.own_session import script
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "recipes/examples"
+FILES = [path for path in EXAMPLES.rglob("*.*") if path.suffix in (".py", ".yaml")]
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft, of the extra examples")
+needs_jsonargparse = pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse: extra examples")
+needs_jupyter = pytest.mark.skipif(
+    find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs nbclient and ipykernel: extra dev"
+)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(EXAMPLES)))
+def test_it_can_be_read_at_a_glance(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 60
+
+
+@pytest.mark.distributed
+def test_two_stages_and_two_pipelines(tmp_path: Path) -> None:
+    with script(tmp_path, _run, tmp_path, ["minimal.py"], ["huggingface.py"]) as running:
+        assert running.wait(100) == 0, running.printed()
+        assert running.left() == []
+    assert running.printed().count("SDPipe: pipelines × stages = 2 × 2") == 1
+    assert running.printed().count("SDPipe: pipelines × stages = 1 × 2") == 1
+
+
+@pytest.mark.distributed
+@needs_jsonargparse
+def test_lightning_cli(tmp_path: Path) -> None:
+    """By the file that docs/lightning_cli.md shows, and by names and options on the command line."""
+    (shown,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/lightning_cli.md").read_text(), re.DOTALL)
+    (tmp_path / "cli.yaml").write_text(shown)
+    short = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.logger=false"]
+    by_name = [
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+        "--trainer.strategy=sdpipe",
+        "--trainer.default_root_dir=by_name",
+    ]
+    runs = [["cli.py", "fit", "--config", "cli.yaml", *short], ["cli.py", "fit", *by_name, *short]]
+    with script(tmp_path, _run, tmp_path, *runs) as running:
+        assert running.wait(100) == 0, running.printed()
+        assert running.left() == []
+    assert "SDPipe: pipelines × stages = 2 × 2" in running.printed()
+    assert "method: DiLoCo(every=4" in running.printed()
+    assert "SDPipe: pipelines × stages = 2 × 1" in running.printed()
+
+
+@pytest.mark.distributed
+@needs_peft
+def test_lora_neither_sends_nor_saves_the_frozen_base(tmp_path: Path) -> None:
+    with script(tmp_path, _run, tmp_path, ["lora.py"]) as running:
+        assert running.wait(100) == 0, running.printed()
+        assert running.left() == []
+    saved = torch.load(tmp_path / "checkpoints/adapters.ckpt", weights_only=False)["state_dict"]
+    assert saved
+    assert all("lora_" in name for name in saved)
+    trained = sum(tensor.nbytes for tensor in saved.values())
+    updates, sent = map(int, re.findall(r"(\d+) updates, (\d+) bytes sent", running.printed())[0])
+    assert updates == 16
+    assert sent == updates // 2 * trained  # in a group of two each sends a half, and half of the mean
+
+
+def test_the_hydra_application_is_the_one_of_the_page() -> None:
+    """Which tests/test_wheel.py runs."""
+    page = (ROOT / "docs/hydra.md").read_text()
+    for name, language in (("config.yaml", "yaml"), ("train.py", "python")):
+        (shown,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+        assert (EXAMPLES / "hydra_app" / name).read_text() == shown
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_an_elastic_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_sdpipe.cli", "run", "--pipelines", "1", str(EXAMPLES / "elastic.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "checkpoints/last.ckpt").exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+@needs_jupyter
+def test_the_notebook(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook: Any = nbformat.read(EXAMPLES / "tutorial.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    (last,) = notebook.cells[-1].outputs
+    assert re.fullmatch(r"'loss \d+\.\d\d before, \d+\.\d\d after'", last.data["text/plain"])
+
+
+def _run(directory: Path, *commands: list[str]) -> None:
+    """One after the other in this process; workers are forked, which saves importing torch in each."""
+    os.chdir(directory)
+    defaults: Any = SDPipeStrategy.__init__.__kwdefaults__
+    defaults["start_method"] = "fork"
+    for name, *arguments in commands:
+        sys.argv = [name, *arguments]
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
