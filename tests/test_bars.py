@@ -68,7 +68,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1755, 18),
     "placement": (2722, 24),
     "policies": (2382, 25),
-    "recipes": (7201, 105),
+    "recipes": (7202, 105),
     "scheduler": (5130, 42),
     "simulate": (640, 6),
     "strategy": (881, 6),

@@ -645,13 +645,14 @@ class World:
         """With no more faults everybody is a member soon, and goes on."""
         self.loss = self.late = 0.0
         self.run(self.now + seconds)
-        before = {(p.worker, p.incarnation): p.update for p in self.processes}
+        # A pipeline that was measured slow may be dealt none of the few batches of a segment; it still goes on.
+        before = {(p.worker, p.incarnation): (p.update, p.segment.epoch) for p in self.processes}
         self.run(self.now + 15.0)
         workers = {p.worker for p in self.processes}
         assert workers == {Worker(j, i) for j in range(self.stages) for i in range(self.pipelines)}
         for p in self.processes:
-            made = p.update - before.get((p.worker, p.incarnation), p.update)
-            assert made > 0, f"{p} has made no update for 15 s"
+            now = p.update, p.segment.epoch
+            assert now != before.get((p.worker, p.incarnation), now), f"{p} has not gone on for 15 s"
 
     def check_that_all_finish(self, seconds: float) -> None:
         """Soon, after the same segment."""
