@@ -47,9 +47,9 @@ class Silence:
         """Something of ``worker`` came."""
         if at > self.lost.get(worker, -math.inf):
             self.lost.pop(worker, None)
-            self._heard[worker] = at
-            if self._suspects:
+            if self._suspects and at > self._heard.get(worker, -math.inf):
                 self.due = min(self.due, at)
+            self._heard[worker] = at
 
     def forget(self, worker: Worker) -> None:
         """It is gone."""

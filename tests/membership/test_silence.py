@@ -47,6 +47,19 @@ def test_one_that_is_silent_for_the_limit_is_lost_on_the_word_of_another() -> No
     assert 14.5 <= heard.lost[1] <= 15.6
 
 
+def test_being_told_again_when_one_was_heard_last_does_not_look_like_a_late_scheduler() -> None:
+    silence, silent, other = Silence(LIMIT, 0.0), Worker(0, 0), Worker(0, 1)
+    silence.hear(silent, 1.0)
+    silence.hear(other, 1.2)
+    while silence.due < 6.0:
+        assert silence.look(silence.due) == []
+    assert silence.look(6.0) == []  # the other could still have fallen silent with it
+    silence.hear(silent, 1.0)
+    silence.hear(other, 6.1)
+    assert silence.due == 6.1
+    assert [worker for worker, _ in silence.look(6.1)] == [silent]
+
+
 def test_a_silent_stage_takes_its_pipeline_with_it() -> None:
     heard = Heard(2, stages=2)
     heard.until(10.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -108,7 +109,11 @@ def test_the_notebook(tmp_path: Path) -> None:
     from nbclient import NotebookClient
 
     notebook: Any = nbformat.read(EXAMPLES / "tutorial.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    before = signal.getsignal(signal.SIGINT)  # the client leaves another handler behind
+    try:
+        NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    finally:
+        signal.signal(signal.SIGINT, before)
     (last,) = notebook.cells[-1].outputs
     assert re.fullmatch(r"'loss \d+\.\d\d before, \d+\.\d\d after'", last.data["text/plain"])
 
