@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import islice
 from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_sdpipe.partition.mementos import is_users
 _GLOBALS = {"LOAD_GLOBAL": False, "LOAD_NAME": False, "STORE_GLOBAL": True}
 _OF_CLOSURES = {"LOAD_DEREF": False, "LOAD_CLASSDEREF": False, "STORE_DEREF": True}
 _PLAIN = (type(None), bool, int, float, str, tuple)
+_MANY = 10_000  # items of a container that are looked at; a vocabulary or a data set may have millions
 
 
 class Closures:
@@ -52,9 +54,9 @@ class Closures:
         elif isinstance(value, partial):
             yield from (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, (list, tuple)):
-            yield from value
+            yield from islice(value, _MANY)
         elif isinstance(value, dict):
-            yield from value.values()
+            yield from islice(dict.values(value), _MANY)
         elif isinstance(value, nn.Module) or is_users(type(value).__module__):
             yield from getattr(value, "__dict__", {}).values()
             yield type(value)

@@ -81,7 +81,8 @@ class SharedLoss:
     def exchange(self) -> None:
         """Sends it, when all parts are there, or waits for it; before the last backward."""
         if self._is_last:
-            self._total = self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts).sum()
+            parts = self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts)
+            self._total = parts.sum()  # a copy: the user's code may change its own
             self._parts = []
         *others, last = self._ranks
         if not others:
