@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import resource
 import signal
@@ -104,3 +105,14 @@ def own_environment(cache: Path) -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_loggers() -> Iterator[None]:
+    """A suite that runs in a test silences Lightning, for the processes that later tests fork as well."""
+    loggers = [value for value in logging.root.manager.loggerDict.values() if isinstance(value, logging.Logger)]
+    before = [(logger, logger.level, logger.propagate, logger.disabled, logger.handlers[:]) for logger in loggers]
+    yield
+    for logger, level, propagate, disabled, handlers in before:
+        logger.setLevel(level)
+        logger.propagate, logger.disabled, logger.handlers = propagate, disabled, handlers
