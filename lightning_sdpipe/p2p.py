@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.errors import WorkerFailedError
 
 
@@ -31,7 +32,7 @@ class Transfer:
         Raises:
             WorkerFailedError: the peer closed the connection or the group's timeout passed; names the peer.
         """
-        with self.naming_the_peer():
+        with self.naming_the_peer(), meter.current().waiting():
             for work in self.works:
                 work.wait()
         self.works.clear()
@@ -56,7 +57,8 @@ class Transfer:
 def waiting_for(group: dist.ProcessGroup, purpose: str) -> Iterator[None]:
     """Around a collective of ``group``: WorkerFailedError names its members if one of them is gone, or late."""
     try:
-        yield
+        with meter.current().waiting():
+            yield
     except WorkerFailedError:  # which says more
         raise
     except RuntimeError as error:

@@ -20,7 +20,7 @@ HOUSE = (
     *("cli", "demo", "supervision", "sweep", "configuration", "check"),
     *("strategy", "worker", "loop", "checkpoints", "sync", "data"),
     *("placement", "pipeline", "partition", "exchange", "scheduler", "simulate", "membership", "dealing", "policies"),
-    *("optim", "heterogeneity", "topology", "random_streams", "p2p", "lightning_internals", "errors"),
+    *("optim", "heterogeneity", "topology", "random_streams", "p2p", "lightning_internals", "meter", "errors"),
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.data.drawing import Drawn, drawing_copy
 from lightning_sdpipe.data.shards import Shards
 from lightning_sdpipe.dealing.leases import Lease, Segment
@@ -78,7 +79,7 @@ class DealtBatches:
         Raises:
             ConfigurationError: the loader gives more or fewer batches than it is asked for.
         """
-        with isolate_rng(include_cuda=False):
+        with isolate_rng(include_cuda=False), meter.phase(meter.DATA):
             if self._iterator is None:
                 if self._sampler.stands_still:
                     return None

@@ -14,6 +14,7 @@ from typing import Any
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.data.drawing import Drawn, drawing_copy
 from lightning_sdpipe.data.shards import Shards
 from lightning_sdpipe.errors import ConfigurationError
@@ -67,7 +68,7 @@ class JointBatches:
         Raises:
             ConfigurationError: the loader gives fewer batches than it is asked for.
         """
-        with isolate_rng(include_cuda=False):
+        with isolate_rng(include_cuda=False), meter.phase(meter.DATA):
             if self._iterator is None:
                 self._iterator = iter(self._loader)
             data = next(self._iterator, _NOTHING)

@@ -33,6 +33,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.data.drawing import DrawingCollate, Drawn, drawing_copy, with_collate
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.random_streams import RandomStreams, Stream, mix
@@ -131,7 +132,7 @@ class PipelineLoader:
         while True:
             before = _STREAMS.current
             try:  # as _seeding_what_follows, without the cost of a generator for each batch
-                with draws():
+                with draws(), meter.phase(meter.DATA):
                     batch = next(batches, _END)
             finally:
                 _STREAMS.leave(_FETCHING, before)

@@ -7,9 +7,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.heterogeneity.delays import Pass
 from lightning_sdpipe.heterogeneity.tracks import Track
 
@@ -59,7 +59,7 @@ class DelayInjector:
         self._settle = settle
         self._sleep = sleep
         self._clock = clock
-        self._core_wait = core_wait or seconds_without_a_core
+        self._core_wait = core_wait or meter.seconds_without_a_core
         self.measures = False
         """Is :attr:`computed_seconds` used to tell how fast the device is? Then it waits for what that was given."""
         self._start: float | None = None
@@ -83,16 +83,20 @@ class DelayInjector:
         return self._track is not None
 
     @contextmanager
-    def computing(self, share: float = 1.0, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def computing(
+        self, share: float = 1.0, tell: Callable[[], None] = lambda: None, phase: int = meter.BACKWARD
+    ) -> Iterator[None]:
         """To be held around all of the worker's own arithmetic, and nothing that waits for others. ``tell`` is called
-        when such a share of it is over on a device that is made slow, at the end on others."""
+        when such a share of it is over on a device that is made slow, at the end on others. ``phase``: see
+        :mod:`~lightning_sdpipe.meter`."""
         start = self._clock()
         if self._start is None:
             self._start = start
         waited = self._core_wait() if self._track else 0.0
-        yield
-        if self._settle is not None and (self.measures or self._track is not None):
-            self._settle()
+        with meter.phase(phase):
+            yield
+            if self._settle is not None and (self.measures or self._track is not None):
+                self._settle()
         passed = work = self._clock() - start
         if self._track is not None:
             work = max(0.0, passed - self._core_wait() + waited)
@@ -121,13 +125,5 @@ class DelayInjector:
     def _record(self, iteration: int, seconds: float) -> None:
         if seconds > 0.0:
             self._by_iteration[iteration] += seconds
-            self._sleep(seconds)
-
-
-def seconds_without_a_core() -> float:
-    """How long this thread has waited for a core so far, as Linux counts it; 0 where nobody counts."""
-    try:
-        _, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
-    except OSError:
-        return 0.0
-    return int(waited) / 1e9
+            with meter.phase(meter.INJECTED):
+                self._sleep(seconds)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.optim import LBFGS, Optimizer
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError
 
 STEPPED_ALONE = (
@@ -31,7 +32,8 @@ def once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
                 "once only. Use an optimizer that needs one gradient for a step, such as AdamW."
             )
         called = True
-        return closure()
+        with meter.phase(meter.OTHER):  # which is not the optimizer's
+            return closure()
 
     return run
 

@@ -30,7 +30,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from lightning_sdpipe import p2p
+from lightning_sdpipe import meter, p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.message import Message
@@ -280,7 +280,7 @@ def _forward(
     index: int,
     received: Message | None,
 ) -> Message | Tensor:
-    with delays.computing():
+    with delays.computing(phase=meter.FORWARD):
         outcome = runner.train(micro_batches[index], index, step, received, log)
     if isinstance(outcome, Tensor):
         loss.add(outcome)

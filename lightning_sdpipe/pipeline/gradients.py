@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.gradients import GradientExchange as GradientExchange
 
@@ -97,6 +98,7 @@ class _Deposit(torch.autograd.Function):
     ) -> Tensor:
         ctx.parameters, ctx.gradients, ctx.scale = parameters, gradients, scale
         ctx.exchange, ctx.accumulated, ctx.done = exchange, accumulated, False
+        ctx.meter = meter.current()  # of the thread that will wait for the backward, which may run in another one
         return loss.clone()
 
     @staticmethod
@@ -108,7 +110,8 @@ class _Deposit(torch.autograd.Function):
             )
         ctx.done = True
         if ctx.exchange is not None and not ctx.accumulated:
-            ctx.gradients = ctx.exchange.finish()
+            with ctx.meter.spans[meter.EXCHANGE]:
+                ctx.gradients = ctx.exchange.finish()
         present = [grad for grad in ctx.gradients if grad is not None]
         factor = grad_output if ctx.scale is None else grad_output / ctx.scale
         # reading the factor would wait for a GPU; on a CPU it saves a pass over the gradients
@@ -119,6 +122,7 @@ class _Deposit(torch.autograd.Function):
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
         if ctx.exchange is not None and ctx.accumulated:
             ctx.exchange.complete([p.grad for p in ctx.parameters])
-            put_back(ctx.parameters, ctx.exchange.finish())
+            with ctx.meter.spans[meter.EXCHANGE]:
+                put_back(ctx.parameters, ctx.exchange.finish())
         ctx.gradients = ctx.parameters = ()
         return None, None, None, None, None, None, None

@@ -14,7 +14,6 @@ for one of its mini-batch there, so either stage finds that the other one has no
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdpipe import p2p
+from lightning_sdpipe import meter, p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.message import Layout, Message
 from lightning_sdpipe.pipeline.digest import LENGTH, BatchDigest
@@ -55,7 +54,6 @@ class StageLink:
     dynamic_shapes: bool = False
     sends_in_flight: int | None = 2
     lanes: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
-    seconds_waiting: float = 0.0  # for the neighbours, so far
     _incoming: dict[Hashable, list[Layout]] = field(default_factory=dict)
     _outgoing: dict[Hashable, list[Layout]] = field(default_factory=dict)
     _expected: deque[tuple[Hashable, p2p.Transfer]] = field(default_factory=deque)
@@ -111,7 +109,7 @@ class StageLink:
         if self._expected:
             expected_key, transfer = self._expected.popleft()
             assert expected_key == key
-            number, numbers, tensors = _parted(self._wait(transfer))
+            number, numbers, tensors = _parted(self._wait(transfer, meter.WAIT_UP))
         else:
             if key not in self._incoming or self.dynamic_shapes:
                 self._incoming[key] = [self._receive_layout()]
@@ -147,10 +145,10 @@ class StageLink:
         outputs = list(sent)
         if len(outputs) > 1:
             flags = torch.empty(len(sent), dtype=torch.bool)
-            self._wait(p2p.receive([flags], rank, self._lane(tag), tag, name))
+            self._wait(p2p.receive([flags], rank, self._lane(tag), tag, name), meter.WAIT_DOWN)
             outputs = [t for t, used in zip(sent, flags.tolist(), strict=True) if used]
         buffers = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in outputs]
-        return outputs, self._wait(p2p.receive(buffers, rank, self._lane(tag), tag, name))
+        return outputs, self._wait(p2p.receive(buffers, rank, self._lane(tag), tag, name), meter.WAIT_DOWN)
 
     def make_room(self) -> None:
         """Waits until one more gradient can be sent without waiting for the previous stage."""
@@ -164,13 +162,11 @@ class StageLink:
 
     def _settle(self, transfers: deque[p2p.Transfer], leave: int) -> None:
         while len(transfers) > leave:
-            self._wait(transfers.popleft())
+            self._wait(transfers.popleft(), meter.SEND)
 
-    def _wait(self, transfer: p2p.Transfer) -> list[Tensor]:
-        start = time.perf_counter()
-        tensors = transfer.wait()
-        self.seconds_waiting += time.perf_counter() - start
-        return tensors
+    def _wait(self, transfer: p2p.Transfer, phase: int) -> list[Tensor]:
+        with meter.phase(phase):
+            return transfer.wait()
 
     def _post(self, layout: Layout, begun: int = 1) -> p2p.Transfer:
         """The receive of a message, of whose note ``begun`` numbers lead those of the blocks."""
@@ -182,16 +178,16 @@ class StageLink:
     def _receive(self, layout: Layout) -> tuple[int, list[float], list[Tensor]]:
         """A message's number and numbers, and its tensors."""
         if self._unheard is None:
-            return _parted(self._wait(self._post(layout)))
+            return _parted(self._wait(self._post(layout), meter.WAIT_UP))
         number = self._receive_first()
-        note, *tensors = self._wait(self._post(layout, 0))
+        note, *tensors = self._wait(self._post(layout, 0), meter.WAIT_UP)
         return number, note.tolist(), tensors
 
     def _receive_layout(self) -> Layout:
         source, tag = self.stage - 1, 2 * self.stage
         payload = torch.empty(self._receive_first(), dtype=torch.uint8)
         transfer = p2p.receive([payload], self.ranks[source], self._lane(tag), tag, self.name(source))
-        return Layout.decode(transfer.wait()[0].numpy().tobytes())
+        return Layout.decode(self._wait(transfer, meter.WAIT_UP)[0].numpy().tobytes())
 
     def _receive_first(self) -> int:
         """The number that a header or a note begins with, and after it the digest, if that is still to come.
@@ -210,7 +206,8 @@ class StageLink:
     def _first_from_previous(self, length: int) -> list[int]:
         source, tag = self.stage - 1, 2 * self.stage
         first = torch.empty(length, dtype=torch.float64)
-        (first,) = self._wait(p2p.receive([first], self.ranks[source], self._lane(tag), tag, self.name(source)))
+        transfer = p2p.receive([first], self.ranks[source], self._lane(tag), tag, self.name(source))
+        (first,) = self._wait(transfer, meter.WAIT_UP)
         return list(map(int, first.tolist()))
 
     def _frozen_on_one(self, there: int, not_there: int) -> ConfigurationError:

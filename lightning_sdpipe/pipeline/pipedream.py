@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.message import Message
@@ -268,7 +269,7 @@ class PipeDreamPipeline:
         weights: Sequence[Tensor] = self._parameters if runner.is_last else self._stash()
         names = [self._names[id(p)] for p in self._parameters]
         replaced = {} if runner.is_last else dict(zip(names, weights, strict=True))
-        with self._delays.computing():
+        with self._delays.computing(phase=meter.FORWARD):
             run = partial(runner.train, micro_batch, 0, step, received, log)
             outcome = functional_call(self._steps, replaced, (run,))
         scale = 1.0

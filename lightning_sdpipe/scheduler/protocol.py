@@ -16,9 +16,10 @@ import msgspec
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Count, Last, Seconds, Worker
+from lightning_sdpipe.policies.events import Count, Last, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.log.status import Status
+from lightning_sdpipe.scheduler.rows import About, NewRows
 
 VERSION = 5
 MAX_REQUEST_BYTES = 1 << 20
@@ -70,15 +71,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
         return dict(zip(self.group.members, self.invitations, strict=False)).get(worker, 0)
 
 
-class Steps(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The last ``count`` steps of a worker, up to ``iteration``: means of their length and of the waiting in it."""
-
-    iteration: Count
-    count: Count
-    seconds: Seconds
-    waiting: Seconds
-
-
 class _Request(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     worker: Worker
     session: Count
@@ -97,6 +89,7 @@ class Join(_Request, frozen=True, gc=False, tag="join"):
     ``heard`` is the highest number of a group that it heard of, -1 if it heard of none, None if it has not joined
     before; ``answers`` are those that another member could still ask for. ``elastic``: the session is the incarnation
     of the worker's job, which has enrolled. ``answered`` is the iteration whose group it has heard of last.
+    ``about`` is for people.
     """
 
     mesh: tuple[Count, Count] | None
@@ -105,6 +98,7 @@ class Join(_Request, frozen=True, gc=False, tag="join"):
     answers: tuple[Answer, ...] = ()
     elastic: bool = False
     answered: Count | None = None
+    about: About | None = None
 
 
 class Ready(_Request, frozen=True, gc=False, tag="ready"):
@@ -114,7 +108,9 @@ class Ready(_Request, frozen=True, gc=False, tag="ready"):
 
 
 class Leave(_Request, frozen=True, gc=False, tag="leave"):
-    """The worker pauses or has finished its epoch."""
+    """The worker pauses or has finished its epoch; ``rows`` are those that no heartbeat has told."""
+
+    rows: NewRows | None = None
 
 
 class Failed(_Request, frozen=True, gc=False, tag="failed"):
@@ -132,11 +128,11 @@ class AskMissing(_Request, frozen=True, gc=False, tag="ask_missing"):
 
 
 class Heartbeat(_Request, frozen=True, gc=False, tag="heartbeat"):
-    """The worker lives; ``joined`` says whether it believes that it takes part, ``steps`` what it did since the last
+    """The worker lives; ``joined`` says whether it believes that it takes part, ``rows`` what it did since the last
     heartbeat, and ``dealt`` how far it is with what was dealt."""
 
     joined: bool
-    steps: Steps | None = None
+    rows: NewRows | None = None
     dealt: tuple[Segment, Done] | None = None
 
 
@@ -159,6 +155,13 @@ class TellLeases(_Request, frozen=True, gc=False, tag="tell_leases"):
 
 class AskStatus(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_status"):
     """How is the run? Anybody who may connect may ask."""
+
+
+class AskRows(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_rows"):
+    """What did workers do? Chunks from number ``since`` on, or so many of the newest if it is negative. Anybody who may
+    connect may ask."""
+
+    since: int
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welcome"):
@@ -247,6 +250,17 @@ class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="s
     status: Status
 
 
+class RowsReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="rows"):
+    """Chunks from number ``first`` on, each a :class:`~lightning_sdpipe.scheduler.rows.Chunk` in msgpack; ``next`` is
+    to be asked for next, and ``now`` the time of the scheduler's clock. ``workers`` have said who they are."""
+
+    now: float
+    workers: tuple[tuple[Worker, About], ...]
+    first: int
+    next: int
+    chunks: tuple[bytes, ...]
+
+
 Request: TypeAlias = Hello | Join | Ready | Leave | Failed | AskFailure | AskMissing | Heartbeat | AskLease | TellLeases
 Reply: TypeAlias = (
     Welcome
@@ -263,22 +277,25 @@ Reply: TypeAlias = (
     | Dealt
     | AskLeases
     | StatusReply
+    | RowsReply
 )
+Question: TypeAlias = AskStatus | AskRows
+"""Of somebody who is no worker."""
 
 _PREFIX = bytes([VERSION])
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[Request | AskStatus | e.Request] = msgspec.msgpack.Decoder(
-    Request | AskStatus | e.Request
+_request_decoder: msgspec.msgpack.Decoder[Request | Question | e.Request] = msgspec.msgpack.Decoder(
+    Request | Question | e.Request
 )
 _reply_decoder: msgspec.msgpack.Decoder[Reply | e.Reply] = msgspec.msgpack.Decoder(Reply | e.Reply)
 
 
-def encode(message: Request | AskStatus | Reply | e.Request | e.Reply) -> bytes:
+def encode(message: Request | Question | Reply | e.Request | e.Reply) -> bytes:
     """One frame."""
     return _PREFIX + _encoder.encode(message)
 
 
-def decode_request(frame: bytes) -> Request | AskStatus | e.Request:
+def decode_request(frame: bytes) -> Request | Question | e.Request:
     """The inverse of :func:`encode`, for the scheduler."""
     _check(frame, MAX_REQUEST_BYTES)
     try:

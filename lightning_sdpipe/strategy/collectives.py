@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torchmetrics import Metric
 
-from lightning_sdpipe import lightning_internals
+from lightning_sdpipe import lightning_internals, meter
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.p2p import backend_for, waiting_for
@@ -123,8 +123,9 @@ class Collectives(DDPStrategy):
         """What this worker knows of the two; in a process that has started all workers, what came home."""
         if self._training is None:
             return self.brought_home
-        waiting = sum(runner.link.seconds_waiting for runner in self._parts.runners)
-        return {"statistics": self.training.sync.statistics, "seconds_waiting_for_pipeline": waiting}
+        training = self.training
+        waiting = training.meter.seconds(*meter.FOR_NEIGHBOURS) - training.waited_before
+        return {"statistics": training.sync.statistics, "seconds_waiting_for_pipeline": waiting}
 
     def _cost(self, name: str) -> Any:
         costs = self.costs()

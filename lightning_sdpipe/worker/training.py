@@ -15,6 +15,7 @@ meanwhile is the :class:`~lightning_sdpipe.sync.rendezvous.Rendezvous`'s to know
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.closures import STEPPED_ALONE, once
@@ -39,6 +41,7 @@ from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
 from lightning_sdpipe.pipeline.micro_batches import Portion, refuse_time_first
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint, SyncState
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -105,6 +108,8 @@ class Training:
 
     def __post_init__(self) -> None:
         self._device = self.trainer.strategy.root_device
+        self.meter = meter.current()
+        self.waited_before = self.meter.seconds(*meter.FOR_NEIGHBOURS)
         self.rendezvous = self.make_rendezvous(self.sync)
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.readiness = Readiness(last, self.announce)
@@ -132,6 +137,9 @@ class Training:
         """Training starts."""
         self.mini_batches, self.updates = 0, self.first_update
         self._accumulated = False
+        size = getattr(self.trainer.train_dataloader, "batch_size", None)
+        samples = size * self.trainer.accumulate_grad_batches if isinstance(size, int) else None
+        self.client.about = About(socket.gethostname(), str(self._device), self.groups.rank, samples)
 
     def begin_batch(self, batch: Any) -> None:
         """Lightning shows ``batch`` to the hooks. Takes part from now on, unless there is nothing to train."""
@@ -321,9 +329,10 @@ class Training:
         if not alone:
             self.readiness.expect()
         try:
-            output = self.trainer.precision_plugin.optimizer_step(
-                optimizer, model=model or self.trainer.lightning_module, closure=once(closure, optimizer), **kwargs
-            )
+            with self.meter.spans[meter.OPTIMIZER]:
+                output = self.trainer.precision_plugin.optimizer_step(
+                    optimizer, model=model or self.trainer.lightning_module, closure=once(closure, optimizer), **kwargs
+                )
             self.draws.end_update(optimizer)
             self.readiness.reached("step")
         finally:
@@ -336,7 +345,8 @@ class Training:
             with self.first_failure():
                 if self.sync.shares_next:
                     self._look()
-                self.sync.synchronise()
+                with self.meter.spans[meter.EXCHANGE]:
+                    self.sync.synchronise()
             self.client.step_ended(self.updates - 1, self.sync.statistics.seconds_waiting)
         return output
 

@@ -25,9 +25,9 @@ from lightning_sdpipe.heterogeneity import (
     read_tracks,
     write_tracks,
 )
-from lightning_sdpipe.heterogeneity.injector import seconds_without_a_core
 from lightning_sdpipe.heterogeneity.slowdowns import FIGURE, SHARED_GPUS
 from lightning_sdpipe.heterogeneity.synthetic import main as synthesise
+from lightning_sdpipe.meter import seconds_without_a_core
 
 
 class Clock:

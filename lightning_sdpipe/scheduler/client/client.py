@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import zmq
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import MustEndError, RefusedError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies.decisions import Group
@@ -29,6 +30,7 @@ from lightning_sdpipe.scheduler.client.connection import GLANCE, Connection
 from lightning_sdpipe.scheduler.client.conversation import Connect, MustStop
 from lightning_sdpipe.scheduler.client.heartbeat import HeartbeatThread
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
+from lightning_sdpipe.scheduler.rows import About
 
 __all__ = ["Failure", "RunAborted", "SchedulerClient"]
 
@@ -85,6 +87,8 @@ class SchedulerClient:
         """What the scheduler decides by, as JSON, once it has answered."""
         self.serves: tuple[int, int] | None = None
         """The stages and pipelines that the scheduler serves, once it has been greeted."""
+        self.about: About | None = None
+        """What people are told of this worker. To be set before :meth:`join`."""
         self.meanwhile: Callable[[], object] | None = None
         """Called often while a lease is waited for."""
         self.on_invitation: Callable[[Group, int | None], None] | None = None
@@ -95,7 +99,7 @@ class SchedulerClient:
         """Called in the heartbeats' thread when the run is over because another worker failed, which the training
         thread may not learn while it waits for a tensor. To be set before :meth:`join`."""
         self._timeout = timeout
-        self._credentials = credentials
+        self.credentials = credentials
         self._heartbeat = heartbeat
         self._incarnation = incarnation
         elastic = incarnation is not None
@@ -138,12 +142,14 @@ class SchedulerClient:
     def join(self) -> None:
         """Take part from now on; returns when the scheduler has acknowledged it."""
         self.greet()
+        self._talk.about = self.about
         self._ask(m.Join)
         self._wait(m.Join, m.Acknowledged, "the scheduler to let it join")
+        meter.current().start()
         if self._heartbeat is not None and self._thread is None:
             name = m.heartbeat_id(self.worker, self._incarnation)
             self._thread = HeartbeatThread(
-                lambda: Connection(self._context, self.address, self._credentials, name),
+                lambda: Connection(self._context, self.address, self.credentials, name),
                 lambda line: self._carry_out(line, self._talk.beat),
                 self._hear,
                 self._heartbeat,
@@ -189,7 +195,8 @@ class SchedulerClient:
         the sign to train whatever is held, it comes when there is something, or the segment is over.
         """
         self._ask(m.AskLease, segment, ordinal)
-        return self._wait(m.AskLease, m.Dealt, f"lease {ordinal} of {segment}").lease
+        with meter.phase(meter.WAIT_GROUP):
+            return self._wait(m.AskLease, m.Dealt, f"lease {ordinal} of {segment}").lease
 
     def trained(self, batches: int) -> None:
         """So many batches of the segment are trained by this worker; heartbeats tell, this only notes it."""
@@ -199,10 +206,14 @@ class SchedulerClient:
     def step_ended(self, iteration: int, waited: float) -> None:
         """The step of ``iteration`` is over; ``waited`` are all seconds so far that this worker waited for replicas.
 
-        Heartbeats tell the scheduler how long steps take lately; this only notes it.
+        Heartbeats tell the scheduler what the steps were made of; this only notes it.
         """
-        with self._changed:
-            self._talk.steps.ended(iteration, waited)
+        row = meter.current().update_ended(waited)
+        if row is not None:
+            with self._changed:
+                full = self._talk.rows.add(iteration, row)
+            if full and self._thread is not None:
+                self._thread.beat_soon()
 
     def failed(self, reason: str) -> None:
         """Tell the scheduler, and through it everybody, that this worker failed. Never raises."""

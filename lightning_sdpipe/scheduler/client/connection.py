@@ -7,6 +7,7 @@ alike, namely like silence. Its monitor of a socket knows more: whether anything
 from __future__ import annotations
 
 import time
+from typing import TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -31,6 +32,9 @@ _WATCHED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+
+_Answer = TypeVar("_Answer", m.StatusReply, m.RowsReply)
 
 
 class Connection:
@@ -186,7 +190,19 @@ def check_credentials(address: str, credentials: WorkerKeys | None) -> None:
 
 
 def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: float = 5.0) -> Status:
-    """How the run is that the scheduler at ``address`` serves.
+    """How the run is that the scheduler at ``address`` serves; raises as :func:`ask`."""
+    return ask(m.AskStatus(), m.StatusReply, address, credentials=credentials, timeout=timeout).status
+
+
+def ask(
+    question: m.Question,
+    answer: type[_Answer],
+    address: str,
+    *,
+    credentials: WorkerKeys | None = None,
+    timeout: float = 5.0,
+) -> _Answer:
+    """What the scheduler at ``address`` answers to somebody who is no worker.
 
     Raises:
         SchedulerError: it does not answer in time, or what answers is no scheduler of this version.
@@ -198,12 +214,12 @@ def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: 
         until, asked = time.monotonic() + timeout, 0
         while (left := until - time.monotonic()) > 0:
             if asked < 2 and left <= timeout * (1 - asked / 2):
-                connection.send(m.encode(m.AskStatus()))
+                connection.send(m.encode(question))
                 asked += 1
             reply = connection.receive(min(left, GLANCE))
             connection.check()
-            if isinstance(reply, m.StatusReply):
-                return reply.status
+            if isinstance(reply, answer):
+                return reply
         raise SchedulerError(f"the scheduler at {address} did not answer within {timeout:g} s; {connection.silence()}")
     finally:
         if connection is not None:

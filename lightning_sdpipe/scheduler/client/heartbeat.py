@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import zmq
@@ -15,6 +17,10 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import Connection
 
 log = logging.getLogger(__name__)
+
+
+SOONEST = 1 / 8
+"""Seconds between two heartbeats, however much there is to tell."""
 
 
 class HeartbeatThread:
@@ -39,6 +45,10 @@ class HeartbeatThread:
         """Begin to beat."""
         self._thread.start()
 
+    def beat_soon(self) -> None:
+        """There is something to tell."""
+        os.write(self._tell, b".")
+
     def close(self) -> None:
         """End the thread and wait for it."""
         os.write(self._tell, b"!")  # closing it would tell nothing while a forked process, of a DataLoader, has it too
@@ -53,15 +63,20 @@ class HeartbeatThread:
             poller = zmq.Poller()
             poller.register(connection.socket, zmq.POLLIN)
             poller.register(self._stop, zmq.POLLIN)
-            self._beat(connection)
+            beaten, soon = -math.inf, False
             while True:
-                events = dict(poller.poll(int(self._interval * 1000)))
+                now = time.monotonic()
+                if now >= (due := beaten + (min(SOONEST, self._interval) if soon else self._interval)):
+                    self._beat(connection)
+                    beaten, soon = now, False
+                    continue
+                events = dict(poller.poll(int((due - now) * 1000) + 1))
                 if self._stop in events:
-                    return
+                    if b"!" in os.read(self._stop, 4096):
+                        return
+                    soon = True
                 if connection.socket in events:
                     self._receive(connection)
-                else:
-                    self._beat(connection)
         finally:
             connection.close()
 

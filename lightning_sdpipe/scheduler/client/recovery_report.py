@@ -1,5 +1,5 @@
-"""What a worker's session remembers to tell the scheduler: how fast the worker trains, the leases that its pipeline was
-dealt, and, to one that was restarted, the groups that others may not have heard of.
+"""What a worker's session remembers to tell the scheduler: its updates, the leases that its pipeline was dealt, and, to
+one that was restarted, the groups that others may not have heard of.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from itertools import accumulate
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.protocol import Answer, Steps
+from lightning_sdpipe.scheduler.protocol import Answer
+from lightning_sdpipe.scheduler.rows import MOST, NewRows, UpdateRow
 
 log = logging.getLogger(__name__)
 
@@ -119,32 +121,53 @@ class HeardLeases:
         return self._segment, leases, any(lease.over for lease in leases), self.done()
 
 
-class StepTimer:
-    """How long steps take lately."""
+class RowBuffer:
+    """A worker's rows that no heartbeat has taken yet, :data:`~lightning_sdpipe.scheduler.rows.MOST` at most. Where
+    updates come faster than heartbeats may carry them, neighbouring rows become one that says how many updates it is
+    of, so that sums stay exact.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        clock: nanoseconds, as the meter's.
+    """
+
+    def __init__(self, clock: Callable[[], int] = meter.CLOCK) -> None:
         self._clock = clock
-        self._ended_at: float | None = None
-        self._waited = 0.0
-        self._steps: Steps | None = None
+        self._rows: list[tuple[UpdateRow, int, bool]] = []
+        """With the end of each, and whether it follows the one before."""
+        self._dropped = 0
 
-    def start(self) -> None:
-        """What passed before now belongs to no step."""
-        self._ended_at = None
+    def add(self, update: int, row: meter.MeterRow) -> bool:
+        """``update`` is over. True if there are as many rows now as a heartbeat carries."""
+        if len(self._rows) >= MOST:
+            self._halve()
+        self._rows.append((UpdateRow(update, 1, row.us, row.core), row.ended, row.follows))
+        return len(self._rows) == MOST
 
-    def ended(self, iteration: int, waited: float) -> None:
-        """A step is over; ``waited`` are all seconds of waiting so far. The first one after :meth:`start` only marks
-        the beginning of the next."""
-        now, before = self._clock(), self._ended_at
-        waiting, self._waited, self._ended_at = waited - self._waited, waited, now
-        if before is None:
-            return
-        last = self._steps or Steps(iteration, 0, 0.0, 0.0)
-        count = last.count + 1
-        seconds = last.seconds + (now - before - last.seconds) / count
-        self._steps = Steps(iteration, count, seconds, last.waiting + (waiting - last.waiting) / count)
+    def take(self) -> NewRows | None:
+        """Those up to the next pause; None if there are none."""
+        if not self._rows:
+            return None
+        count = 1
+        while count < len(self._rows) and self._rows[count][2]:
+            count += 1
+        taken, self._rows = self._rows[:count], self._rows[count:]
+        dropped, self._dropped = self._dropped, 0
+        return NewRows(tuple(row for row, _, _ in taken), max(0, self._clock() - taken[-1][1]) // 1000, dropped)
 
-    def take(self) -> Steps | None:
-        """The steps since this was last asked; None if there were none."""
-        steps, self._steps = self._steps, None
-        return steps
+    def _halve(self) -> None:
+        halved: list[tuple[UpdateRow, int, bool]] = []
+        alone = False
+        """Is the last one there still without another?"""
+        for row, ended, follows in self._rows:
+            if alone and follows:
+                before, _, followed = halved[-1]
+                us = tuple(a + b for a, b in zip(before.us, row.us, strict=True))
+                both = UpdateRow(row.update, before.count + row.count, us, before.core + row.core)
+                halved[-1] = both, ended, followed
+                alone = False
+            else:
+                halved.append((row, ended, follows))
+                alone = True
+        if len(halved) == len(self._rows):  # pauses everywhere
+            self._dropped += halved.pop(0)[0].count
+        self._rows = halved

@@ -33,7 +33,8 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.conversation import Connect, MustStop
-from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers, HeardLeases, StepTimer
+from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers, HeardLeases, RowBuffer
+from lightning_sdpipe.scheduler.rows import About
 
 LAST_BEAT = 12
 """Heartbeats without an answer, after which a scheduler that is not restarted is given up, and any other is missed."""
@@ -99,7 +100,9 @@ class SessionConversation:
         """Was a heartbeat answered?"""
         self.failure: m.Failure | None = None
         """The first one of the run, if any was heard of."""
-        self.leases, self.steps = HeardLeases(clock), StepTimer(clock)
+        self.leases, self.rows = HeardLeases(clock), RowBuffer()
+        self.about: About | None = None
+        """For people, when it joins."""
         self._mesh, self._elastic, self._host = mesh, elastic, host
         self._number = 0
         self._open: dict[Kind, list[m.Request]] = {}
@@ -119,13 +122,14 @@ class SessionConversation:
         if kind is m.Hello:
             fields = (self._mesh,)
         elif kind is m.Join:
-            fields = self._mesh, False, self._heard.highest, (), self._elastic
+            fields = self._mesh, False, self._heard.highest, (), self._elastic, None, self.about
             self._open.pop(m.Leave, None)
         elif kind is m.Leave:
             self.joined, self._answered = False, None
             self._heard.forget()
             self._open.pop(m.Join, None)
             self._open.pop(m.Ready, None)
+            fields = (self.rows.take(),)
         elif kind is m.AskLease:
             self.leases.begin(fields[0])
             fields = *fields, self.leases.done()
@@ -140,7 +144,11 @@ class SessionConversation:
         """What is open, under new numbers."""
         for sent in self._open.values():
             self._number += 1
-            fresh = {"done": self.leases.done()} if isinstance(sent[-1], m.AskLease) else {}
+            fresh: dict[str, Any] = {}
+            if isinstance(sent[-1], m.AskLease):
+                fresh = {"done": self.leases.done()}
+            elif isinstance(sent[-1], m.Leave):
+                fresh = {"rows": None}  # which may have been heard, and would count twice
             sent.append(msgspec.structs.replace(sent[-1], number=self._number, **fresh))
         return [sent[-1] for sent in self._open.values()]
 
@@ -154,7 +162,7 @@ class SessionConversation:
                 what = "it ended without a word, and the scheduler with it"
                 effects += self._ends(m.Failure(self._host, what))
         self._unanswered += 1
-        progress = self.steps.take(), self.leases.progress()
+        progress = self.rows.take(), self.leases.progress()
         return [*effects, Send(self.make(m.Heartbeat, self.joined, *progress))]
 
     def make(self, kind: Kind, *fields: Any) -> m.Request:
@@ -171,7 +179,7 @@ class SessionConversation:
         match reply:
             case m.Unknown() if self.joined:
                 heard = self._heard
-                before = True, heard.highest, heard.to_report(), self._elastic, self._answered
+                before = True, heard.highest, heard.to_report(), self._elastic, self._answered, self.about
                 return self._say_first(self.make(m.Join, self._mesh, *before), of_beats)
             case m.AskLeases() if (book := self.leases.book()) is not None:
                 return self._say_first(self.make(m.TellLeases, *book), of_beats)
@@ -224,7 +232,6 @@ class SessionConversation:
             case m.Join(), m.Acknowledged(number=number) if number >= sent[0].number:
                 self.joined = True
                 self._heard.joined()
-                self.steps.start()
                 return True
             case (
                 (m.Leave(), m.Acknowledged(number=number))

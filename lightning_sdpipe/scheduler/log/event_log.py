@@ -29,10 +29,13 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Decision
 from lightning_sdpipe.policies.events import Event, Widened
 from lightning_sdpipe.policies.policy import Policy, RefusedEvent
+from lightning_sdpipe.scheduler.rows import About, Chunk
 
 log = logging.getLogger(__name__)
 
-FORMAT = "sdpipe-log/1"
+FORMAT = "sdpipe-log/2"
+_WITHOUT_ROWS = "sdpipe-log/1"
+"""What earlier versions wrote; the rest is the same."""
 REMEMBERED = 4096
 """Events that are kept in memory, unless there are many workers."""
 LIMIT = 256 << 20
@@ -62,6 +65,13 @@ class Beginning(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="form
     elastic: ElasticConfig | None = None
     after: int = 0
     """Events of this scheduler in files before this one."""
+
+
+class Updates(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line about what a worker did, from which nothing follows; and about the worker."""
+
+    rows: Chunk
+    about: About | None = None
 
 
 class Reader(Protocol):
@@ -138,17 +148,22 @@ class EventLog:
         if self._file is not None:
             self._write(Entry(now, event, members=decisions))
 
+    def record_rows(self, chunk: Chunk, about: About | None) -> None:
+        """A heartbeat has brought ``chunk``, of the worker that ``about`` is about."""
+        if self._file is not None:
+            self._write(Updates(chunk, about))
+
     def close(self) -> None:
         """Safe to call twice."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _write(self, line: Entry | Beginning) -> None:
+    def _write(self, line: Entry | Updates | Beginning) -> None:
         assert self._file is not None
         text = msgspec.json.encode(line) + b"\n"
         try:
-            if self._size + len(text) > self._limit // 2 and self._size and isinstance(line, Entry):
+            if self._size + len(text) > self._limit // 2 and self._size and not isinstance(line, Beginning):
                 self._begin_file()
             write_whole(self._file, text)  # at once: a killed scheduler leaves it, too
         except OSError as error:
@@ -212,6 +227,8 @@ class Record(msgspec.Struct):
 
     beginning: Beginning
     entries: list[Entry]
+    updates: list[Updates]
+    """What workers did, in the order in which heartbeats brought it."""
 
     @property
     def events(self) -> int:
@@ -265,10 +282,13 @@ def _read_file(path: Path, records: list[Record]) -> None:
         raise ConfigurationError(f"the log {path} cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines[:-1], 1):
         try:
-            if line.startswith(b'{"format"'):
+            if line.startswith(b'{"rows"'):
+                records[-1].updates.append(msgspec.json.decode(line, type=Updates))
+            elif line.startswith(b'{"format"'):
+                line = line.replace(_WITHOUT_ROWS.encode(), FORMAT.encode(), 1)
                 beginning = msgspec.json.decode(line, type=Beginning)
                 if not (records and beginning.after == records[-1].events > 0):
-                    records.append(Record(beginning, []))
+                    records.append(Record(beginning, [], []))
             else:
                 records[-1].entries.append(msgspec.json.decode(line, type=Entry))
         except (msgspec.DecodeError, IndexError) as error:

@@ -55,6 +55,8 @@ class StageStatus(msgspec.Struct, frozen=True):
     """The number of the last group."""
     silent: list[float | None]
     """Seconds since it was last heard of."""
+    joined: list[float | None]
+    """Seconds since it last joined."""
     seconds: list[float | None]
     """Length of a step, lately."""
     waiting: list[float | None]
@@ -187,10 +189,11 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class _WorkerView:
-    __slots__ = ("iteration", "last_group", "seconds", "waiting")
+    __slots__ = ("iteration", "joined", "last_group", "seconds", "waiting")
 
     def __init__(self) -> None:
         self.iteration: int | None = None
+        self.joined: float | None = None
         self.last_group: Group | None = None
         self.seconds: float | None = None
         self.waiting: float | None = None
@@ -224,6 +227,8 @@ class Overview:
             worker = event.worker
             view = self._views[worker.stage][worker.pipeline]
             view.seconds, view.waiting = event.seconds, event.waiting
+        elif type(event) is Joined:
+            self._views[event.worker.stage][event.worker.pipeline].joined = now
         elif type(event) is Broken:
             self.broken += event.sequence not in self._broken_last  # each member says so
             self._broken_last[event.sequence] = None
@@ -249,14 +254,15 @@ class Overview:
         return recent / max(1.0, min(uptime, RATE_SECONDS + now - int(now)))
 
     def stages(
-        self, states: Mapping[Worker, str], silent: Mapping[Worker, float], graphs: Sequence[SyncGraph]
+        self, now: float, states: Mapping[Worker, str], silent: Mapping[Worker, float], graphs: Sequence[SyncGraph]
     ) -> list[StageStatus]:
         """Every stage; ``silent`` are seconds since each worker was last heard of."""
         budget = GROUPS_COST // len(self._views)
-        return [self._stage(number, states, silent, graph, budget) for number, graph in enumerate(graphs)]
+        return [self._stage(now, number, states, silent, graph, budget) for number, graph in enumerate(graphs)]
 
     def _stage(
         self,
+        now: float,
         number: int,
         states: Mapping[Worker, str],
         silent: Mapping[Worker, float],
@@ -278,6 +284,7 @@ class Overview:
             iterations=[view.iteration for view in views],
             last_groups=[None if view.last_group is None else view.last_group.sequence for view in views],
             silent=[silent.get(worker) for worker in workers],
+            joined=[None if view.joined is None else round(now - view.joined, 3) for view in views],
             seconds=[view.seconds for view in views],
             waiting=[view.waiting for view in views],
             round=graph.round,

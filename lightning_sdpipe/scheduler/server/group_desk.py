@@ -239,17 +239,17 @@ class GroupDesk:
         else:
             self._decide_ready(session, iteration, now)
 
-    def hear_beat(self, session: Session, request: m.Heartbeat, peer: bytes, now: float) -> bool:
+    def hear_beat(
+        self, session: Session, request: m.Heartbeat, progress: Progress | None, peer: bytes, now: float
+    ) -> bool:
         """A client lives, and says how fast it is. False if it takes itself for a participant and is none."""
         session.beats = True
         if request.joined and not session.active and request.number > session.received.left_at:
             self._outbox.say(peer, m.Unknown(request.number))
             return False
-        if request.steps is not None and session.active:
-            steps = request.steps
-            event = Progress(request.worker, steps.iteration, steps.count, steps.seconds, steps.waiting)
+        if progress is not None and session.active:
             self.let_time_pass(now)
-            self._carry_out(self._driver.tell(event, now), now)
+            self._carry_out(self._driver.tell(progress, now), now)
         return True
 
     def end_recovery(self, now: float) -> None:

@@ -41,6 +41,7 @@ from lightning_sdpipe.scheduler.server.outbox import Addressed, Outbox
 from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver, PolicyFailed
 from lightning_sdpipe.scheduler.server.process_groups import ProcessGroupRegistry
 from lightning_sdpipe.scheduler.server.recovery import Recovery
+from lightning_sdpipe.scheduler.server.row_desk import RowDesk
 from lightning_sdpipe.scheduler.server.session import HELD, Session
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class SchedulerService:
         self._started = now
         self._silence = Silence(worker_timeout, now)
         self._outbox = Outbox()
+        self._rows = RowDesk(self.log, self._outbox)
         everybody = [Worker(j, i) for i in range(num_pipelines) for j in range(num_stages)]
         self.lines = Lines()
         """By which it is known at once that a process has ended."""
@@ -142,10 +144,12 @@ class SchedulerService:
             self._give_up(error)
         return self._outbox.sent()
 
-    def handle(self, peer: bytes, request: m.Request | m.AskStatus | e.Request, now: float) -> list[Addressed]:
+    def handle(self, peer: bytes, request: m.Request | m.Question | e.Request, now: float) -> list[Addressed]:
         """A message from the peer that calls itself ``peer``."""
         if isinstance(request, m.AskStatus):
             return [(peer, m.StatusReply(self.status(now)))]
+        if isinstance(request, m.AskRows):
+            return [(peer, self._rows.answer(request, now))]
         worker = request.worker
         if isinstance(request, e.ElasticRequest):
             speaks_for_itself = peer == e.peer_of(worker, request.incarnation)
@@ -201,6 +205,7 @@ class SchedulerService:
             held=len(self.groups.recovery.held),
             looks_back=self._looks_back,
             stages=overview.stages(
+                now,
                 {session.worker: session.state.value for session in sessions},
                 {session.worker: round(now - session.heard, 3) for session in sessions},
                 self._sync_graphs(),
@@ -278,11 +283,14 @@ class SchedulerService:
             return
         match request:
             case m.Join():
+                self._rows.introduce(request)
                 self.groups.join_anew(request, peer, now)
             case m.Heartbeat(joined=False):
+                self._rows.hear(request, None, peer, now)
                 self.groups.recovery.joins(request.worker, False, now)  # it waits for no group
                 self._answer_heartbeat(request, peer, now)
             case m.Leave():
+                self._rows.hear(request, None, peer, now)
                 self.groups.leave_unseen(request, peer, now)
                 self._outbox.say(peer, m.Acknowledged(request.number))
             case m.Hello() | m.Failed() | m.AskFailure() | m.AskMissing() | m.AskLease() | m.TellLeases():
@@ -295,11 +303,14 @@ class SchedulerService:
             case m.Ready():
                 self.groups.ready(session, request, peer, now)
             case m.Heartbeat():
-                if self.groups.hear_beat(session, request, peer, now):
+                progress = self._rows.hear(request, session.id, peer, now)
+                if self.groups.hear_beat(session, request, progress, peer, now):
                     self._answer_heartbeat(request, peer, now)
             case m.Join():
+                self._rows.introduce(request)
                 self.groups.join(session, request, peer, now)
             case m.Leave():
+                self._rows.hear(request, session.id, peer, now)
                 session.received.left_at = request.number
                 self.groups.leave(session, now)
                 self._outbox.say(peer, m.Acknowledged(request.number, session.invitations))

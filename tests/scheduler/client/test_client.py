@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
@@ -23,8 +24,8 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import client
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
 from lightning_sdpipe.scheduler.client.connection import ask_status
-from lightning_sdpipe.scheduler.client.recovery_report import StepTimer
 from lightning_sdpipe.scheduler.credentials import make_keys
+from lightning_sdpipe.scheduler.rows import About, Chunk
 from lightning_sdpipe.scheduler.server.server import Endpoint
 from tests.scheduler.live_scheduler import clients, serving
 
@@ -317,27 +318,46 @@ def test_how_long_steps_take_travels_with_the_heartbeats() -> None:
         clients(server.address, W(0, 0), heartbeat=0.02) as (a,),
     ):
         a.join()
-        now = iter([10.0, 11.0, 14.0])
-        a._talk.steps = StepTimer(clock=lambda: next(now))
-        for iteration, waited in enumerate((0.5, 0.75, 1.5)):
-            a.step_ended(iteration, waited)
+        for iteration in range(3):
+            with meter.phase(meter.EXCHANGE):
+                time.sleep(0.02)
+            a.step_ended(iteration, 0.01 * iteration)
         while (row := ask_status(server.address).workers()[0]).seconds is None:
             pass
-        assert row.seconds in (1.0, 2.0, 3.0), "the mean of 1 and 3, unless a heartbeat came in between"
-        assert row.waiting in (0.25, 0.5, 0.75)
+        assert 0.02 <= row.seconds < 1.0
+        assert row.waiting == pytest.approx(0.01, abs=1e-5)
 
 
-def test_steps_are_summed_up_between_heartbeats() -> None:
-    times = iter([0.0, 2.0, 3.0, 50.0, 51.0])
-    timer = StepTimer(clock=lambda: next(times))
-    for iteration, waited in ((3, 0.5), (4, 1.5), (5, 2.0)):
-        timer.ended(iteration, waited)
-    assert timer.take() == m.Steps(5, 2, 1.5, 0.75)
-    assert timer.take() is None
-    timer.start()  # a pause is no step
-    timer.ended(6, 2.0)
-    timer.ended(7, 2.5)
-    assert timer.take() == m.Steps(7, 1, 1.0, 0.5)
+def test_the_last_rows_of_a_worker_leave_with_it() -> None:
+    with (
+        serving(AllReduceModels(), 1, 1) as server,
+        clients(server.address, W(0, 0)) as (a,),
+    ):  # heartbeats are 1 s apart
+        a.about = About("host", "cpu", 0)
+        a.join()
+        for iteration in range(100):
+            a.step_ended(iteration, 0.0)
+        a.leave()
+        reply = server.service.handle(b"", m.AskRows(0), 0.0)[0][1]
+        assert isinstance(reply, m.RowsReply)
+        assert reply.workers == ((W(0, 0), About("host", "cpu", 0)),)
+        told = [row for data in reply.chunks for row in msgspec.msgpack.decode(data, type=Chunk).rows]
+        assert sum(row.count for row in told) == 99, "the first update only marks the beginning of the next"
+        assert told[-1].update == 99
+
+
+def test_a_full_buffer_is_told_at_once_but_not_all_the_time() -> None:
+    beats: list[float] = []
+    with serving(AllReduceModels(), 1, 1) as server, clients(server.address, W(0, 0), heartbeat=5.0) as (a,):
+        beat = a._talk.beat
+        a._talk.beat = lambda: (beats.append(time.monotonic()), beat())[1]  # type: ignore[method-assign]
+        a.join()
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            a.step_ended(0, 0.0)
+            time.sleep(0.001)
+        a.leave()
+    assert 3 <= len(beats) <= 5, "the first, and one in 1/8 s"
 
 
 def test_the_right_keys_are_let_in_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies import Group, Reason, Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.rows import About, NewRows, UpdateRow
 from tests.scheduler.live_scheduler import clients, serving
 
 FRAMES, SENT = (1_000_000, 100_000) if settings.default.max_examples >= 10_000 else (200_000, 20_000)
@@ -28,17 +29,20 @@ REQUESTS = [
     m.Hello(A, 1 << 60, 1, (2, 3)),
     m.Join(A, 1 << 60, 1, None),
     m.Join(B, 5, 9, (1, 2), True, 3, (ANSWER, ANSWER)),
+    m.Join(B, 5, 9, (1, 2), about=About("host", "cuda:1", 3)),
     m.Ready(A, 1 << 60, 2, 7),
     m.Leave(B, 5, 6),
+    m.Leave(B, 5, 7, NewRows((UpdateRow(7, 1, (1,) * 13, 0),), 250)),
     m.Failed(A, 1, 3, "out of memory"),
     m.AskFailure(A, 1, 4),
     m.AskMissing(B, 1, 5),
     m.Heartbeat(A, 1, 6, True),
-    m.Heartbeat(A, 1, 6, True, m.Steps(7, 3, 0.25, 0.05)),
+    m.Heartbeat(A, 1, 6, True, NewRows((UpdateRow(7, 1, (1,) * 13, 0), UpdateRow(9, 2, (1000,) * 13, 4)), 250, 1)),
     m.Heartbeat(B, 1, 6, True, None, (SEGMENT, Done(7, 0.25, 0.1))),
     m.AskLease(A, 1, 7, SEGMENT, 3, Done(0)),
     m.TellLeases(B, 1, 8, SEGMENT, (LEASE, LEASE), False, Done(7, 0.25, 0.1)),
     m.AskStatus(),
+    m.AskRows(-9),
 ]
 REPLIES = [
     m.Welcome(1, "{}", (2, 2)),
@@ -55,6 +59,7 @@ REPLIES = [
     m.Invitation(GROUP),
     m.Dealt(LEASE),
     m.AskLeases(),
+    m.RowsReply(2.5, ((A, About("host", "cpu", 3, 32)),), 0, 1, (b"\x90",)),
 ]
 
 
@@ -153,15 +158,16 @@ def test_many_frames_at_a_live_server() -> None:
                 groups += [a.group(), b.group()]
         assert groups == undisturbed
         stranger.send(ask)
-        asks, told_the_version = asked, 0
+        asks, told_the_version, told_rows = asked, 0, 0
         while asked:
             assert stranger.poll(30_000)
             reply = m.decode_reply(stranger.recv())
             asked -= isinstance(reply, m.StatusReply)
             told_the_version += isinstance(reply, m.Refused)
+            told_rows += isinstance(reply, m.RowsReply)
         assert isinstance(reply, m.StatusReply)
         assert set(reply.status.refused) == {"malformed", "other version", "impersonating"}
-        assert sum(reply.status.refused.values()) == SENT + 1 - asks, "all others were ignored"
+        assert sum(reply.status.refused.values()) == SENT + 1 - asks - told_rows, "all others were ignored"
         assert reply.status.refused["other version"] == told_the_version
         assert reply.status.failure is None
 

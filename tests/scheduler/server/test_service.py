@@ -13,6 +13,7 @@ from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.server.service import SchedulerService
+from tests.scheduler.rows import rows
 
 A, B = Worker(0, 0), Worker(0, 1)
 Addressed = tuple[bytes, m.Reply]
@@ -399,15 +400,15 @@ def test_the_status_of_thousands_of_workers_is_a_fraction_of_the_largest_reply()
             for worker in workers:
                 service.handle(m.routing_id(worker), m.Ready(worker, 1, 2 + k, k), k + 0.5)
         for worker in workers:
-            beat = m.Heartbeat(worker, 1, 9, True, m.Steps(3, 4, 0.123456, 0.0123))
+            beat = m.Heartbeat(worker, 1, 9, True, rows(3, 4, 123_456, 12_300))
             service.handle(m.heartbeat_id(worker), beat, 5.0)
         frame = m.encode(m.StatusReply(service.status(6.0)))
         assert len(frame) < m.MAX_REPLY_BYTES / 8
         reply = m.decode_reply(frame)
         assert isinstance(reply, m.StatusReply)
-        rows = reply.status.workers()
-        assert [row.worker for row in rows] == workers
-        assert {(row.iteration, row.seconds) for row in rows} == {(3, 0.123456)}
+        shown = reply.status.workers()
+        assert [row.worker for row in shown] == workers
+        assert {(row.iteration, row.seconds) for row in shown} == {(3, 0.123456)}
 
 
 def test_a_policy_without_a_graph_of_its_own_has_one_made_from_the_log() -> None:

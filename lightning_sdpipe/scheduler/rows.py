@@ -1,0 +1,81 @@
+"""Rows of the meter as they travel to the scheduler and stay there."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from lightning_sdpipe import meter
+from lightning_sdpipe.policies.events import Count, Progress, Worker
+
+MOST = 32
+"""Rows of one heartbeat; so many that wait are sent at once."""
+_LARGEST = 1 << 53
+"""Microseconds that are taken for meant; above, JSON would lose digits."""
+
+
+class UpdateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The last ``count`` updates of a worker, up to ``update``: microseconds of each of
+    :data:`~lightning_sdpipe.meter.PHASES`, and those without a core."""
+
+    update: int
+    count: int
+    us: tuple[int, ...]
+    core: int
+
+
+class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Rows of updates without a pause in between, the last of which ended ``ago`` microseconds ago; ``dropped`` others
+    are in none."""
+
+    rows: tuple[UpdateRow, ...]
+    ago: int
+    dropped: int = 0
+
+    def progress(self, worker: Worker) -> Progress:
+        """What a policy hears of them."""
+        count = sum(row.count for row in self.rows)
+        seconds, waiting = (
+            sum(map(of, self.rows)) / count / 1e6
+            for of in (lambda row: sum(row.us), lambda row: row.us[meter.WAIT_GROUP])
+        )
+        return Progress(worker, self.rows[-1].update, count, seconds, waiting)
+
+    def fault(self) -> str | None:
+        """What no client would say, if anything."""
+        if not 0 < len(self.rows) <= MOST:
+            return f"{len(self.rows)} rows"
+        if min(self.ago, self.dropped) < 0 or any(later.update <= row.update for row, later in pairwise(self.rows)):
+            return "rows that do not increase"
+        for row in self.rows:
+            numbers = (row.update, row.core, *row.us)
+            if len(row.us) != len(meter.PHASES) or row.count < 1 or min(numbers) < 0 or max(numbers) > _LARGEST:
+                return f"the row {row}"
+        return None
+
+
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=255)]
+
+
+class About(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What people know a worker by, and how many samples one of its updates has, if that is known."""
+
+    host: Text
+    device: Text
+    rank: Count
+    samples: Count | None = None
+
+    def __str__(self) -> str:
+        return f"{self.host}, {self.device}"
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Rows of ``worker`` in one session, its ``life``; the last ended ``at``, in seconds of the scheduler's clock."""
+
+    worker: Worker
+    life: int
+    at: float
+    rows: tuple[UpdateRow, ...]
+    dropped: int = 0
