@@ -1,8 +1,8 @@
 """``sdpipe``: the operator's commands. Starts without torch.
 
 ``sdpipe run`` trains on one machine with several pipelines, whoever of them dies.
-``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, ``sdpipe status ADDRESS`` shows
-how it goes, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe
+``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, ``sdpipe status`` shows how it
+goes, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe
 partition`` shows how a model would be cut, ``sdpipe check`` whether it then computes the same, and ``sdpipe record
 FILE`` writes down how fast a device is over time. ``sdpipe measure FILE`` measures links and devices, and ``sdpipe
 place FILE`` decides which device runs what. ``sdpipe demo`` compares methods on handwritten digits.
@@ -11,12 +11,10 @@ place FILE`` decides which device runs what. ``sdpipe demo`` compares methods on
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -25,17 +23,14 @@ from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import check_integer
-from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     is_loopback,
     own_keys,
     read_scheduler_keys,
-    worker_keys,
+    worker_keys_beside,
     write_keys,
 )
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, differences, read_log
-from lightning_sdpipe.scheduler.log.status import Status
-from lightning_sdpipe.scheduler.log.status_page import render, to_plain
 from lightning_sdpipe.scheduler.server.process import SchedulerSettings, serve
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits
 
@@ -47,6 +42,7 @@ _OWN_OPTIONS = {  # commands that parse their own
     "place": "placement.command",
     "run": "supervision.command",
     "demo": "demo",
+    "status": "seeing.command",
 }
 
 
@@ -167,20 +163,14 @@ def _parser() -> argparse.ArgumentParser:
     scheduler.add_argument("--verbose", action="store_true", help="log every group and its reason")
     scheduler.set_defaults(run=_scheduler)
 
+    commands.add_parser("status", help="show what workers do, and which of them is slow", add_help=False)
+
     replay = commands.add_parser(
         "replay", help="play a scheduler's log back to its policy, and compare what it decides"
     )
     replay.add_argument("file", type=Path, help="as sdpipe scheduler --log wrote it")
     replay.set_defaults(run=_replay)
 
-    status = commands.add_parser("status", help="show stages × pipelines and what they do")
-    status.add_argument("address", help="as in tcp://127.0.0.1:5555")
-    status.add_argument("--key-file", type=Path, help="worker.key; on loopback this account's own by default")
-    form = status.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one JSON object, for machines")
-    form.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="refresh (needs rich)")
-    status.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for an answer")
-    status.set_defaults(run=_status)
     return parser
 
 
@@ -223,36 +213,10 @@ def _scheduler(options: argparse.Namespace) -> int:
             resume=options.resume,
         ),
         level=logging.DEBUG if options.verbose else logging.INFO,
+        worker_keys=None if key_file is None else worker_keys_beside(key_file),
     )
     serve(settings, [signal.SIGINT, signal.SIGTERM], [], lambda line: print(line, flush=True))
     return 0
-
-
-def _status(options: argparse.Namespace) -> int:
-    keys = worker_keys(options.address, options.key_file)
-
-    def ask() -> Status:
-        return ask_status(options.address, credentials=keys, timeout=options.timeout)
-
-    if options.json:
-        print(json.dumps(to_plain(ask()), allow_nan=False))
-    elif options.watch is None:
-        print(render(ask()))
-    else:
-        _watch(ask, options.watch)
-    return 0
-
-
-def _watch(ask: Callable[[], Status], seconds: float) -> None:
-    try:
-        from rich.live import Live
-        from rich.text import Text
-    except ImportError as error:
-        raise ConfigurationError("--watch needs rich; install it: pip install 'lightning-sdpipe[watch]'") from error
-    with Live(Text(render(ask())), auto_refresh=False) as live:
-        while True:
-            time.sleep(seconds)
-            live.update(Text(render(ask())), refresh=True)
 
 
 def _replay(options: argparse.Namespace) -> int:

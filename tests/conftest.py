@@ -100,7 +100,7 @@ def own_environment(cache: Path) -> Iterator[None]:
     """Lightning keeps seeds and ports in the environment, where the next test would find them."""
     before = dict(os.environ)
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("XDG_RUNTIME_DIR", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     yield
     os.environ.clear()

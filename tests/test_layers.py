@@ -18,7 +18,7 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 # From the top down: what is further left imports what is further right.
 HOUSE = (
     *("cli", "demo", "supervision", "sweep", "configuration", "check"),
-    *("strategy", "worker", "loop", "checkpoints", "sync", "data"),
+    *("strategy", "worker", "loop", "checkpoints", "sync", "data", "seeing"),
     *("placement", "pipeline", "partition", "exchange", "scheduler", "simulate", "membership", "dealing", "policies"),
     *("optim", "heterogeneity", "topology", "random_streams", "p2p", "lightning_internals", "meter", "errors"),
 )

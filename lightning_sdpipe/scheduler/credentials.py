@@ -143,6 +143,16 @@ def read_worker_keys(path: Path) -> WorkerKeys:
     return keys
 
 
+def worker_keys_beside(scheduler_key_file: Path) -> WorkerKeys | None:
+    """The workers' keys that were made with those of ``scheduler_key_file``, if they still lie beside it."""
+    scheduler = read_scheduler_keys(scheduler_key_file)
+    try:
+        keys = read_worker_keys(scheduler_key_file.with_name(WORKER_KEY_FILE))
+    except ConfigurationError:  # a scheduler does not need them
+        return None
+    return keys if keys.scheduler_public == scheduler.public else None
+
+
 def is_loopback(address: str) -> bool:
     """Does this ZeroMQ address stay on this machine?"""
     if address.startswith(("ipc://", "inproc://")):

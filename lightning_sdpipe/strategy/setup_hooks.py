@@ -157,8 +157,11 @@ class SetupHooks(CheckpointHooks):
         address, options = self.membership.client.address, self.options
         if options.standing_scheduler is not None:
             return f"see `sdpipe status {address}`"
-        log = "log_dir=… keeps its decisions" if options.scheduler_log is None else f"see {options.scheduler_log}"
-        return f"{address}, started by rank 0; {log}"
+        where = "" if self.num_nodes == 1 else " on its machine"
+        log = (
+            "log_dir=… keeps its decisions" if options.scheduler_log is None else f"its log is {options.scheduler_log}"
+        )
+        return f"{address}, started by rank 0: see `sdpipe status`{where}; {log}"
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

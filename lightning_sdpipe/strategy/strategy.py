@@ -31,6 +31,7 @@ from lightning_sdpipe.loop.refusals import refuse_new_parameters
 from lightning_sdpipe.loop.resume_position import split_of
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.seeing.page import last_line
 from lightning_sdpipe.strategy import option_checks
 from lightning_sdpipe.strategy.setup_hooks import SetupHooks
 from lightning_sdpipe.sync.synchronizer import SyncMethod
@@ -293,6 +294,12 @@ class SDPipeStrategy(SetupHooks):
         return self._worker.stage == self.options.num_stages - 1
 
     # ---------------------------------------------------------------- the end
+
+    def on_train_end(self) -> None:
+        if self.is_global_zero:
+            client = self.membership.client
+            if (said := last_line(client.address, client.credentials)) is not None:
+                rank_zero_info(said)
 
     @property
     def injector(self) -> DelayInjector:

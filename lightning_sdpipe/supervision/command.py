@@ -104,6 +104,7 @@ def _run(options: argparse.Namespace) -> int:
         USUAL_LIMITS if options.worker_timeout is None else Limits(options.worker_timeout),
         Files(logs / "scheduler.jsonl", journal=logs / "scheduler.journal"),
         elastic,
+        worker_keys=keys,
     )
     scheduler = SchedulerProcess(of_scheduler, logs / "scheduler.log", environment, keeps_port=True)
     shape = f"{settings.num_pipelines} pipelines × {settings.num_stages} stages"

@@ -97,7 +97,7 @@ def _table(status: Status, rows: list[WorkerStatus]) -> list[str]:
     cells = {row.worker: _cell(row, status.stages[row.worker.stage]) for row in rows}
     pipelines = sorted({row.worker.pipeline for row in rows})
     stages = range(len(status.stages))
-    return _aligned(
+    return aligned(
         [["pipeline", *(f"stage {stage}" for stage in stages)]]
         + [[str(i), *(cells.get(Worker(stage, i), "") for stage in stages)] for i in pipelines]
     )
@@ -142,7 +142,7 @@ def _sync_graph(number: int, stage: StageStatus, status: Status) -> list[str]:
     if len(pipelines) <= PAIRS_UP_TO:
         header = [f"{unit} since", *map(str, pipelines[:-1])]
         pairs = [[str(b), *(str(met.get((a, b), "-")) for a in pipelines if a < b)] for b in pipelines[1:]]
-        lines += [f"  {line}" for line in _aligned([header, *pairs])]
+        lines += [f"  {line}" for line in aligned([header, *pairs])]
     else:
         possible = len(pipelines) * (len(pipelines) - 1) // 2
         present = set(pipelines)
@@ -157,7 +157,8 @@ def _rho(stage: StageStatus) -> float | None:
         return None
 
 
-def _aligned(table: list[list[str]]) -> list[str]:
+def aligned(table: list[list[str]]) -> list[str]:
+    """Lines with the columns of ``table`` below each other."""
     width = len(table[0])
     widths = [max(len(row[column]) for row in table if column < len(row)) for column in range(width)]
     return ["  ".join(text.ljust(size) for text, size in zip(row, widths, strict=False)).rstrip() for row in table]

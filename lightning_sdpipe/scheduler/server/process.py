@@ -8,6 +8,7 @@ outlives the process that started it, however that ends. It is started again at 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import os
 import select
@@ -28,7 +29,7 @@ from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.scheduler import policy_file
+from lightning_sdpipe.scheduler import policy_file, run_file
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
 from lightning_sdpipe.scheduler.server.server import LOOPBACK, NO_FILES, USUAL_LIMITS, Endpoint, Files, Limits, Server
 from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
@@ -56,6 +57,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     path: tuple[str, ...] = ()
     """Where modules of the user are found."""
     level: int = logging.INFO
+    worker_keys: WorkerKeys | None = None
+    """For commands that find it by its :mod:`~lightning_sdpipe.scheduler.run_file`."""
 
     def server(self) -> Server:
         """One with these settings, not open yet.
@@ -78,6 +81,12 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     def to_line(self) -> bytes:
         """As :meth:`from_line` reads it."""
         return msgspec.json.encode(self, enc_hook=str) + b"\n"
+
+    def run_file(self, address: str) -> run_file.RunFile:
+        """What commands must know of the scheduler with these settings that listens at ``address``."""
+        log = None if self.files.log is None else str(self.files.log.absolute())
+        time = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+        return run_file.RunFile(address, self.worker_keys, log, self.num_stages, self.num_pipelines, time)
 
     @staticmethod
     def from_line(line: bytes) -> SchedulerSettings:
@@ -179,6 +188,7 @@ class SchedulerProcess:
             files=Files(None if log is None else log.resolve()),
             path=tuple(os.path.abspath(folder) for folder in sys.path),  # "" is the working directory
             level=logging.WARNING,
+            worker_keys=credentials,
         )
         scheduler = cls(settings)
         scheduler.credentials = credentials
@@ -332,7 +342,7 @@ def serve(
     form = "scheduler: %(message)s" if of_a_run else "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=settings.level, format=form, stream=sys.stderr)
     server = settings.server()
-    with stop_signals(*signals) as stopped, server:
+    with stop_signals(*signals) as stopped, server, run_file.published(settings.run_file(server.address)):
         say(SAYS + server.address)
         server.run([stopped, *stop])
 

@@ -1,0 +1,1 @@
+"""Seeing a run: what its workers did, and which of them is slow. Nothing here changes a decision, or imports torch."""

@@ -1,0 +1,117 @@
+"""``sdpipe status``: how a run goes, by its scheduler or by the log of one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.scheduler.client.connection import ask_status
+from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
+from lightning_sdpipe.scheduler.log.status import Status
+from lightning_sdpipe.scheduler.run_file import RunFile, running
+from lightning_sdpipe.seeing.detectors import findings
+from lightning_sdpipe.seeing.page import HEALTHY, NOT_CARRIED_OUT, exit_status, render, to_plain
+from lightning_sdpipe.seeing.recording import Recording, of_log, of_scheduler
+
+_ELSEWHERE = 1.0
+"""Seconds in which a scheduler of another host must answer to be shown."""
+
+Look = Callable[[], tuple[Recording, Status | None]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status is 2 when it cannot be carried out; with ``--once`` it says how the run is."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _show(_look(options), options)
+    except (ConfigurationError, SchedulerError) as error:
+        print(f"sdpipe: {error}", file=sys.stderr)
+        return NOT_CARRIED_OUT
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sdpipe status", description="Shows what the workers of a run do, and which of them is slow."
+    )
+    parser.add_argument(
+        "run",
+        nargs="?",
+        metavar="ADDRESS|LOG",
+        help="a scheduler, as in tcp://127.0.0.1:5555, or its log (default: the only scheduler of this account)",
+    )
+    parser.add_argument("--key-file", type=Path, help="worker.key (default: what the scheduler left for this account)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--once",
+        action="store_true",
+        help="the exit status says how the run is: 0 healthy, 10 warning, 11 critical, 12 too little is known, 2 this "
+        "could not be carried out",
+    )
+    form.add_argument("--json", action="store_true", help="one JSON object, for machines")
+    form.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="refresh (needs rich)")
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for an answer")
+    return parser
+
+
+def _show(look: Look, options: argparse.Namespace) -> int:
+    if options.watch is not None:
+        _watch(look, options.watch)
+        return HEALTHY
+    recording, status = look()
+    print(json.dumps(to_plain(recording, status), allow_nan=False) if options.json else render(recording, status))
+    return exit_status(findings(recording)) if options.once else HEALTHY
+
+
+def _look(options: argparse.Namespace) -> Look:
+    if options.run is not None and Path(options.run).is_file():
+        return lambda: (of_log(Path(options.run)), None)
+    address, keys = _scheduler_of(options.run, options.key_file)
+    return lambda: of_scheduler(address, keys, options.timeout)
+
+
+def _watch(look: Look, seconds: float) -> None:
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError as error:
+        raise ConfigurationError("--watch needs rich; install it: pip install 'lightning-sdpipe[watch]'") from error
+    with Live(Text(render(*look())), auto_refresh=False) as live:
+        while True:
+            time.sleep(seconds)
+            live.update(Text(render(*look())), refresh=True)
+
+
+def _scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None]:
+    """The address, and the keys that open it.
+
+    Raises:
+        ConfigurationError: none is given, and not just one scheduler runs.
+    """
+    runs = [run for run in running(_answers) if address in (None, run.address)]
+    if address is None and len(runs) != 1:
+        listed = "".join(f"\n  {run}" for run in runs)
+        raise ConfigurationError(
+            f"several schedulers run; give the address of one:{listed}"
+            if runs
+            else "no scheduler of this account runs on this host; give the address of one, as in tcp://10.0.0.1:5555"
+        )
+    if runs and key_file is None and runs[0].keys is not None:
+        return runs[0].address, runs[0].keys
+    address = address or runs[0].address
+    return address, worker_keys(address, key_file)
+
+
+def _answers(run: RunFile) -> bool:
+    """Does the scheduler of another host answer from here?"""
+    try:
+        ask_status(run.address, credentials=run.keys, timeout=_ELSEWHERE)
+    except (ConfigurationError, SchedulerError):
+        return False
+    return True

@@ -1,0 +1,226 @@
+"""Which worker of a recording is slow, and whether the recording says enough to tell. Pure.
+
+A worker's own time contains no wait for another one, so that in an all-reduce, where all updates are equally long, the
+slow worker's own time is long and that of the others is not. It is compared with that of its replicas *in the same
+stretch of time*, as what slows a whole machine slows them alike. Eight blocks of eight updates give eight such ratios;
+their median must be large, and large against their scatter, in three looks one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_sdpipe.meter import OWN, PHASES
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.seeing.recording import Recording, Series
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about ``workers`` that is worth knowing, since a moment of the scheduler's clock.
+
+    ``severity`` is ``"warning"``, ``"critical"`` or ``"blind"``; ``evidence`` are the numbers that it rests on.
+    """
+
+    kind: str
+    severity: str
+    workers: tuple[Worker, ...]
+    since: float
+    text: str
+    evidence: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SlowRule:
+    """When a worker is slow.
+
+    Args:
+        block: updates of a block.
+        blocks: of one look.
+        step: updates from look to look.
+        looks: in a row that must say so.
+        named: by which factor its own time exceeds that of its replicas.
+        cleared: below which it is slow no more.
+        certainty: how many standard errors the mean must be above 0.
+    """
+
+    block: int = 8
+    blocks: int = 8
+    step: int = 16
+    looks: int = 3
+    named: float = 1.15
+    cleared: float = 1.10
+    certainty: float = 4.0
+
+    @property
+    def needs(self) -> int:
+        """Updates until a worker can be named."""
+        return self.block * self.blocks + self.step * (self.looks - 1)
+
+
+RULE = SlowRule()
+_MOST_OF_IT = 0.8
+"""Of the excess, for one phase to be its cause."""
+_HALF = 0.5
+_ENOUGH_SEEN = 0.8
+"""Of the active workers."""
+_INTERVALS = 3
+_SHORTEST_INTERVAL = 1.0
+"""Seconds between heartbeats."""
+
+
+@dataclass(frozen=True)
+class _Slow:
+    """``worker`` is slow by ``ratio``, in its updates ``start`` to ``stop``, and has been ``since``."""
+
+    worker: Worker
+    ratio: float
+    since: float
+    start: int
+    stop: int
+
+
+def findings(recording: Recording, rule: SlowRule = RULE) -> list[Finding]:
+    """All, the gravest first."""
+    failed = recording.failure
+    found = [] if failed is None else [Finding("failed", "critical", (), recording.now, failed)]
+    return [*found, *blind(recording), *compute_straggler(recording, rule)]
+
+
+def abstains(recording: Recording, rule: SlowRule = RULE) -> str | None:
+    """Why it cannot be told whether a worker is slow; None if it can."""
+    compared = [worker for worker in recording.series if recording.replicas(worker)]
+    if not recording.series:
+        return f"too short to tell (0 of {rule.needs} updates)"
+    if not compared:
+        return "one pipeline has no other to be compared with"
+    fewest = min(len(recording.series[worker]) for worker in compared)
+    return f"too short to tell ({fewest} of {rule.needs} updates)" if fewest < rule.needs else None
+
+
+def compute_straggler(recording: Recording, rule: SlowRule = RULE) -> list[Finding]:
+    """The workers whose own time is longer than that of their replicas; one finding for all of a host, where all of at
+    least two are."""
+    slow = {worker: each for worker in sorted(recording.series) if (each := _slow(recording, worker, rule))}
+    by_host = defaultdict(list)
+    for worker in recording.series:
+        if worker in recording.about:
+            by_host[recording.about[worker].host].append(worker)
+    hosts = {host: workers for host, workers in by_host.items() if len(workers) > 1 and slow.keys() >= {*workers}}
+    told = {worker for workers in hosts.values() for worker in workers}
+    found = [_of_host(host, [slow[worker] for worker in sorted(workers)]) for host, workers in hosts.items()]
+    found += [_of_worker(recording, slow[worker]) for worker in slow if worker not in told]
+    return sorted(found, key=lambda finding: -finding.evidence["ratio"])
+
+
+def blind(recording: Recording) -> list[Finding]:
+    """Whether so little is known of the active workers that it may not be taken for health."""
+    series, active, now = recording.series, recording.active, recording.now
+    found = []
+    lengths = [sum(us) / 1e6 for worker in active if worker in series for us in series[worker].us[-8:]]
+    patience = _INTERVALS * max([_SHORTEST_INTERVAL, *lengths])
+    newest = {w: max(joined, series[w].ends[-1] if w in series else -math.inf) for w, joined in active.items()}
+    silent = [w for w, at in newest.items() if now - at > patience or (recording.over and w not in series)]
+    if active and len(silent) > (1 - _ENOUGH_SEEN) * len(active):
+        text = f"{len(silent)} of {len(active)} active workers have told of no update for {patience:.0f} s"
+        if recording.over:
+            text = f"{len(silent)} of {len(active)} workers have told of no update"
+        found.append(Finding("blind", "blind", tuple(sorted(silent)), min(newest[w] for w in silent), text))
+    dropped = [worker for worker, told in sorted(series.items()) if told.dropped > len(told)]
+    if dropped:
+        text = f"more than half of the updates of {len(dropped)} workers are in no row"
+        found.append(Finding("blind", "blind", tuple(dropped), now, text))
+    if recording.lost:
+        found.append(Finding("blind", "blind", (), now, f"it is not known what happened in {recording.lost}"))
+    return found
+
+
+def _slow(recording: Recording, worker: Worker, rule: SlowRule) -> _Slow | None:
+    """At the end of the recording."""
+    mine, others = recording.series[worker], [recording.series[other] for other in recording.replicas(worker)]
+    ratios = _log_ratios(mine, others, rule.block)
+    found: _Slow | None = None
+    in_a_row, since = 0, 0.0
+    for stop in range(rule.blocks * rule.block, len(mine) + 1, rule.step):
+        at = stop // rule.block
+        look = [ratio for ratio in ratios[at - rule.blocks : at] if ratio is not None]
+        if len(look) < rule.blocks:
+            in_a_row = 0
+            continue
+        median = statistics.median(look)
+        error = statistics.stdev(look) / math.sqrt(rule.blocks)
+        says_so = median >= math.log(rule.named) and statistics.fmean(look) >= rule.certainty * error
+        since = since if in_a_row else mine.ends[stop - 1]
+        in_a_row = in_a_row + 1 if says_so else 0
+        if in_a_row >= rule.looks or (found is not None and median >= math.log(rule.cleared)):
+            first = since if found is None else found.since
+            found = _Slow(worker, math.exp(median), first, stop - rule.blocks * rule.block, stop)
+        else:
+            found = None
+    return found
+
+
+def _log_ratios(mine: Series, others: Sequence[Series], block: int) -> list[float | None]:
+    """Of each block of updates: the logarithm of their median own time over that of other workers' updates that ended
+    meanwhile; None where none did."""
+    own, theirs = mine.own(), [(other.ends, other.own()) for other in others]
+    ratios: list[float | None] = []
+    for start in range(0, len(mine) - block + 1, block):
+        stop = start + block
+        begun, ended = mine.ends[start] - sum(mine.us[start]) / 1e6, mine.ends[stop - 1]
+        medians = [
+            statistics.median(part)
+            for ends, times in theirs
+            if (part := times[bisect_right(ends, begun) : bisect_right(ends, ended)])
+        ]
+        here = statistics.median(own[start:stop])
+        there = statistics.median(medians) if medians else 0.0
+        ratios.append(math.log(here / there) if here > 0 and there > 0 else None)
+    return ratios
+
+
+def _of_host(host: str, slow: Sequence[_Slow]) -> Finding:
+    ratio = statistics.median(each.ratio for each in slow)
+    text = f"all {len(slow)} workers of {host} {ratio:.2f} × as slow as their peers"
+    return Finding(
+        "slow_host",
+        "warning",
+        tuple(each.worker for each in slow),
+        min(each.since for each in slow),
+        text,
+        {"ratio": round(ratio, 3)},
+    )
+
+
+def _of_worker(recording: Recording, slow: _Slow) -> Finding:
+    mine = recording.series[slow.worker]
+    begun, ended = mine.ends[slow.start] - sum(mine.us[slow.start]) / 1e6, mine.ends[slow.stop - 1]
+    others = [recording.series[other] for other in recording.replicas(slow.worker)]
+    here = _means(mine, slow.start, slow.stop)
+    there = [_means(other, bisect_right(other.ends, begun), bisect_right(other.ends, ended)) for other in others]
+    peers = [statistics.median(values) for values in zip(*filter(None, there), strict=True)]
+    excess = [a - b for a, b in zip(here, peers, strict=True)]
+    *phases, core = excess
+    total = sum(phases)
+    cause = next((name for name, us in zip(PHASES, phases, strict=False) if us >= _MOST_OF_IT * total), "mixed")
+    if core >= _HALF * total:
+        cause = "shares its cores"
+    evidence = {"ratio": round(slow.ratio, 3), "updates": slow.stop, "without_a_core_ms": round(here[-1] / 1e3, 3)}
+    for name, us, peer in zip(PHASES, here, peers, strict=False):
+        if us or peer:
+            evidence |= {f"{name}_ms": round(us / 1e3, 3), f"{name}_ms_of_peers": round(peer / 1e3, 3)}
+    text = f"{recording.name(slow.worker)} {slow.ratio:.2f} × as slow as its peers ({cause})"
+    return Finding("compute_straggler", "warning", (slow.worker,), slow.since, text, evidence)
+
+
+def _means(series: Series, start: int, stop: int) -> list[float]:
+    """Of these updates: microseconds of each own phase, and those without a core; empty if there are none."""
+    if start >= stop:
+        return []
+    own = [statistics.fmean(us[phase] for us in series.us[start:stop]) for phase in range(OWN)]
+    return [*own, statistics.fmean(series.core[start:stop])]

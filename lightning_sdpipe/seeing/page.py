@@ -1,0 +1,154 @@
+"""What people and machines are shown of a recording: findings, a bar of phases for each worker, and the last line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_sdpipe.errors import SchedulerError
+from lightning_sdpipe.meter import PHASES
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler.credentials import WorkerKeys
+from lightning_sdpipe.scheduler.log import status_page
+from lightning_sdpipe.scheduler.log.status import Status
+from lightning_sdpipe.seeing.detectors import Finding, abstains, findings
+from lightning_sdpipe.seeing.recording import Recording, of_scheduler
+
+SCHEMA = 1
+"""Of what :func:`to_plain` gives; a larger number where a key has gone, or means something else."""
+LAST_LINE_WITHIN = 1.0
+"""Seconds in which a run says its last line, or none."""
+HEALTHY, NOT_CARRIED_OUT = 0, 2
+EXIT = {"blind": 12, "critical": 11, "warning": 10}
+"""Exit statuses of ``sdpipe status --once``, the gravest first; a traceback's is 1."""
+
+_WIDTH = 40
+_RECENT = 64
+"""Updates that a bar is of."""
+_LETTERS = dict(zip(PHASES, "-dfboig^v>|.x", strict=True))
+_MEANINGS = {
+    "other": "anything else",
+    "injected": "injected sleep",
+    "gc": "garbage collection",
+    "wait_up": "waits for the stage before",
+    "wait_down": "waits for the next stage",
+    "send": "waits until a stage has taken what was sent",
+    "wait_stage": "waits for its pipeline otherwise",
+    "wait_group": "waits for replicas",
+    "exchange": "moves tensors between replicas",
+}
+_CELL = (
+    "a cell: what the worker does, iteration (behind the furthest) {its last group} step/of which it waits for replicas"
+)
+
+
+def exit_status(found: Sequence[Finding]) -> int:
+    """Of ``sdpipe status --once``."""
+    severities = {finding.severity for finding in found}
+    return next((status for severity, status in EXIT.items() if severity in severities), HEALTHY)
+
+
+def render(recording: Recording, status: Status | None) -> str:
+    """A page of text."""
+    found, why = findings(recording), abstains(recording)
+    lines = [f"{finding.severity.upper():9}{finding.text}  [{finding.kind}]" for finding in found]
+    if why is not None:
+        lines.append(f"slow?    {why}")
+    elif not lines:
+        lines.append("healthy  no worker is slower than its replicas")
+    lines += ["", *_bars(recording)]
+    if status is not None:
+        lines += ["", status_page.render(status), "", _CELL]
+    return "\n".join(lines)
+
+
+def to_plain(recording: Recording, status: Status | None) -> dict[str, object]:
+    """Plain values, for JSON."""
+    rate = recording.samples_per_second()
+    plain: dict[str, object] = {} if status is None else status_page.to_plain(status)
+    return plain | {
+        "schema": SCHEMA,
+        "findings": [
+            {
+                "kind": finding.kind,
+                "severity": finding.severity,
+                "workers": [{"stage": worker.stage, "pipeline": worker.pipeline} for worker in finding.workers],
+                "seconds_ago": round(max(0.0, recording.now - finding.since), 3),
+                "text": finding.text,
+                "evidence": finding.evidence,
+            }
+            for finding in findings(recording)
+        ],
+        "abstains": abstains(recording),
+        "samples_per_second": None if rate is None else round(rate, 3),
+        "updates": [_worker_to_plain(recording, worker) for worker in sorted(recording.series)],
+    }
+
+
+def last_line(address: str, keys: WorkerKeys | None) -> str | None:
+    """What rank 0 says at the end of a run; None if the scheduler does not answer soon."""
+    try:
+        recording, _ = of_scheduler(address, keys, LAST_LINE_WITHIN)
+    except SchedulerError:  # what is trained is trained
+        return None
+    return in_one_line(recording)
+
+
+def in_one_line(recording: Recording) -> str:
+    """How fast the run was, and which worker was slow."""
+    found = findings(recording)
+    said = [finding.text for finding in found[:1]] + ([f"{len(found) - 1} more findings"] if found[1:] else [])
+    if not said:
+        said = [abstains(recording) or "no worker was slower than its replicas"]
+    rate = recording.samples_per_second()
+    return "sdpipe: " + "; ".join([*([] if rate is None else [f"{_rounded(rate)} samples/s"]), *said])
+
+
+def bar(shares: Sequence[float], width: int = _WIDTH) -> str:
+    """Letters of phases, as many of each as its share; the largest remainders get what is left over."""
+    total = sum(shares)
+    if total <= 0:
+        return ""
+    exact = [width * share / total for share in shares]
+    counts = [int(each) for each in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda phase: counts[phase] - exact[phase])
+    for phase in by_remainder[: width - sum(counts)]:
+        counts[phase] += 1
+    return "".join(_LETTERS[name] * count for name, count in zip(PHASES, counts, strict=True))
+
+
+def _bars(recording: Recording) -> list[str]:
+    if not recording.series:
+        return ["no worker has told of an update yet"]
+    rows = [["stage", "pipeline", "rank", "where", "updates", "ms", "own", f"the last {_RECENT} updates"]]
+    drawn = ""
+    for worker, series in sorted(recording.series.items()):
+        about, recent = recording.about.get(worker), series.us[-_RECENT:]
+        shares = [sum(us[phase] for us in recent) for phase in range(len(PHASES))]
+        milliseconds = [sum(times) / len(recent) / 1e3 for times in (shares, series.own()[-_RECENT:])]
+        rank, where = ("-", "-") if about is None else (str(about.rank), str(about))
+        line = bar(shares)
+        numbers = [str(number) for number in (worker.stage, worker.pipeline)]
+        rows.append([*numbers, rank, where, str(len(series)), *(f"{each:.1f}" for each in milliseconds), line])
+        drawn += line
+    legend = [f"{_LETTERS[name]} {_MEANINGS.get(name, name)}" for name in PHASES if _LETTERS[name] in drawn]
+    return [*status_page.aligned(rows), "own: without waits for other workers; " + ", ".join(legend)]
+
+
+def _worker_to_plain(recording: Recording, worker: Worker) -> dict[str, object]:
+    series, about = recording.series[worker], recording.about.get(worker)
+    means = [round(sum(times) / len(series), 1) for times in zip(*series.us, strict=True)]
+    return {
+        "stage": worker.stage,
+        "pipeline": worker.pipeline,
+        "rank": None if about is None else about.rank,
+        "host": None if about is None else about.host,
+        "device": None if about is None else about.device,
+        "updates": len(series),
+        "dropped": series.dropped,
+        "phases_us": dict(zip(PHASES, means, strict=True)),
+        "without_a_core_us": round(sum(series.core) / len(series), 1),
+    }
+
+
+def _rounded(rate: float) -> str:
+    return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.3g}"

@@ -1,0 +1,165 @@
+"""What is known of a run's updates: from a scheduler that serves it, or from the log of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from lightning_sdpipe.meter import OWN, PHASES
+from lightning_sdpipe.policies.events import Joined, Left, Lost, Worker
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client.connection import ask
+from lightning_sdpipe.scheduler.credentials import WorkerKeys
+from lightning_sdpipe.scheduler.log.event_log import read_log
+from lightning_sdpipe.scheduler.log.status import Status
+from lightning_sdpipe.scheduler.rows import About, Chunk
+
+LOOKED_AT = 256
+"""Newest chunks of each worker that a scheduler is asked for: some minutes, or more where updates are slow."""
+
+
+@dataclass
+class Series:
+    """The updates of one worker since it last joined as a new client, oldest first. A row of several updates counts as
+    so many equal ones.
+
+    ``ends`` are seconds of the scheduler's clock, ``us`` microseconds of each phase, ``core`` those without a core.
+    """
+
+    life: int = 0
+    ends: list[float] = field(default_factory=list)
+    us: list[tuple[float, ...]] = field(default_factory=list)
+    core: list[float] = field(default_factory=list)
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def add(self, chunk: Chunk) -> None:
+        """The next rows."""
+        if chunk.life != self.life:
+            self.__init__(chunk.life)  # type: ignore[misc]
+        self.dropped += chunk.dropped
+        end = chunk.at - sum(sum(row.us) for row in chunk.rows) / 1e6
+        for row in chunk.rows:
+            us, core, seconds = (
+                tuple(x / row.count for x in row.us),
+                row.core / row.count,
+                sum(row.us) / row.count / 1e6,
+            )
+            for _ in range(row.count):
+                end += seconds
+                self.ends.append(end)
+                self.us.append(us)
+                self.core.append(core)
+
+    def own(self) -> list[float]:
+        """Of each update, the microseconds that were no wait for another worker."""
+        return [sum(us[:OWN]) for us in self.us]
+
+    def seconds(self) -> float:
+        """Of all updates."""
+        return sum(map(sum, self.us)) / 1e6
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run up to ``now``, in seconds of the scheduler's clock.
+
+    ``active`` are the workers that take part, and since when, or, if none does any more, all that have. ``lost`` says
+    what is missing of the run, if anything is; ``failure``, why it is over.
+    """
+
+    num_stages: int
+    now: float
+    series: dict[Worker, Series]
+    active: dict[Worker, float]
+    about: dict[Worker, About] = field(default_factory=dict)
+    lost: str = ""
+    failure: str | None = None
+    over: bool = False
+    """Is this all that will ever be known?"""
+
+    def replicas(self, worker: Worker) -> list[Worker]:
+        """Others of its stage that have told of updates."""
+        return [other for other in sorted(self.series) if other.stage == worker.stage and other != worker]
+
+    def name(self, worker: Worker) -> str:
+        """For people."""
+        about = self.about.get(worker)
+        return f"stage {worker.stage} of pipeline {worker.pipeline}" + ("" if about is None else f" ({about})")
+
+    def samples_per_second(self) -> float | None:
+        """Of all pipelines together while they trained, pauses left out; None if the size of a batch is not known."""
+        rate, last = 0.0, self.num_stages - 1
+        for worker, series in self.series.items():
+            about = self.about.get(worker)
+            if worker.stage == last and len(series):
+                if about is None or about.samples is None:
+                    return None
+                rate += about.samples * len(series) / series.seconds()
+        return rate or None
+
+
+def of_scheduler(address: str, keys: WorkerKeys | None, timeout: float) -> tuple[Recording, Status]:
+    """What the scheduler at ``address`` says within ``timeout`` seconds.
+
+    Raises:
+        SchedulerError: it does not answer in time, or what answers is no scheduler of this version.
+    """
+    until = time.monotonic() + timeout
+    status = ask(m.AskStatus(), m.StatusReply, address, credentials=keys, timeout=timeout).status
+    workers = status.workers()
+    since, lost, chunks = -LOOKED_AT * max(1, len(workers)), "", list[Chunk]()
+    while True:
+        left = max(0.0, until - time.monotonic())
+        reply = ask(m.AskRows(since), m.RowsReply, address, credentials=keys, timeout=left)
+        if 0 <= since < reply.first:
+            lost = f"{reply.first - since} heartbeats that the scheduler no longer has"
+        chunks += [msgspec.msgpack.decode(data, type=Chunk) for data in reply.chunks]
+        if not reply.chunks:
+            break
+        since = reply.next
+    active = {
+        Worker(j, i): reply.now - (stage.joined[i] or 0.0)
+        for j, stage in enumerate(status.stages)
+        for i in stage.active()
+    }
+    about = dict(reply.workers)
+    return Recording(len(status.stages), reply.now, _series(chunks), active, about, lost, status.failure), status
+
+
+def of_log(path: Path) -> Recording:
+    """What the last scheduler that wrote the log at ``path`` knew in the end.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is no log.
+    """
+    record = read_log(path)[-1]
+    ever: set[Worker] = set()
+    left: set[Worker] = set()
+    for entry in record.entries:
+        match entry.event:
+            case Joined(worker):
+                ever.add(worker)
+                left.discard(worker)
+            case Left(worker) | Lost(worker):
+                left.add(worker)
+    taking_part = ever - left or ever
+    now = max([entry.at for entry in record.entries] + [update.rows.at for update in record.updates], default=0.0)
+    about = {update.rows.worker: update.about for update in record.updates if update.about is not None}
+    series = _series(update.rows for update in record.updates)
+    lost = f"its first {record.beginning.after} events, which are in no file any more" if record.beginning.after else ""
+    return Recording(record.beginning.num_stages, now, series, dict.fromkeys(taking_part, now), about, lost, over=True)
+
+
+def _series(chunks: Iterable[Chunk]) -> dict[Worker, Series]:
+    found: dict[Worker, Series] = {}
+    for chunk in chunks:
+        if not any(len(row.us) != len(PHASES) for row in chunk.rows):
+            found.setdefault(chunk.worker, Series()).add(chunk)
+    return found

@@ -1,0 +1,93 @@
+"""``sdpipe status``: of recorded logs, and of a scheduler."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightning_sdpipe.cli import main
+from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, read_worker_keys
+from lightning_sdpipe.scheduler.rows import About
+from lightning_sdpipe.seeing.detectors import compute_straggler, findings
+from lightning_sdpipe.seeing.recording import of_log
+from tests.scheduler.live_scheduler import clients, serving
+from tests.seeing.golden.record import SLOW
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_the_log_of_a_run_with_a_slow_worker_names_it_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    (finding,) = findings(of_log(GOLDEN / "straggler.jsonl"))
+    assert (finding.kind, finding.workers) == ("compute_straggler", (SLOW,))
+    assert main(["status", str(GOLDEN / "straggler.jsonl"), "--once"]) == 10
+    page = capsys.readouterr().out
+    assert page.startswith(f"WARNING  stage {SLOW.stage} of pipeline {SLOW.pipeline} (")
+    assert " i injected sleep" in page, "the legend"
+    assert main(["status", str(GOLDEN / "straggler.jsonl")]) == 0, "who asks for no verdict gets a page"
+    capsys.readouterr()
+    assert main(["status", str(GOLDEN / "straggler.jsonl"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "compute_straggler"
+
+
+def test_the_log_of_a_run_of_equal_workers_names_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(GOLDEN / "equal.jsonl"), "--once"]) == 0
+    assert capsys.readouterr().out.startswith("healthy  no worker is slower than its replicas")
+
+
+def test_a_log_that_is_cut_anywhere_is_read_or_refused_by_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = (GOLDEN / "straggler.jsonl").read_bytes()
+    path = tmp_path / "log.jsonl"
+    for size in range(0, len(whole), len(whole) // 40):
+        path.write_bytes(whole[:size])
+        status = main(["status", str(path), "--once"])
+        assert status in (0, 2, 10, 12)
+        assert (status == 2) == (b"\n" not in whole[:size])
+    path.write_bytes(whole.replace(b'{"rows"', b'{"rwos"', 1))
+    assert main(["status", str(path), "--once"]) == 2
+    assert f"of {path} is not that of a scheduler's log" in capsys.readouterr().err
+
+
+def test_a_log_of_an_earlier_version_has_no_rows_and_is_blind(tmp_path: Path) -> None:
+    lines = (GOLDEN / "straggler.jsonl").read_bytes().replace(b"sdpipe-log/2", b"sdpipe-log/1").splitlines(True)
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"".join(line for line in lines if not line.startswith(b'{"rows"')))
+    assert main(["status", str(path), "--once"]) == 12
+
+
+def test_of_two_schedulers_in_one_log_the_last_counts(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    shutil.copy(GOLDEN / "straggler.jsonl", path)
+    path.write_bytes(path.read_bytes() + (GOLDEN / "equal.jsonl").read_bytes())
+    assert compute_straggler(of_log(path)) == []
+
+
+def test_a_scheduler_tells_what_its_workers_did(capsys: pytest.CaptureFixture[str]) -> None:
+    scheduler_file, worker_file = own_keys()
+    keys, credentials = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
+    with (
+        serving(AllReduceModels(), 1, 2, keys=keys) as server,
+        clients(server.address, Worker(0, 0), Worker(0, 1), credentials=credentials) as both,
+    ):
+        assert main(["status", server.address, "--once"]) == 0
+        assert "slow?    too short to tell (0 of 96 updates)" in capsys.readouterr().out
+        for client in both:
+            client.about = About("here", "cpu", client.worker.pipeline, 4)
+            client.join()
+            for iteration in range(40):
+                client.step_ended(iteration, 0.0)
+            client.leave()
+        assert main(["status", server.address, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert [(row["pipeline"], row["host"], row["updates"]) for row in told["updates"]] == [
+            (0, "here", 39),
+            (1, "here", 39),
+        ]
+        assert told["abstains"] == "too short to tell (39 of 96 updates)"
+        assert told["workers"][0]["state"] == "away"
