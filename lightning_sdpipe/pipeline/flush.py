@@ -34,7 +34,6 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.message import Message
-from lightning_sdpipe.pipeline.announcement import Announcement
 from lightning_sdpipe.pipeline.gradients import (
     GradientExchange,
     has_hooks,
@@ -45,6 +44,7 @@ from lightning_sdpipe.pipeline.gradients import (
 )
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split, take_apart
+from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
 from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batch
@@ -164,12 +164,12 @@ class FlushPipeline:
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
-        announce: Callable[[], None] = lambda: None,
+        ready: ReadySignal | None = None,
     ) -> Tensor:
         """Runs forward and backward of a mini-batch. What is sent last may still be under way afterwards.
 
-        ``announce`` is called before the last backward or within it (``policies/announcing.py``), or if this worker
-        shares parameters with other stages, when their gradients have come. See
+        ``ready`` is told before the last backward or within it (``policies/announcing.py``), or if this worker shares
+        parameters with other stages, when their gradients have come. See
         :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
         """
         self.settle()
@@ -186,27 +186,29 @@ class FlushPipeline:
         keys = [step.key(micro_batch) for micro_batch in micro_batches]
         backwards = len(self._stages) * len(micro_batches)
         waits_for_owners = self._shared.train
+        ready = ready or ReadySignal()
         share = share_before(len(micro_batches)) if len(self._stages) == 1 else 0.0
-        word = Announcement((lambda: None) if waits_for_owners else announce, share, self._parameters, self._delays)
+        ready.begin(share, self._parameters)
         before_backward = _first_and_last(
-            backwards, lambda: self._delays.before_backward(iteration), lambda: self._before_last_backward(word)
+            backwards, lambda: self._delays.before_backward(iteration), lambda: self._before_last_backward(ready)
         )
+        computing = partial(ready.computing, self._delays)
         last_backward = self._reporting(exchange if not accumulated else None)
         for runner, stage in zip(self._runners, self._stages, strict=True):
             forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
-            stage.begin(keys, forward, before_backward, word.computing, last_backward)
+            stage.begin(keys, forward, before_backward, computing, last_backward)
         schedule, target = self._schedule_of(len(micro_batches))
         schedule.step(target=target, return_outputs=False)
         self._shared.sum_gradients()
         if waits_for_owners:
-            announce()
+            ready.passed("backward")
         log.replay(self._runners[0].module.log)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
         loss = self._loss.take() if step.portion is None else self._loss.take() / step.portion.share
         return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale, exchange, accumulated)
 
-    def drain(self, exchange: GradientExchange | None = None, announce: Callable[[], None] = lambda: None) -> Tensor:
+    def drain(self, exchange: GradientExchange | None = None, ready: ReadySignal | None = None) -> Tensor:
         """Never called, since the pipeline is never ``draining``."""
         raise RuntimeError("a pipeline with a flush has no backwards left to run")
 
@@ -240,12 +242,12 @@ class FlushPipeline:
                 "(accumulate_grad_batches=1)."
             )
 
-    def _before_last_backward(self, word: Announcement) -> None:
+    def _before_last_backward(self, ready: ReadySignal) -> None:
         self._loss.exchange()
-        if not self._shared.train:
+        if not self._shared.train:  # else the sum over the owners waits for them after it
             for runner in self._runners:
                 runner.link.make_room()
-        word.begin()
+            ready.last_backward()
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
         """Around a stage's last backward, which completes the gradients of all that no other stage adds to."""

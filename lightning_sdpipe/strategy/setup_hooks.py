@@ -236,7 +236,7 @@ class SetupHooks(CheckpointHooks):
                 parts.pipeline,
                 buckets,
                 self._whereabouts,
-                self._training.readiness,
+                self._training.ready,
                 lambda: self._checkpoints.whole_groups(self.optimizers[0]),
                 lambda: self._checkpoints.whole_groups_shown(self.optimizers),
                 self._state.hand_on,

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,14 +28,15 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
+from lightning_sdpipe.loop.adaptation import last_wait
 from lightning_sdpipe.loop.closures import STEPPED_ALONE, once
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.loop.loss_scale import loss_scale
 from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
 from lightning_sdpipe.loop.python_state import PythonState
-from lightning_sdpipe.loop.readiness import Readiness, last_wait
 from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
 from lightning_sdpipe.pipeline.micro_batches import Portion, refuse_time_first
+from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint, SyncState
@@ -107,8 +107,7 @@ class Training:
         self._device = self.trainer.strategy.root_device
         self.rendezvous = self.make_rendezvous(self.sync)
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
-        self.readiness = Readiness(last, self.announce)
-        self._before_last_backward = partial(self.readiness.reached, "backward")
+        self.ready = ReadySignal(last, self.announce)
         # before others may get this worker's model
         self._look: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
 
@@ -158,9 +157,7 @@ class Training:
             step = Step("training_step", arguments, context, stream, scale, closes, freezing.generation, self.portion())
             exchange = self.sync.gradients if self.updating else None
             accumulated = self._accumulated and not loop.zeroes_gradients(self.trainer)
-            loss = self.parts.pipeline.train(
-                batch, step, self.mini_batches, exchange, accumulated, self._before_last_backward
-            )
+            loss = self.parts.pipeline.train(batch, step, self.mini_batches, exchange, accumulated, self.ready)
             if self.state is not None:
                 self.state.hand_on_late()
         self.draws.between_steps(Point.STEP_ENDED)
@@ -319,16 +316,16 @@ class Training:
         """Steps with the gradients that ``closure`` puts in place, and synchronises the outcome unless ``alone``."""
         self.updating = True
         if not alone:
-            self.readiness.expect()
+            self.ready.expect()
         try:
             output = self.trainer.precision_plugin.optimizer_step(
                 optimizer, model=model or self.trainer.lightning_module, closure=once(closure, optimizer), **kwargs
             )
             self.draws.end_update(optimizer)
-            self.readiness.reached("step")
+            self.ready.passed("step")
         finally:
             self.updating = False
-            self.readiness.drop()
+            self.ready.drop()
         if self.watch is not None:
             self.watch.parameters(self.updates)
         self.updates += 1
@@ -346,7 +343,7 @@ class Training:
             return
 
         def backward() -> Tensor:
-            loss = pipeline.drain(self.sync.gradients, self._before_last_backward)
+            loss = pipeline.drain(self.sync.gradients, self.ready)
             strategy.optimizers[0].zero_grad()
             return strategy.backward(loss / self.trainer.accumulate_grad_batches, strategy.optimizers[0])
 

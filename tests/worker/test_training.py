@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
+from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.sync.rendezvous import SyncPoint, SyncState
 from lightning_sdpipe.worker.training import Phase, Training
 
@@ -36,11 +37,11 @@ class TwoAhead:
 
     def train(self, *arguments: Any) -> Tensor:
         self.in_flight += self.filling
-        arguments[-1]()
+        arguments[-1].passed("backward")
         return torch.tensor(1.0, requires_grad=True)
 
-    def drain(self, exchange: Any, announce: Callable[[], None]) -> Tensor:
-        announce()
+    def drain(self, exchange: Any, ready: ReadySignal) -> Tensor:
+        ready.passed("backward")
         self.in_flight -= 1
         return torch.tensor(0.0, requires_grad=True)
 
