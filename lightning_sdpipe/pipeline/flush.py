@@ -114,6 +114,11 @@ class SharedLoss:
         self._sent.clear()
 
 
+_Order = tuple[PipelineScheduleSingle | PipelineScheduleMulti, Tensor, float]
+"""A schedule, what it takes for a target of the loss function, and how much of the last backward is over when this
+worker is ready."""
+
+
 class FlushPipeline:
     """Trains this worker's stage, or stages: some schedules give a worker several that lie M apart.
 
@@ -145,9 +150,14 @@ class FlushPipeline:
             CutStage(runner.module, runner.link.stage, len(runner.link.ranks), num_workers, runner.link)
             for runner in runners
         ]
-        # the schedules want a target to call the loss function
-        self._schedule_of = cache(lambda parts: (_schedule(schedule, self._stages, parts), torch.arange(parts)))
-        self._schedule_of(num_micro_batches)  # refuses what cannot be ordered
+
+        @cache
+        def ordered(parts: int) -> _Order:
+            share = share_before(parts) if len(self._stages) == 1 else 0.0
+            return _schedule(schedule, self._stages, parts), torch.arange(parts), share
+
+        self._order_of = ordered
+        self._order_of(num_micro_batches)  # refuses what cannot be ordered
         self._splits_backwards = schedule == "zero_bubble"
         self._num_micro_batches = num_micro_batches
         self._loss = SharedLoss(runners[-1].link, num_workers)
@@ -187,7 +197,7 @@ class FlushPipeline:
         backwards = len(self._stages) * len(micro_batches)
         waits_for_owners = self._shared.train
         ready = ready or ReadySignal()
-        share = share_before(len(micro_batches)) if len(self._stages) == 1 else 0.0
+        schedule, target, share = self._order_of(len(micro_batches))
         ready.begin(share, self._parameters)
         before_backward = _first_and_last(
             backwards, lambda: self._delays.before_backward(iteration), lambda: self._before_last_backward(ready)
@@ -197,7 +207,6 @@ class FlushPipeline:
         for runner, stage in zip(self._runners, self._stages, strict=True):
             forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
             stage.begin(keys, forward, before_backward, computing, last_backward)
-        schedule, target = self._schedule_of(len(micro_batches))
         schedule.step(target=target, return_outputs=False)
         self._shared.sum_gradients()
         if waits_for_owners:

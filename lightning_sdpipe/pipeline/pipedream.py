@@ -50,6 +50,8 @@ from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batc
 from lightning_sdpipe.pipeline.step_log import StepLog
 from lightning_sdpipe.policies.announcing import share_before
 
+_SHARE = share_before(1)
+
 
 @dataclass(frozen=True)
 class _InFlight:
@@ -302,7 +304,7 @@ class PipeDreamPipeline:
             self.notes.gradient_received()
         self._delays.before_backward(oldest.iteration)
         runner.link.make_room()
-        ready.begin(share_before(1), oldest.weights)
+        ready.begin(_SHARE, oldest.weights)
         if before_update and not self._waits_for_owners:
             ready.last_backward()
         leaves = [*oldest.inputs, *oldest.weights]

@@ -101,7 +101,7 @@ class CheckpointHooks(Collectives):
         self._data_seed = saved.get("data_seed", self._data_seed)
         self._loaded_split = saved.get("split")
         if self._training is not None:
-            self._training.first_update = saved.get("updates", 0)
+            self._training.begin_at(saved.get("updates", 0))
             self._take_over_rounds(saved.get("rounds"))
         self._checkpoints.load_module(checkpoint["state_dict"], strict)
 

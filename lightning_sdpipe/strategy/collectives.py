@@ -31,6 +31,7 @@ from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.launching.environment import keep_gloo_on_loopback
 from lightning_sdpipe.worker.launching.launcher import give_up
 from lightning_sdpipe.worker.options import Options
+from lightning_sdpipe.worker.run import TrainingRun
 from lightning_sdpipe.worker.scheduler_connection import RunConnection
 from lightning_sdpipe.worker.training import Training
 
@@ -74,7 +75,7 @@ class Collectives(DDPStrategy):
     # ------------------------------------------------ what this worker has of a run
 
     @cached_property
-    def _run(self) -> FixedRun:
+    def _run(self) -> TrainingRun:
         kind = FixedRun if self.options.job is None else ElasticRun
         return kind(self.options, self, self._give_up)
 

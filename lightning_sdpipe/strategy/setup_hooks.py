@@ -19,8 +19,9 @@ from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.adaptation import adapt
+from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
+from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
 from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.loop.loss_scale import current_scale
@@ -60,7 +61,8 @@ class SetupHooks(CheckpointHooks):
     _plan: tuple[nn.Module, plan.Plan] | None = None
     _undo: Sequence[Callable[[], None]] = ()
     _failed = _gathers = False
-    _turns: DealtBatchSource | JointBatchSource | None = None
+    _source: BatchSource | None = None
+    """Of the batches that this worker trains; None in runs that do not fit."""
 
     @cached_property
     def _initialisation(self) -> Initialisation:
@@ -118,7 +120,7 @@ class SetupHooks(CheckpointHooks):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._data_seed = self._run.set_out(trainer, self._checkpoints, self._data_seed)
+        self._data_seed = self._run.set_out(trainer, self._data_seed)
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(self._what_runs())
 
@@ -140,15 +142,11 @@ class SetupHooks(CheckpointHooks):
             where = [worker(row[stage % options.num_stages]) for row in ranks]
             shown = ", ".join(where[:_SHOWN]) + (f" and {len(where) - _SHOWN} more" if len(where) > _SHOWN else "")
             lines.append(f"stage {stage}: {described(blocks)}, {parameters:,} parameters, on {shown}")
-        data = "each pipeline's own shard"
-        if self._turns is not None:
-            joint = isinstance(self._turns, JointBatchSource)
-            data = "one batch of all pipelines, divided by speed" if joint else "dealt by speed if the loader allows it"
         lines += [
             f"schedule: {options.schedule}, {options.num_micro_batches} micro-batches of a mini-batch",
             f"method: {options.sync!r}",
             f"exchange: {'in full precision' if options.exchange == Exchange() else repr(options.exchange)}",
-            f"data: {data}",
+            f"data: {self._batches.description}",
             f"scheduler: {self._where_to_look()}",
         ]
         return "\n  ".join(lines)
@@ -213,18 +211,18 @@ class SetupHooks(CheckpointHooks):
             trainer, parts.ownership, self.groups, self.root_device, self._first_failure, parts.changed_late
         )
         replica = self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)
+        sync = self._run.options.method.build(replica)
         self._training = Training(
             trainer,
             parts,
-            self._run.options.method.build(replica),
+            sync,
+            self._run.rendezvous(sync),
             self.membership.client,
             self.groups,
             draws,
             self._whereabouts,
             NonfiniteWatch(where, buckets, self.root_device, losses=not scaled) if watch else None,
             self._first_failure,
-            lambda: self._turns.portion if isinstance(self._turns, JointBatchSource) else None,
-            self._run.rendezvous,
             self._state,
         )
         self._undo = [
@@ -245,10 +243,10 @@ class SetupHooks(CheckpointHooks):
         ]
         self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]
         checks = ClockChecks(loop.clocks(trainer), self.broadcast)
-        self._turns = self._turns_by_speed(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
-        if self._turns is not None:
-            self._undo = [*self._undo, self._turns.close]
-        loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
+        self._source = self._make_source(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
+        if self._source is not None:
+            self._undo = [*self._undo, self._source.close]
+        loop.change(trainer, lambda: self.training.together, checks, self._source)
         pause, share, underway = self._training.pause, self._run.share, lambda: self.training.underway
         EpochCallback(
             self.groups, pause, share, self._random_states, checks, self._first_failure, underway, draws
@@ -265,7 +263,7 @@ class SetupHooks(CheckpointHooks):
         """When they are exchanged: without a flush they are divided by the loss scale before."""
         return current_scale(self.precision_plugin) if self._parts.pipeline.flushes else 1.0
 
-    def _turns_by_speed(self, trainer: Trainer, checks: ClockChecks) -> DealtBatchSource | JointBatchSource | None:
+    def _make_source(self, trainer: Trainer, checks: ClockChecks) -> BatchSource:
         def seed() -> int:
             return self._data_seed
 
@@ -279,13 +277,19 @@ class SetupHooks(CheckpointHooks):
             return JointBatchSource(trainer, self.groups, self._parts.delays, *self.options.division, seed, origin)
         data, method = self.options.data, self._run.options.method
         if not deals(data, method, self.mesh.num_pipelines, self.membership.client.policy):
-            return None
+            return ShardBatchSource(trainer, self.training)
         asked = data == "dealt"
         in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
-        return self._run.dealt_turns(trainer, self.training, checks, Dealing(seed, origin, asked, anybody, in_step))
+        dealing = Dealing(seed, origin, asked, anybody, in_step)
+        return self._run.dealt_batches(trainer, self.training, self._checkpoints, checks, dealing)
 
     def _position(self) -> int | None:
-        return None if self._turns is None else self._turns.position
+        return None if self._source is None else self._source.position
+
+    @property
+    def _batches(self) -> BatchSource:
+        assert self._source is not None, "setup makes it for a fit"
+        return self._source
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():
