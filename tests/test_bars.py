@@ -21,7 +21,7 @@ from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import lightning.fabric
 import lightning.pytorch as pl
@@ -290,8 +290,11 @@ def circles() -> list[str]:
             graph[way[1]].discard(way[0])
 
 
-class Way(pl.Callback):
-    """Notes which modules run code, in any thread, from the start of each mini-batch to that of the next one."""
+class Way:
+    """Notes which modules run code, in any thread, from the start of each mini-batch to that of the next one. It is no
+    callback, since what the package does around users' hooks would be a part of the way."""
+
+    _start = SDPipeStrategy.on_train_batch_start.__code__
 
     def __init__(self) -> None:
         self.seen: list[set[str]] = [set()]
@@ -301,11 +304,10 @@ class Way(pl.Callback):
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.seen.append(set())
-
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call":
+            if frame.f_code is self._start:
+                self.seen.append(set())
             self.seen[-1].add(frame.f_globals.get("__name__", ""))
 
 
@@ -313,7 +315,7 @@ def _way_of_this_rank(directory: Path) -> list[set[str]]:
     way = Way()
     way.watch()
     strategy = SDPipeStrategy(num_stages=2, sync=SemiDecentralized(window=math.inf), schedule="1f1b")
-    trainer = pipelines(directory, strategy, max_epochs=1, enable_checkpointing=False, callbacks=[way])
+    trainer = pipelines(directory, strategy, max_epochs=1, enable_checkpointing=False)
     trainer.fit(Regression(), train_loader(64))
     return way.seen[2:-1]  # in the first step links are set up, and the last one ends the epoch
 

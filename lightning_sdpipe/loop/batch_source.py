@@ -50,11 +50,8 @@ class Turns(Protocol):
     def wait_for_others(self) -> SyncPoint:
         """There is no batch left but the last. Returns where the others meet next."""
 
-    def begin_absence(self) -> None:
-        """The turn that begins has no batch."""
-
-    def end_absence(self) -> None:
-        """The turn that begins has a batch again."""
+    def begin_turn(self, has_batch: bool) -> None:
+        """Has the turn that begins a batch to train? It goes on as the one before it did where nothing is said."""
 
     def begin_dealt(self) -> None:
         """A segment of dealt batches begins. All workers are together, and take part from now on."""
@@ -227,8 +224,5 @@ class ShardBatchSource:
         if meeting is None or (position == meeting.position and not meeting.closing):
             meeting = self._meeting = self._turns.wait_for_others()
         last = meeting.closing and position == meeting.position - 1
-        if last:
-            self._turns.end_absence()
-        else:
-            self._turns.begin_absence()
+        self._turns.begin_turn(has_batch=last)
         return last

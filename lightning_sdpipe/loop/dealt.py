@@ -217,7 +217,7 @@ class DealtBatchSource:
     def _begin_turn(self) -> Any:
         self._now, self._looked = self._next, False
         if self._now is None:
-            self._turns.begin_absence()
+            self._turns.begin_turn(has_batch=False)
             self._closes = self._final
             return batch_to_show(self._loader)
         accumulate = self._trainer.accumulate_grad_batches

@@ -37,8 +37,7 @@ from lightning_sdpipe.partition.effects import Effect, EffectRecorder, hear_assi
 from lightning_sdpipe.partition.intercept import Original, intercept
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.placeholder import refuse_placeholders
-from lightning_sdpipe.partition.receiving import Receiving
-from lightning_sdpipe.partition.sending import NOTHING_MORE, Sending, Travel
+from lightning_sdpipe.partition.travel import NOTHING_MORE, Receiving, Sending, Travel
 from lightning_sdpipe.random_streams import RandomStreams
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Message
-from lightning_sdpipe.partition.sending import Travel
+from lightning_sdpipe.partition.travel import Travel
 from lightning_sdpipe.pipeline.digest import BatchDigest
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, Portion, whole

@@ -67,7 +67,6 @@ class CheckpointHooks(Collectives):
     """A checkpoint is gathered into one file, or each rank writes its part of a directory."""
 
     _checkpoints: Checkpoints
-    _data_seed: int
     _split: Split | None = None
     _loaded_split: Split | None = None
     _lacks_checkpoint = False

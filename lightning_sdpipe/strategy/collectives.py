@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
@@ -44,6 +45,9 @@ class Collectives(DDPStrategy):
     options: Options
     _assembled: Assembled | None = None
     _training: Training | None = None
+    _source: BatchSource | None = None
+    """Of the batches that this worker trains; None in runs that do not fit."""
+    _data_seed: int
     brought_home: Mapping[str, Any] = {}
     """What the worker of rank 0 has said in the end, in a process that is none."""
 
@@ -106,6 +110,17 @@ class Collectives(DDPStrategy):
         """What this worker does in each turn of the loop."""
         assert self._training is not None, "setup makes it"
         return self._training
+
+    @property
+    def _batches(self) -> BatchSource:
+        assert self._source is not None, "setup makes it for a fit"
+        return self._source
+
+    def _position(self) -> int | None:
+        return None if self._source is None else self._source.position
+
+    def _seed(self) -> int:
+        return self._data_seed
 
     @property
     def statistics(self) -> SyncStatistics:

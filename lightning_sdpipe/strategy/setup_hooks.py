@@ -61,8 +61,6 @@ class SetupHooks(CheckpointHooks):
     _plan: tuple[nn.Module, plan.Plan] | None = None
     _undo: Sequence[Callable[[], None]] = ()
     _failed = _gathers = False
-    _source: BatchSource | None = None
-    """Of the batches that this worker trains; None in runs that do not fit."""
 
     @cached_property
     def _initialisation(self) -> Initialisation:
@@ -203,7 +201,7 @@ class SetupHooks(CheckpointHooks):
         watch = self.options.on_nonfinite == "stop"
         where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
         draws = StreamSwitches(
-            trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, parts.ownership, self._position
+            trainer, parts.cut_model.streams, self._seed, self.groups, parts.ownership, self._position
         )
         buckets = parts.freezing.buckets
         progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
@@ -223,7 +221,7 @@ class SetupHooks(CheckpointHooks):
             self._whereabouts,
             NonfiniteWatch(where, buckets, self.root_device, losses=not scaled) if watch else None,
             self._first_failure,
-            self._state,
+            self._state if parts.changed_late else None,
         )
         self._undo = [
             draws.undo,
@@ -264,9 +262,6 @@ class SetupHooks(CheckpointHooks):
         return current_scale(self.precision_plugin) if self._parts.pipeline.flushes else 1.0
 
     def _make_source(self, trainer: Trainer, checks: ClockChecks) -> BatchSource:
-        def seed() -> int:
-            return self._data_seed
-
         def origin() -> Split | None:
             return self._loaded_split
 
@@ -274,22 +269,16 @@ class SetupHooks(CheckpointHooks):
             return self.reduce_boolean_decision(mine, all=False)
 
         if self.options.batch_by_speed:
-            return JointBatchSource(trainer, self.groups, self._parts.delays, *self.options.division, seed, origin)
+            return JointBatchSource(
+                trainer, self.groups, self._parts.delays, *self.options.division, self._seed, origin
+            )
         data, method = self.options.data, self._run.options.method
         if not deals(data, method, self.mesh.num_pipelines, self.membership.client.policy):
             return ShardBatchSource(trainer, self.training)
         asked = data == "dealt"
         in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
-        dealing = Dealing(seed, origin, asked, anybody, in_step)
+        dealing = Dealing(self._seed, origin, asked, anybody, in_step)
         return self._run.dealt_batches(trainer, self.training, self._checkpoints, checks, dealing)
-
-    def _position(self) -> int | None:
-        return None if self._source is None else self._source.position
-
-    @property
-    def _batches(self) -> BatchSource:
-        assert self._source is not None, "setup makes it for a fit"
-        return self._source
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():

@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
-from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
@@ -41,13 +40,16 @@ class FixedRun:
         give_up: ends this process's wait for a tensor that will never come; called in another thread.
     """
 
+    leads = True  # no other pipeline has rank 0, which alone writes
+    publisher = None
+
     def __init__(self, options: Options, strategy: DDPStrategy, give_up: Callable[[], None]) -> None:
         self.options = options
         self._strategy = strategy
         self._give_up = give_up
         self._placed: Mesh | None = None
         self._groups: ProcessGroups | None = None
-        self._membership: RunConnection | None = None
+        self.membership: RunConnection | None = None
 
     # ------------------------------------------------------------------ places
 
@@ -85,7 +87,7 @@ class FixedRun:
             self._groups = ProcessGroups.open(self.mesh, self.options.run_timeout)
         environment = strategy.cluster_environment
         assert environment is not None
-        self._membership = SchedulerConnection(
+        self.membership = SchedulerConnection(
             self.mesh,
             self.options.method.policy,
             self.options.standing_scheduler,
@@ -105,20 +107,6 @@ class FixedRun:
         return self._groups is not None
 
     @property
-    def membership(self) -> RunConnection | None:
-        return self._membership
-
-    @property
-    def leads(self) -> bool:
-        """The pipeline of rank 0 does, and no other has one."""
-        return True
-
-    @property
-    def publisher(self) -> Publisher | None:
-        """Nothing is asked: rank 0 alone writes."""
-        return None
-
-    @property
     def sampler(self) -> dict[str, int]:
         _, pipeline = self.groups.mesh.locate(self.groups.rank)
         return {"num_replicas": self.mesh.num_pipelines, "rank": pipeline}
@@ -132,9 +120,9 @@ class FixedRun:
     def replica(
         self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: TrainingState
     ) -> Replica:
-        assert self._membership is not None
+        assert self.membership is not None
         return Replica(
-            self._membership.client,
+            self.membership.client,
             self.groups,
             parts.freezing.buckets,
             parts.buffers,
@@ -153,8 +141,8 @@ class FixedRun:
     def dealt_batches(
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
     ) -> DealtBatchSource:
-        assert self._membership is not None
-        run, client = shared(secrets.randbits(62)), self._membership.client
+        assert self.membership is not None
+        run, client = shared(secrets.randbits(62)), self.membership.client
         return DealtBatchSource(trainer, training, client, self.groups, checks, run, dealing)
 
     def set_out(self, trainer: Trainer, data_seed: int) -> int:
@@ -172,6 +160,6 @@ class FixedRun:
         return random_states.gather(self.groups, self._strategy.root_device)
 
     def close(self) -> None:
-        if self._membership is not None:
-            self._membership.close()
-            self._membership = None
+        if self.membership is not None:
+            self.membership.close()
+            self.membership = None

@@ -51,7 +51,7 @@ class Training:
         whereabouts: is told when a step runs.
         watch: looks for numbers that are not finite; None if nobody does.
         first_failure: around what waits for others, who may have failed.
-        state: hands on what the end of a step changes in Python; None if nobody looks at it.
+        state: hands on what steps change in Python where they end; None if they change nothing.
     """
 
     trainer: Trainer
@@ -82,6 +82,7 @@ class Training:
         self._device = self.trainer.strategy.root_device
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.ready = ReadySignal(last, self.announce)
+        self._scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         # before others may get this worker's model
         self._look: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
 
@@ -131,7 +132,9 @@ class Training:
             return self.parts.pipeline.rest(loss) if self.updating else loss
         precision, freezing = self.trainer.precision_plugin, self.parts.freezing
         with self.whereabouts.running("training_step"), self.first_failure(), freezing.refused():
-            context, scale = precision.train_step_context, loss_scale(precision, self._device)
+            context, scale = precision.train_step_context, None
+            if self._scales:
+                scale = loss_scale(precision, self._device)
             stream, closes = self.draws.stream, self._closes
             step = Step("training_step", arguments, context, stream, scale, closes, freezing.generation, source.portion)
             exchange = self.sync.gradients if self.updating else None
@@ -153,8 +156,13 @@ class Training:
         Raises:
             ConfigurationError: the optimizer stepped without the closure.
         """
-        if self.phase is Phase.ABSENT:
-            return self._update_absent(optimizer, closure, **kwargs)
+        if self.phase is Phase.ABSENT:  # applies what gradients there are, if others may have another model
+            accumulated, self._accumulated = self._accumulated, False
+            if accumulated and self.sync.gradients is None:
+                with self._phases.within(Event.UPDATE):
+                    return self._update(optimizer, closure, alone=True, **kwargs)
+            self.updates += 1
+            return closure()
         before = self.mini_batches
         self._closes = True
         try:
@@ -227,11 +235,8 @@ class Training:
             self._look()
             return self.rendezvous.wait_for_others(loop.position(self.trainer))
 
-    def begin_absence(self) -> None:
-        self._phases.go(Event.ABSENCE)
-
-    def end_absence(self) -> None:
-        self._phases.go(Event.BATCH)
+    def begin_turn(self, has_batch: bool) -> None:
+        self._phases.go(Event.BATCH if has_batch else Event.ABSENCE)
 
     def begin_dealt(self) -> None:
         self._take_over_freezing()
@@ -283,15 +288,6 @@ class Training:
         with self.first_failure():
             freezing.take_over()
             self.rendezvous.join()
-
-    def _update_absent(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Applies what gradients this pipeline has, if its model may be another one than that of others."""
-        accumulated, self._accumulated = self._accumulated, False
-        if accumulated and self.sync.gradients is None:
-            with self._phases.within(Event.UPDATE):
-                return self._update(optimizer, closure, alone=True, **kwargs)
-        self.updates += 1
-        return closure()
 
     def _update(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, alone: bool = False, **kwargs: Any

@@ -148,16 +148,16 @@ def test_an_absent_worker_counts_and_announces_nothing() -> None:
     it.begin_shards(uneven=True)
     assert turn(it) is Phase.FILLING
     assert it.wait_for_others() == SyncPoint(2, closing=False)
-    it.begin_absence()
+    it.begin_turn(has_batch=False)
     assert (it.phase, it.updates, announced) == (Phase.ABSENT, 1, [0])
     assert turn(it) is Phase.ABSENT
     it.come_together()
     assert it.phase is Phase.ABSENT
     assert it.wait_for_others().closing
-    it.begin_absence()
+    it.begin_turn(has_batch=False)
     assert turn(it) is Phase.ABSENT
     assert (it.updates, announced, it.mini_batches) == (3, [0], 1)
-    it.end_absence()
+    it.begin_turn(has_batch=True)
     assert turn(it) is Phase.FILLING
 
 
@@ -166,7 +166,7 @@ def test_a_worker_without_batch_applies_what_it_has_accumulated() -> None:
     source: Any = SimpleNamespace(portion=None, zeroes_gradients=True)
     it.begin_batch(None, source)
     it.step(None, (), source)  # Lightning asks for no update
-    it.begin_absence()
+    it.begin_turn(has_batch=False)
     assert turn(it) is Phase.FINISHING
     assert (it.updates, announced, it.phase) == (1, [], Phase.ABSENT)
     assert turn(it) is Phase.ABSENT, "there is nothing left"

@@ -83,7 +83,7 @@ class ElasticRun:
         self._mesh = OnePipeline.of(job.world_size, job.pipeline, job.pipeline + 1)  # N is not known yet
         self._lead = leader.Leadership(job.rank, job.pipeline)
         self._groups: ProcessGroups | None = None
-        self._connection: ElasticConnection | None = None
+        self.membership: ElasticConnection | None = None
         self._place: _Place | None = None
         self._meetings: Barriers | None = None
         self._fit: joining.Fit | None = None
@@ -103,10 +103,6 @@ class ElasticRun:
     def opened(self) -> bool:
         return self._groups is not None
 
-    @property
-    def membership(self) -> ElasticConnection | None:
-        return self._connection
-
     def check(self) -> None:
         if self.options.placement is not None:
             check_shape(self.options.placement, self._job.world_size, None)
@@ -124,7 +120,7 @@ class ElasticRun:
         worker = Worker(*self._mesh.locate(dist.get_rank()))
         if job.policy_file is not None:
             policy_file.offer(job.policy_file, options.method.policy)
-        self._connection = connection = ElasticConnection(
+        self.membership = connection = ElasticConnection(
             options.standing_scheduler,
             worker,
             shared(1 + secrets.randbits(61)),
@@ -294,7 +290,7 @@ class ElasticRun:
         return f"{self.fit.source.run}/{loop.batches(self.fit.trainer)}"
 
     def close(self) -> None:
-        connection, place = self._connection, self._place
+        connection, place = self.membership, self._place
         if connection is None:
             return
         if place is not None:
@@ -304,7 +300,7 @@ class ElasticRun:
         if place is not None:
             place.epochs.close()
         connection.close()
-        self._connection = self._place = None
+        self.membership = self._place = None
 
 
 class _Duties:
