@@ -121,8 +121,9 @@ class Training:
         if self.mini_batches == 0 and strategy.num_micro_batches > 1 and source.portion is None:
             size = getattr(self.trainer.train_dataloader, "batch_size", None)
             refuse_time_first(batch, size, self.trainer.lightning_module)
-        with self.first_failure():
-            self.rendezvous.join()
+        if self.together:
+            with self.first_failure():
+                self.rendezvous.join()
 
     def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor:
         """The user's training step on a mini-batch: a loss whose ``backward`` puts the gradients in place."""
