@@ -85,6 +85,6 @@ def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
     if len(groups) == 1:
         rank_zero_info(
             f"sync=phd_psgd: all {len(hosts)} pipelines run on the same host and form one group, so {policy.within} "
-            "are averaged over all of them and nobody meets others. For meetings give a group_size, or groups."
+            "are averaged over all of them and no group meets others. For meetings give a group_size, or groups."
         )
     return ByPolicy(msgspec.structs.replace(policy, groups=groups))
