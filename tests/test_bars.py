@@ -72,7 +72,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "scheduler": (5130, 42),
     "simulate": (640, 6),
     "strategy": (881, 6),
-    "supervision": (1327, 14),
+    "supervision": (1328, 14),
     "sync": (1749, 17),
     "top": (1140, 9),
     "topology": (520, 7),

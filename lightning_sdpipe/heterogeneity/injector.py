@@ -16,7 +16,7 @@ from lightning_sdpipe.heterogeneity.tracks import Track
 
 @runtime_checkable
 class Heterogeneity(Protocol):
-    """What slows workers down. Both methods are pure: who asks again is told the same."""
+    """What slows workers down. Both methods are pure: the same question gets the same answer."""
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
         """Seconds that worker (stage, pipeline) sleeps before this pass of this iteration."""
@@ -125,7 +125,7 @@ class DelayInjector:
 
 
 def seconds_without_a_core() -> float:
-    """How long this thread has waited for a core so far, as Linux counts it; 0 where nobody counts."""
+    """How long this thread has waited for a core so far, as Linux counts it; 0 elsewhere."""
     try:
         _, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
     except OSError:

@@ -6,8 +6,8 @@ process which accumulates over the same micro-batches.
 The loss of a mini-batch on all stages of a pipeline, although it is computed on the last one.
 
 Hooks get it on every rank (``on_train_batch_end``, ``on_before_backward``), and what they decide by it must not differ
-between stages. The last stage knows it before its last backward, and sends it before what that computes. So nobody
-waits for it who has waited for the gradients. It travels as a float64 with the number of its type, which nobody but the
+between stages. The last stage knows it before its last backward, and sends it before what that computes. So no stage
+waits for it that has waited for the gradients. It travels as a float64 with the number of its type, which only the
 last stage knows in advance.
 """
 

@@ -205,8 +205,8 @@ class PipeDreamPipeline:
         self._runner.link.settle()
 
     def norms(self, own_square: float) -> list[Norm]:
-        """For an update that is being made: who is clipped by which norm over all stages. All copies of a shared weight
-        are by that which their first owner knows.
+        """For an update that is being made: which parameters are clipped by which norm over all stages. All copies of a
+        shared weight are by that which their first owner knows.
 
         Args:
             own_square: the squared norm of this stage's gradients, without those that an earlier stage holds too.

@@ -1,4 +1,4 @@
-"""What a pipeline is to those who train with it, whatever the order of its forwards and backwards."""
+"""What a pipeline is to the training loop, whatever the order of its forwards and backwards."""
 
 from __future__ import annotations
 

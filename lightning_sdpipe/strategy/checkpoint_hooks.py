@@ -1,4 +1,4 @@
-"""Lightning's hooks for checkpoints: what is in them, and who writes and reads it.
+"""Lightning's hooks for checkpoints: what is in them, and which rank writes and reads it.
 
 States of parameters that are not the optimizer's, as entries of its own: so they are gathered, cut and loaded as its
 own are, on any number of stages.

@@ -214,7 +214,7 @@ class Collectives(DDPStrategy):
     @contextmanager
     def _together(self, purpose: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Around what this worker does with others, all of them by default, wherever they are when it begins. Before
-        others have been started there is nobody to wait for."""
+        others have been started there is no rank to wait for."""
         if self._training is not None:
             self._training.come_together()
         if not self._run.opened:

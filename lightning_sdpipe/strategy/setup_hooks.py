@@ -70,7 +70,7 @@ class SetupHooks(CheckpointHooks):
 
     @property
     def mesh(self) -> Mesh:
-        """Who is which worker. Where devices are placed, that is known once the ranks have met."""
+        """The ranks of all workers. Where devices are placed, they are known once the ranks have met."""
         return self._run.mesh
 
     def _configure_launcher(self) -> None:
@@ -123,7 +123,7 @@ class SetupHooks(CheckpointHooks):
             rank_zero_info(self._what_runs())
 
     def _what_runs(self) -> str:
-        """What a user looks at when a run is not what was meant: who runs what, and how."""
+        """What a user looks at when a run is not what was meant: what each rank runs, and how."""
         options, ranks = self.options, self.mesh.ranks
         assert self._plan is not None
         stages = self._plan[1]

@@ -100,7 +100,7 @@ class SDPipeStrategy(SetupHooks):
         process_group_backend: ``"gloo"``, ``"nccl"`` or both by kind of device; as the accelerator asks by default.
         accelerator: set by the Trainer, as are the next two.
         parallel_devices: of this machine.
-        cluster_environment: knows who starts processes, and where they meet.
+        cluster_environment: knows what starts processes, and where they meet.
         checkpoint_io: writes and reads checkpoint files.
         precision_plugin: instead of ``Trainer(precision=...)``.
 
