@@ -30,7 +30,11 @@ Item = tuple[Any, int, int]
 
 
 class Turns(Protocol):
-    """What a worker does where its source has a batch for it, and where it has none."""
+    """What a worker does where its source has a batch for it, where it has none, and at sync points."""
+
+    @property
+    def together(self) -> bool:
+        """Are all workers of the stage at the same point of training?"""
 
     @property
     def underway(self) -> bool:
@@ -43,6 +47,9 @@ class Turns(Protocol):
     @property
     def unfinished(self) -> int:
         """Mini-batches that are still in this pipeline."""
+
+    def pause(self) -> None:
+        """Finishes what is in the pipeline, and makes all replicas equal."""
 
     def begin_shards(self, uneven: bool) -> None:
         """An epoch begins in which each pipeline trains its own shard; they may be ``uneven``."""

@@ -28,20 +28,17 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.lightning_internals import Method
-from lightning_sdpipe.loop.batch_source import BatchSource
+from lightning_sdpipe.loop.batch_source import BatchSource, Turns
 from lightning_sdpipe.loop.clock import ClockChecks
 
 
-def change(
-    trainer: Trainer, together: Callable[[], bool], checks: ClockChecks, source: BatchSource | None = None
-) -> None:
-    """Changes ``trainer``'s loop and callbacks so; ``together`` says whether all workers are at this batch, and
-    ``source`` gives the batches if it trains.
+def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSource | None = None) -> None:
+    """Changes ``trainer``'s loop and callbacks so; ``source`` gives the batches if it trains.
 
     Must run before the Trainer registers its signal handlers, as ``Strategy.setup`` does; and again before each run.
     """
     _fail_on_sigterm(trainer)
-    _stop_together(trainer, together, checks)
+    _stop_together(trainer, turns, checks)
     _look_together(trainer, checks)
     if source is not None:
         _take_over(trainer, source)
@@ -115,14 +112,14 @@ def _resume_quietly(trainer: Trainer, source: BatchSource) -> None:
     loop.reset = reset
 
 
-def _stop_together(trainer: Trainer, together: Callable[[], bool], checks: ClockChecks) -> None:
+def _stop_together(trainer: Trainer, turns: Turns, checks: ClockChecks) -> None:
     fit_loop: Any = trainer.fit_loop
     epoch_loop: Any = fit_loop.epoch_loop
     asked = False
 
     def agree() -> None:
         nonlocal asked
-        if together():
+        if turns.together:
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop or asked, all=False)
             asked = False
         else:

@@ -47,8 +47,7 @@ from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split, take_apar
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batch
-from lightning_sdpipe.pipeline.step_log import StepLog
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, StepLog, begin_batch
 from lightning_sdpipe.policies.announcing import share_before
 
 _TAG = 2**31 - 3

@@ -46,8 +46,7 @@ from lightning_sdpipe.pipeline.micro_batches import whole
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_metadata import StageNotes
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batch
-from lightning_sdpipe.pipeline.step_log import StepLog
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, StepLog, begin_batch
 from lightning_sdpipe.policies.announcing import share_before
 
 _SHARE = share_before(1)

@@ -244,11 +244,9 @@ class SetupHooks(CheckpointHooks):
         self._source = self._make_source(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
         if self._source is not None:
             self._undo = [*self._undo, self._source.close]
-        loop.change(trainer, lambda: self.training.together, checks, self._source)
-        pause, share, underway = self._training.pause, self._run.share, lambda: self.training.underway
-        EpochCallback(
-            self.groups, pause, share, self._random_states, checks, self._first_failure, underway, draws
-        ).put_first(trainer)
+        loop.change(trainer, self._training, checks, self._source)
+        shared = EpochCallback(self.groups, self._training, self._run.share, self._random_states, checks, draws)
+        shared.put_first(trainer)
 
     @property
     def _why_alike(self) -> str | None:
