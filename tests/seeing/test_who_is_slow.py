@@ -27,11 +27,9 @@ def test_the_slow_worker_is_named_and_nobody_else(tmp_path: Path) -> None:
     recording = of_log(tmp_path / "straggler.jsonl")
     assert [finding.workers for finding in compute_straggler(recording)] == [(SLOW,)]
     assert len(recording.series) == STAGES * PIPELINES
-    for worker, series in recording.series.items():
+    for series in recording.series.values():
         assert len(series) == UPDATES - 1, "the first update only marks the beginning of the next"
         own = sum(series.own()) / len(series) / 1e3
         assert own > 25, "two micro-batches of 15 ms"
-        unnamed = sum(us[PHASES.index("other")] for us in series.us) / len(series) / 1e3
-        assert unnamed < own / 3, f"{worker}: most of its time has a name"
         waits = [sum(us[phase] for us in series.us) for phase in range(OWN, len(PHASES))]
         assert sum(waits) > 0
