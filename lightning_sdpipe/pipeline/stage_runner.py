@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.sending import Travel
@@ -68,7 +69,7 @@ class StageRunner:
             The message to send on; on the last stage the loss, weighted by the micro-batch's share of the samples and
             scaled.
         """
-        with logging_through(self.module, log.record(micro_batch.weight)):
+        with logging_through(self.module, log.record(micro_batch.weight)), labelled("forward", number):
             outcome = self._run(micro_batch, number, step, received)
         if isinstance(outcome, Message):
             return outcome
