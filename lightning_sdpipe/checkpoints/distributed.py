@@ -45,7 +45,7 @@ class DistributedWriter:
     """Writes checkpoints; every rank must make one and call its methods at the same points.
 
     Args:
-        groups: says who writes what.
+        groups: say which rank writes what.
         asynchronous: :meth:`save` returns when the tensors have been copied; a thread writes them.
     """
 
@@ -73,7 +73,7 @@ class DistributedWriter:
         if self._groups.rank == 0:
             _remove(part)
             files.save_checkpoint(checkpoint, part / _REST)
-        with waiting_for(self._group, "beginning a checkpoint"):  # nobody may write before rank 0 has cleared the place
+        with waiting_for(self._group, "beginning a checkpoint"):  # rank 0 clears the place first
             dist.barrier(self._group)
         if self._asynchronous:
             written = async_save(parts, checkpoint_id=part, process_group=self._group)

@@ -74,7 +74,7 @@ class Replica:
 
     client: SchedulerClient
     groups: ProcessGroups
-    parameters: Sequence[FlatBucket]  # like `trained`, it may change while nobody takes part
+    parameters: Sequence[FlatBucket]  # like `trained`, it may change while no worker takes part
     buffers: Sequence[Tensor]  # that only a full average makes equal, such as BatchNorm statistics
     trained: Sequence[nn.Parameter]  # in the order by which the pipeline numbers their gradients
     timeout: timedelta  # of every wait
@@ -206,7 +206,7 @@ class Synchronizer:
         self.replica.average([*self.replica.buffers, *self.replica.averages])
 
     def _take_over(self, pipeline: int) -> None:
-        """Everybody gets the parameters of that pipeline's replica."""
+        """All get the parameters of that pipeline's replica."""
         group = self.replica.everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
         finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
 
