@@ -44,11 +44,11 @@ FAN_OUT = 22  # modules of the package that one imports
 SHORT = 90  # lines: such a module with a single importer belongs into it
 
 SHAPES = {
-    "classes with too many methods": 1,
+    "classes with too many methods": 0,
     "constructors with too many arguments": 1,
     "modules with too many imports": 3,
     "class names used twice": 4,
-    "short modules with one importer": 14,
+    "short modules with one importer": 10,
     "reaches into another object's privates": 0,
     "uses of Lightning's private names": 0,
     "circles": 0,
@@ -60,27 +60,27 @@ SIZES: dict[str, tuple[int, int]] = {
     "data": (472, 6),
     "dealing": (435, 5),
     "exchange": (2179, 32),
-    "heterogeneity": (443, 8),
-    "loop": (2315, 26),
+    "heterogeneity": (445, 8),
+    "loop": (2312, 24),
     "membership": (1251, 14),
     "optim": (342, 5),
-    "partition": (3741, 33),
-    "pipeline": (1756, 18),
+    "partition": (3742, 32),
+    "pipeline": (1763, 17),
     "placement": (2722, 24),
     "policies": (2382, 25),
     "recipes": (7202, 105),
     "scheduler": (5130, 42),
     "simulate": (640, 6),
-    "strategy": (881, 6),
+    "strategy": (884, 6),
     "supervision": (1328, 14),
     "sync": (1749, 17),
     "top": (1140, 9),
     "topology": (520, 7),
-    "worker": (2465, 25),
+    "worker": (2705, 27),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
-WAY = 59
+WAY = 47
 """Modules of the package in which code runs between two mini-batches of SemiDecentralized under 1F1B, on two pipelines
 of two stages. The aim is 30; the number is only ever made smaller."""
 
