@@ -38,6 +38,7 @@ from lightning_sdpipe.loop.refusals import (
 )
 from lightning_sdpipe.loop.resume_position import Split
 from lightning_sdpipe.loop.stream_switches import StreamSwitches
+from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.chain import described
 from lightning_sdpipe.partition.materialise import Initialisation
@@ -209,6 +210,9 @@ class SetupHooks(CheckpointHooks):
             trainer, parts.ownership, self.groups, self.root_device, self._first_failure, parts.changed_late
         )
         replica = self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)
+        averaging = averaging_of(trainer.callbacks)  # type: ignore[attr-defined]
+        if averaging is not None and trainer.state.fn == TrainerFn.FITTING:
+            averaging.connect(self._checkpoints, replica.averages)
         sync = self._run.options.method.build(replica)
         self._training = Training(
             trainer,

@@ -83,6 +83,7 @@ class Replica:
     loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by at the moment
     progress: TrainingState | None = None  # None where there is nothing but parameters
     name_of: Callable[[nn.Parameter], str] = lambda parameter: f"of shape {tuple(parameter.shape)}"  # for messages
+    averages: list[Tensor] = field(default_factory=list)  # of the weights over time, made equal where those are
 
     @property
     def stage(self) -> int:
@@ -202,7 +203,7 @@ class Synchronizer:
 
     def average_buffers(self) -> None:
         """As :meth:`make_parameters_equal`, of what is no parameter."""
-        self.replica.average(self.replica.buffers)
+        self.replica.average([*self.replica.buffers, *self.replica.averages])
 
     def _take_over(self, pipeline: int) -> None:
         """All get the parameters of that pipeline's replica."""

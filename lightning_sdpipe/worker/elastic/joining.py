@@ -31,6 +31,7 @@ from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.lightning_internals import data_source
+from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Receive, Start
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -63,6 +64,7 @@ def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dic
         "seed": os.environ.get("PL_GLOBAL_SEED", "none"),
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "validation": every,
+        "averaging": str(averaging_of(trainer.callbacks)),  # type: ignore[attr-defined]
         "limits": f"max_epochs {trainer.max_epochs}, max_steps {trainer.max_steps}",
     }
 
