@@ -59,29 +59,29 @@ SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (671, 8),
     "data": (475, 6),
     "dealing": (435, 5),
-    "exchange": (2179, 32),
+    "exchange": (2181, 32),
     "heterogeneity": (443, 8),
-    "loop": (2497, 25),
+    "loop": (2504, 25),
     "membership": (1251, 14),
     "optim": (342, 5),
     "partition": (3742, 32),
-    "pipeline": (1765, 17),
+    "pipeline": (1770, 17),
     "placement": (2722, 24),
     "policies": (2382, 25),
     "recipes": (7202, 105),
     "scheduler": (5426, 45),
     "seeing": (478, 5),
     "simulate": (640, 6),
-    "strategy": (898, 6),
+    "strategy": (902, 6),
     "supervision": (1329, 14),
-    "sync": (1752, 17),
-    "top": (1231, 10),
+    "sync": (1754, 17),
+    "top": (1242, 10),
     "topology": (520, 7),
     "worker": (2718, 27),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
-WAY = 59
+WAY = 48
 """Modules of the package in which code runs between two mini-batches of SemiDecentralized under 1F1B, on two pipelines
 of two stages. The aim is 30; the number is only ever made smaller."""
 

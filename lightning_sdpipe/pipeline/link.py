@@ -165,7 +165,7 @@ class StageLink:
             self._wait(transfers.popleft(), meter.SEND)
 
     def _wait(self, transfer: p2p.Transfer, phase: int) -> list[Tensor]:
-        with meter.phase(phase):
+        with meter.phase(phase), p2p.labelled("wait"):
             return transfer.wait()
 
     def _post(self, layout: Layout, begun: int = 1) -> p2p.Transfer:
