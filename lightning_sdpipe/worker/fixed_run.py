@@ -97,6 +97,7 @@ class FixedRun:
         self._membership = SchedulerConnection(
             self.mesh,
             self.options.method.policy,
+            _of_this_run(1 + secrets.randbits(61)),
             self.options.standing_scheduler,
             lambda: where_to_listen(environment, strategy.num_nodes),
             self.options.run_timeout.total_seconds(),
@@ -198,3 +199,10 @@ class FixedRun:
         if self._membership is not None:
             self._membership.close()
             self._membership = None
+
+
+def _of_this_run(number: int) -> int:
+    """Rank 0's number, which each rank gets when all have come: none is in the run before any more."""
+    numbers = torch.tensor(number if dist.get_rank() == 0 else 0)
+    dist.all_reduce(numbers)
+    return int(numbers)

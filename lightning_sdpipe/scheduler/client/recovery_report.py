@@ -12,7 +12,8 @@ from itertools import accumulate
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.protocol import Answer, Steps
+from lightning_sdpipe.scheduler.membership_protocol import Steps
+from lightning_sdpipe.scheduler.protocol import Answer
 
 log = logging.getLogger(__name__)
 
