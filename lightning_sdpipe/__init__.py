@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_sdpipe.exchange.payloads import Half as Half
     from lightning_sdpipe.exchange.payloads import OneBit as OneBit
     from lightning_sdpipe.exchange.payloads import TopK as TopK
+    from lightning_sdpipe.loop.weight_averaging import SDPipeWeightAveraging as SDPipeWeightAveraging
     from lightning_sdpipe.partition.plan import Balanced as Balanced
     from lightning_sdpipe.strategy import SDPipeStrategy as SDPipeStrategy
     from lightning_sdpipe.sync import ADPSGD as ADPSGD
@@ -46,6 +47,7 @@ _HOMES = {
     "TopK": "lightning_sdpipe.exchange.payloads",
     "Balanced": "lightning_sdpipe.partition.plan",
     "SDPipeStrategy": "lightning_sdpipe.strategy",
+    "SDPipeWeightAveraging": "lightning_sdpipe.loop.weight_averaging",
     "ADPSGD": "lightning_sdpipe.sync",
     "PHDPSGD": "lightning_sdpipe.sync",
     "AllReduce": "lightning_sdpipe.sync",

@@ -1,6 +1,6 @@
 """``sdpipe``: the operator's commands. Starts without torch.
 
-``sdpipe run`` trains on one machine with several pipelines, whoever of them dies.
+``sdpipe run`` trains on one machine with several pipelines, any of which may die.
 ``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, ``sdpipe status ADDRESS`` shows
 how it goes, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe
 partition`` shows how a model would be cut, ``sdpipe check`` whether it then computes the same, and ``sdpipe record

@@ -1,4 +1,4 @@
-"""Random numbers that depend neither on where the model is cut nor on who trains a batch.
+"""Random numbers that depend neither on where the model is cut nor on which pipeline trains a batch.
 
 While a step runs, user code outside of the blocks draws from one stream for each (seed, epoch, position of the batch,
 micro-batch), which all stages of a pipeline share, and every block from a stream of its own. A block's call, and that
@@ -121,7 +121,7 @@ class Stream:
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Draws come from here within. The generators stay where it ends: whoever draws next seeds them."""
+        """Draws come from here within. The generators stay where it ends: the next to draw seeds them."""
         if self._states is None:
             seed_generators(self._seed)
         else:

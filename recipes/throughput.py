@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_sdpipe import SDPipeStrategy
-from lightning_sdpipe.worker.training import Phase
+from lightning_sdpipe.worker.phases import Phase
 
 
 class ThroughputMeter(L.Callback):

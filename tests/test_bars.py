@@ -21,7 +21,7 @@ from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import lightning.fabric
 import lightning.pytorch as pl
@@ -44,11 +44,11 @@ FAN_OUT = 22  # modules of the package that one imports
 SHORT = 90  # lines: such a module with a single importer belongs into it
 
 SHAPES = {
-    "classes with too many methods": 1,
+    "classes with too many methods": 0,
     "constructors with too many arguments": 1,
     "modules with too many imports": 3,
-    "class names used twice": 4,
-    "short modules with one importer": 14,
+    "class names used twice": 3,
+    "short modules with one importer": 9,
     "reaches into another object's privates": 0,
     "uses of Lightning's private names": 0,
     "circles": 0,
@@ -56,27 +56,27 @@ SHAPES = {
 """How many there may be. These numbers are only ever made smaller."""
 
 SIZES: dict[str, tuple[int, int]] = {
-    "checkpoints": (669, 8),
+    "checkpoints": (671, 8),
     "data": (472, 6),
     "dealing": (435, 5),
     "exchange": (2179, 32),
-    "heterogeneity": (443, 8),
-    "loop": (2315, 26),
-    "membership": (1251, 14),
+    "heterogeneity": (445, 8),
+    "loop": (2497, 25),
+    "membership": (1289, 14),
     "optim": (342, 5),
-    "partition": (3741, 33),
-    "pipeline": (1756, 18),
+    "partition": (3742, 32),
+    "pipeline": (1763, 17),
     "placement": (2722, 24),
     "policies": (2382, 25),
-    "recipes": (7202, 105),
-    "scheduler": (5130, 42),
+    "recipes": (7220, 105),
+    "scheduler": (4855, 42),
     "simulate": (640, 6),
-    "strategy": (881, 6),
-    "supervision": (1327, 14),
-    "sync": (1749, 17),
-    "top": (1140, 9),
+    "strategy": (888, 6),
+    "supervision": (1328, 14),
+    "sync": (1752, 17),
+    "top": (1142, 9),
     "topology": (520, 7),
-    "worker": (2465, 25),
+    "worker": (2719, 27),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
@@ -290,8 +290,11 @@ def circles() -> list[str]:
             graph[way[1]].discard(way[0])
 
 
-class Way(pl.Callback):
-    """Notes which modules run code, in any thread, from the start of each mini-batch to that of the next one."""
+class Way:
+    """Notes which modules run code, in any thread, from the start of each mini-batch to that of the next one. It is no
+    callback, since what the package does around users' hooks would be a part of the way."""
+
+    _start = SDPipeStrategy.on_train_batch_start.__code__
 
     def __init__(self) -> None:
         self.seen: list[set[str]] = [set()]
@@ -301,11 +304,10 @@ class Way(pl.Callback):
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.seen.append(set())
-
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call":
+            if frame.f_code is self._start:
+                self.seen.append(set())
             self.seen[-1].add(frame.f_globals.get("__name__", ""))
 
 
@@ -313,7 +315,7 @@ def _way_of_this_rank(directory: Path) -> list[set[str]]:
     way = Way()
     way.watch()
     strategy = SDPipeStrategy(num_stages=2, sync=SemiDecentralized(window=math.inf), schedule="1f1b")
-    trainer = pipelines(directory, strategy, max_epochs=1, enable_checkpointing=False, callbacks=[way])
+    trainer = pipelines(directory, strategy, max_epochs=1, enable_checkpointing=False)
     trainer.fit(Regression(), train_loader(64))
     return way.seen[2:-1]  # in the first step links are set up, and the last one ends the epoch
 

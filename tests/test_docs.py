@@ -141,6 +141,32 @@ def answered() -> list[int]:
     return [int(number) for number in re.findall(r"^## (\d+)\. .+\?\n\n\S", page, re.MULTILINE)]
 
 
+SYMPTOMS = {
+    "One GPU is slower",
+    "Workers get preempted",
+    "The network is slow",
+    "It does not fit",
+    "The loss is worse than with DDP",
+}
+
+
+def test_every_symptom_says_how_to_see_it_what_to_pass_and_what_that_costs() -> None:
+    _, *sections = re.split(r"^## ", PAGES["docs/symptoms.md"].read_text(), flags=re.MULTILINE)
+    assert {section.partition("\n")[0] for section in sections} == SYMPTOMS
+    for section in sections:
+        parts = re.findall(r"^\*\*(How to see it|What to pass|What it costs)\.\*\* \S", section, re.MULTILINE)
+        assert parts == ["How to see it", "What to pass", "What it costs"], section
+        assert re.search(r"```bash\n.*sdpipe ", section)
+
+
+FIGURES = re.compile(r"\([^()]*one seed|, \**one seed|\bMeasured (for|by `)|\btook \d")
+
+
+def test_figures_of_measurements_are_on_their_own_page() -> None:
+    pages = {page: PAGES[page].read_text() for page in PAGES if page.startswith("docs/") and "benchmarks" not in page}
+    assert {page: found[0] for page, text in pages.items() if (found := FIGURES.search(text))} == {}
+
+
 def test_readme_is_short() -> None:
     assert lines_of_readme() <= LINES_OF_README
 

@@ -31,6 +31,9 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 _REST = "meta.pt"  # Lightning's name for it, so that its functions read such a directory
 _OPTIMIZER = "optimizer_of_pipeline"
+_MODULES = ("state_dict", "current_model_state")
+"""States of the module that a checkpoint may have: the second, if the first is an average over time."""
+_OF_MODULES = tuple(f"{kind}." for kind in _MODULES)
 
 
 def is_distributed(path: str | Path) -> bool:
@@ -42,7 +45,7 @@ class DistributedWriter:
     """Writes checkpoints; every rank must make one and call its methods at the same points.
 
     Args:
-        groups: says who writes what.
+        groups: say which rank writes what.
         asynchronous: :meth:`save` returns when the tensors have been copied; a thread writes them.
     """
 
@@ -54,14 +57,15 @@ class DistributedWriter:
         self._pending: Future[None] | None = None
 
     def save(self, checkpoint: dict[str, Any], path: Path, files: CheckpointIO) -> None:
-        """Writes ``checkpoint``, in which ``state_dict`` and ``optimizer_states`` are this rank's parts.
+        """Writes ``checkpoint``, in which the module's states and ``optimizer_states`` are this rank's parts.
 
         Raises:
             Exception: what went wrong in writing the checkpoint before this one.
         """
         self.wait()
         _, pipeline = self._groups.mesh.locate(self._groups.rank)
-        parts = {"state_dict": checkpoint.pop("state_dict") if pipeline == 0 else {}}
+        states = {kind: checkpoint.pop(kind) for kind in _MODULES if kind in checkpoint}
+        parts = {kind: state if pipeline == 0 else {} for kind, state in states.items()}
         for optimizer in checkpoint.get("optimizer_states", ()):
             moments = optimizer.pop("state")
             parts[_OPTIMIZER] = {str(pipeline): {str(place): state for place, state in moments.items()}}
@@ -69,7 +73,7 @@ class DistributedWriter:
         if self._groups.rank == 0:
             _remove(part)
             files.save_checkpoint(checkpoint, part / _REST)
-        with waiting_for(self._group, "beginning a checkpoint"):  # nobody may write before rank 0 has cleared the place
+        with waiting_for(self._group, "beginning a checkpoint"):  # rank 0 clears the place first
             dist.barrier(self._group)
         if self._asynchronous:
             written = async_save(parts, checkpoint_id=part, process_group=self._group)
@@ -145,22 +149,21 @@ def read_part(
     pipelines = {key.split(".")[1] for key in saved if key.startswith(f"{_OPTIMIZER}.")}
     source = f"{_OPTIMIZER}.{pipeline % max(1, len(pipelines))}."
     wanted: list[str] = []
-    absent: dict[str, Any] = {}
+    absent: dict[str, dict[str, Any]] = {}
     for key, entry in saved.items():
         kind, _, name = key.partition(".")
-        if kind == "state_dict" and stage not in ownership.stages.get(name, (stage,)):
-            absent[name] = _empty(entry, "meta")
-        elif kind == "state_dict" or (key.startswith(source) and int(key.split(".")[2]) in places):
+        if kind in _MODULES and stage not in ownership.stages.get(name, (stage,)):
+            absent.setdefault(kind, {})[name] = _empty(entry, "meta")
+        elif kind in _MODULES or (key.startswith(source) and int(key.split(".")[2]) in places):
             wanted.append(key)
     checkpoint = _read(path, metadata, wanted, files)
-    checkpoint["state_dict"] = absent | checkpoint["state_dict"]
-    return checkpoint
+    return checkpoint | {kind: others | checkpoint.get(kind, {}) for kind, others in absent.items()}
 
 
 def read_whole(path: Path, files: CheckpointIO) -> dict[str, Any]:
     """All that a checkpoint in one file has of the one in ``path``; the optimizer's state is the first pipeline's."""
     metadata = FileSystemReader(path).read_metadata()
-    wanted = [key for key in metadata.state_dict_metadata if key.startswith(("state_dict.", f"{_OPTIMIZER}.0."))]
+    wanted = [key for key in metadata.state_dict_metadata if key.startswith((*_OF_MODULES, f"{_OPTIMIZER}.0."))]
     return _read(path, metadata, wanted, files)
 
 
@@ -169,9 +172,9 @@ def _read(path: Path, metadata: Metadata, wanted: Sequence[str], files: Checkpoi
     values = {key: _empty(metadata.state_dict_metadata[key], "cpu") for key in wanted}
     load(values, checkpoint_id=path, no_dist=True)
     checkpoint: dict[str, Any] = files.load_checkpoint(path / _REST, weights_only=False)
-    held = {key: value for key, value in values.items() if key.startswith("state_dict.")}
+    held = {key: value for key, value in values.items() if key.startswith(_OF_MODULES)}
     nested = unflatten_state_dict(held, {key: metadata.planner_data[key] for key in held})  # extra state may be a dict
-    checkpoint["state_dict"] = nested.get("state_dict", {})
+    checkpoint |= {"state_dict": {}, **nested}
     for optimizer in checkpoint.get("optimizer_states", ()):
         optimizer["state"] = {}
     for key, value in values.items():

@@ -257,7 +257,7 @@ class OptimizerParts:
         if len(optimizer.param_groups) != len(self._whole):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} had {len(self._whole)} parameter groups and has "
-                f"{len(optimizer.param_groups)} now, so that nobody knows what they hold on other stages. Add groups "
+                f"{len(optimizer.param_groups)} now, so that what they hold on other stages is not known. Add groups "
                 "with add_param_group, and set lr=0 instead of taking one away."
             )
         return [{**group, "params": whole} for group, whole in zip(optimizer.param_groups, self._whole, strict=True)]

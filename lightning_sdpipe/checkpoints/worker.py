@@ -68,7 +68,7 @@ class Checkpoints:
 
     @contextmanager
     def of_this_stage(self) -> Iterator[None]:
-        """Around what asks for the state of this stage alone: nobody else is asked, nor waited for."""
+        """Around what asks for the state of this stage alone: no other rank is asked, nor waited for."""
         self.only_held = True
         try:
             yield

@@ -1,1 +1,1 @@
-"""Who trains which samples: shards, leases of their batches, and loaders that give what was leased."""
+"""The samples of each pipeline: shards, leases of their batches, and loaders that give what was leased."""

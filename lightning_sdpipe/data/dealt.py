@@ -29,8 +29,8 @@ Ask = Callable[[Segment, int], Lease]
 class DealtBatch:
     """``data`` of batch ``number`` of shard ``home``.
 
-    ``position`` numbers it in the epoch, N × ``number`` + ``home``, whoever trains it; ``progress`` are the batches of
-    the epoch that everybody has trained before, as far as can be foretold.
+    ``position`` numbers it in the epoch, N × ``number`` + ``home``, whichever pipeline trains it; ``progress`` are the
+    batches of the epoch that all have trained before, as far as can be foretold.
     """
 
     data: Any
@@ -98,7 +98,7 @@ class DealtBatches:
         return DealtBatch(data, lease.home, number, position, lease.progress + k * lease.advance)
 
     def wait(self) -> bool:
-        """Waits until there is more to take, or the segment is over for everybody: False. All that was taken must be
+        """Waits until there is more to take, or the segment is over for all: False. All that was taken must be
         trained, and the scheduler told so, or it is waited for in vain."""
         return self._sampler.wait()
 

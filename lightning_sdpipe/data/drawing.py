@@ -1,4 +1,4 @@
-"""Draws that belong to a batch, whoever loads it, in whichever process."""
+"""Draws that belong to a batch, whichever process loads it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Drawn(NamedTuple):
 class DrawingDataset:
     """``dataset``, asked for :class:`Drawn`: transforms and the collate function draw from the batch's own stream.
 
-    The generators are those of the process that loads: a worker's, or the caller's, who restores them. A loader that
+    The generators are those of the process that loads: a worker's, or the caller's, which restores them. A loader that
     asks for anything else by itself asks ``dataset``.
     """
 

@@ -1,8 +1,8 @@
 """The batch that all pipelines train together, whose micro-batches they divide among themselves by their speed.
 
 Round r joins batch r of every home shard. Each of them is cut into P micro-batches as always, so there are N × P at
-fixed positions, whoever trains them. Pipeline i trains k_i, with Σ k_i = N × P: those of its own shard first, then what
-others leave of theirs. Equal speeds give everybody its own shard.
+fixed positions, whichever pipeline trains them. Pipeline i trains k_i, with Σ k_i = N × P: those of its own shard
+first, then what others leave of theirs. Equal speeds give each its own shard.
 """
 
 from __future__ import annotations

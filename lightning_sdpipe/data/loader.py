@@ -82,7 +82,7 @@ class PipelineLoader:
             self._source = drawing_copy(loader, self._draws)
         if isinstance(self._source, Stateful):
             self.state_dict, self.load_state_dict = self._source.state_dict, self._source.load_state_dict
-        # Draws of a plain loader are its sampler's or its data set's. Of another one nobody knows what they are.
+        # Draws of a plain loader are its sampler's or its data set's. What those of another one are is not known.
         self._plain = isinstance(self._draws, _Positions) and type(loader).__iter__ is DataLoader.__iter__
 
     def __getattr__(self, name: str) -> Any:

@@ -17,16 +17,16 @@ from lightning_sdpipe.random_streams import mix, seed_generators
 
 
 def why_sharded(loader: Any, pipeline: int, num_pipelines: int) -> str | None:
-    """Why the batches of ``loader`` cannot be dealt to whoever is free; None if they can.
+    """Why the batches of ``loader`` cannot be dealt to any pipeline that is free; None if they can.
 
     Each pipeline then trains its own shard, in which no sample is missing, as fast as it can.
     """
     if not isinstance(loader, DataLoader):
-        return f"a {type(loader).__name__} is not a DataLoader, so nobody else can be given its batches"
+        return f"a {type(loader).__name__} is not a DataLoader, so no other can be given its batches"
     if isinstance(loader.dataset, IterableDataset):
-        return "an IterableDataset is read in order, so nobody can be given a part of it"
+        return "an IterableDataset is read in order, so no pipeline can be given a part of it"
     if not getattr(loader, "in_order", True):
-        return "DataLoader(in_order=False) gives batches in an order that nobody knows beforehand"
+        return "DataLoader(in_order=False) gives batches in an order that is not known beforehand"
     if isinstance(loader, Stateful):
         return f"a {type(loader).__name__} keeps by itself where it is in the epoch (state_dict), in its own shard"
     batches = _index_sampler(loader)
@@ -73,7 +73,7 @@ class Shards:
         loader: Lightning's, with a DistributedSampler of this pipeline; :func:`why_sharded` has no objection.
 
     What a sampler of the user's draws comes from one stream per (seed, epoch), so that all pipelines know the same
-    shards, whoever trains them.
+    shards, whichever pipeline trains them.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:

@@ -7,12 +7,12 @@ batches are each dealt once; when all are trained, the segment is over, so at a 
 - A pipeline's lease ``ordinal`` is decided when the first of its workers asks; the others get the same. So is what
   tells a pipeline to stand still, since its stages must empty themselves after the same batch.
 - A batch goes to the pipeline that is predicted to finish it first, what it was dealt and has not trained included. For
-  batches of one size that minimises the end of the last one: at steady speeds nobody waits longer than one batch of its
+  batches of one size that minimises the end of the last one: at steady speeds none waits longer than one batch of its
   own takes. A pipeline takes from the head of its home shard; then from the tail of that which would end last.
 - Leases are half of what a pipeline is expected to train yet (guided self-scheduling, Polychronopoulos and Kuck 1987),
   but no less than a second of work. So it asks rarely, and a device that slows down holds little.
-- There may be nothing for who asks: all is dealt, or others are faster. It gets an empty lease, trains what it still
-  holds, and asks again; that ask stays open until batches come back or somebody else stalls, or the segment is over.
+- There may be nothing for an ask: all is dealt, or others are faster. The worker gets an empty lease, trains what it
+  still holds, and asks again; that ask stays open until batches come back, another stalls, or the segment is over.
 - A dealer that has dealt nothing yet may be a scheduler that was restarted in mid-epoch. Before it decides anything,
   every stage of every pipeline tells what it was dealt: one may have heard of a lease that is on its way to another.
   A lease that no stage has heard of has not been trained.
@@ -107,7 +107,7 @@ class Dealer:
 
     @property
     def num_known(self) -> int:
-        """Pipelines below that number may hold leases: those of the plan, and who was widened for."""
+        """Pipelines below that number may hold leases: those of the plan, and those that it was widened for."""
         return len(self._accounts)
 
     def asks_for_book(self, worker: Worker, segment: Segment) -> bool:
@@ -126,7 +126,7 @@ class Dealer:
         ]
 
     def awaited(self) -> list[int]:
-        """Pipelines that others wait for, who have nothing to train meanwhile."""
+        """Pipelines that others wait for, with nothing to train meanwhile."""
         return self.still_training() if any(account.waits for account in self._accounts) else []
 
     def behind(self) -> list[Worker]:
@@ -331,13 +331,13 @@ class Dealer:
     # -------------------------------------------------------------- prediction
 
     def _seconds(self) -> list[float]:
-        """Per batch, of each pipeline; who is not known yet is as fast as the others are on average."""
+        """Per batch, of each pipeline; one that is not known yet is as fast as the others are on average."""
         known = [account.seconds for account in self._accounts if account.seconds is not None]
         typical = math.fsum(known) / len(known) if known else 1.0
         return [typical if account.seconds is None else account.seconds for account in self._accounts]
 
     def _quotas(self, now: float) -> dict[int, int]:
-        """How many of the batches that are left each pipeline would finish before anybody else could; of those that
+        """How many of the batches that are left each pipeline would finish before any other could; of those that
         would finish at the same time, one that has batches of its own left."""
         seconds = self._seconds()
         free = {

@@ -1,4 +1,4 @@
-"""What is said about who trains which batches: asks and reports of workers, and the leases that answer them.
+"""What is said about the batches of each pipeline: asks and reports of workers, and the leases that answer them.
 
 :mod:`lightning_sdpipe.dealing.dealer` decides.
 """
@@ -31,7 +31,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Lease(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="lease"):
     """``pipeline`` trains batches ``start`` to ``stop`` of shard ``home``, in order.
 
-    Before its k-th batch, ``progress`` + k ``advance`` batches of the epoch are trained by everybody, as far as can be
+    Before its k-th batch, ``progress`` + k ``advance`` batches of the epoch are trained by all, as far as can be
     foretold: with N pipelines of equal speeds, N times the batches of this one. The value never falls, and at the end
     of the segment it is N ``segment.stop``.
     An empty lease says: train all that you hold, then ask again. If it is ``over``, so is the segment.

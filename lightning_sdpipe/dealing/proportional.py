@@ -23,7 +23,7 @@ def proportional_shares(pieces: int, workers: Mapping[Key, tuple[float, float]])
         Pieces of each worker; of two that would finish one at the same time, the lower gets it.
     """
     given = dict.fromkeys(workers, 0)
-    # Most of them at once: everybody works until `end`, the time at which all is done if pieces could be cut.
+    # Most of them at once: all work until `end`, the time at which all is done if pieces could be cut.
     busy = sorted(workers, key=lambda i: workers[i][0])
     rate = owed = 0.0
     for count, i in enumerate(busy):
@@ -54,7 +54,7 @@ def micro_batches_by_speed(seconds: Sequence[float], total: int, least: int = 1,
         bubble: micro-batches' time that a pipeline stands still in each mini-batch, M − 1 with a flush.
 
     Raises:
-        ConfigurationError: there are fewer than everybody needs, or seconds that are not above 0.
+        ConfigurationError: there are fewer than all need, or seconds that are not above 0.
     """
     if total < least * len(seconds):
         raise ConfigurationError(

@@ -1,5 +1,5 @@
 """What all replicas of a stage do together, by the collectives of their process group: gloo's are faster than messages
-of our own when everybody takes part."""
+of our own when all take part."""
 
 from __future__ import annotations
 

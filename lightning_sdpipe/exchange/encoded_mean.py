@@ -158,7 +158,7 @@ class EncodedMean:
             number: means[number].new_empty(span.stop - span.start)
             for number, span in spans.items()
             if own[number] != me
-        }  # awaited before this worker waits for other hosts: who sends does so until it is taken
+        }  # awaited before this worker waits for other hosts: a sender sends until it is taken
         arriving = [transfers.begin({}, {own[number]: to}, self._replicas, tag) for number, to in told.items()]
         for number, span in spans.items():
             if own[number] == me:

@@ -8,8 +8,8 @@ the same m̄. Each sends m = β m̄ + (1 − β) g; of their mean m̄' they make
 
     ĝ = (m̄' − β m̄) / (1 − β)
 
-for an Adam with that β₁, whose ``exp_avg`` then becomes m̄' by itself. In full precision, ĝ is the mean gradient. Adam's
-second moment would be one of ĝ, errors of compression included, so it must not change any more
+for an Adam with that β₁, whose ``exp_avg`` then becomes m̄' by itself. In full precision, ĝ is the mean gradient.
+Adam's second moment would be one of ĝ, errors of compression included, so it must not change any more
 (:class:`~lightning_sdpipe.optim.FrozenVariance`). Weight decay inside of gradients is Adam's own affair: it enters
 ``exp_avg`` after this.
 
@@ -87,7 +87,7 @@ class EncodedRounds(GradientRounds):
         self._scale = 1.0  # of the round
         self._trains = True
         self.updates = 0
-        """Rounds in which somebody trained since a layer was last unfrozen; equal on all replicas."""
+        """Rounds in which any replica trained since a layer was last unfrozen; equal on all replicas."""
         self._background = Background("averaging gradients", 2 * timeout)
         self._coding = CommonReference(payload, beside.pipeline)
         self._mover = EncodedMean(beside, self._coding, hosts)

@@ -3,7 +3,7 @@
 The order of buckets is that of the parameters' numbers, so it is the same on all replicas, and a bucket never overtakes
 the one before it. After the last bucket every replica sends flags: whether it trains at all, whether its gradients are
 finite, which parameters got one, and a number that is to be the same on all. So replicas that have nothing to add can
-take part, all know who broke and who came with another model, and a parameter that nobody used has no gradient
+take part, all know which broke and which came with another model, and a parameter that none used has no gradient
 afterwards, as in one process. Flags travel behind the gradients of the last bucket if that is small, since a collective
 of its own costs more than they do; it waits for the end of the backward then, which is when it is filled anyway.
 """
@@ -30,7 +30,7 @@ SMALL = 2**20
 @dataclass(frozen=True)
 class Averaged:
     """The outcome of a round: the mean gradients by number, over ``members`` replicas that train. They are there all
-    together; whoever has waited for them puts them in the place of the model's."""
+    together; the caller that has waited for them puts them in the place of the model's."""
 
     gradients: list[Tensor | None]
     members: int

@@ -1,4 +1,4 @@
-"""What a pipeline tells of its gradients to those who average them."""
+"""What a pipeline tells of its gradients to those that average them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns which part of a piece, and what the members of a group agree on for one exchange."""
+"""The owners of the parts of a piece, and what the members of a group agree on for one exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_sdpipe.policies.decisions import Group
 
 @dataclass(frozen=True)
 class Members:
-    """Who averages: pipelines in increasing order, and how much the model of each counts."""
+    """The members: pipelines in increasing order, and how much the model of each counts."""
 
     members: tuple[int, ...]
     weights: tuple[float, ...]

@@ -17,7 +17,7 @@ INTERVAL = 0.5
 
 @dataclass(frozen=True)
 class Exchange:
-    """How tensors move between the replicas of a stage, whatever method says who exchanges what with whom, and when.
+    """How tensors move between the replicas of a stage; which exchange what, and when, is the method's.
 
     Args:
         payload: how they are written on the wire, from :mod:`lightning_sdpipe.exchange.payloads`.

@@ -1,8 +1,8 @@
 """Groups that change: what a member knows of another is its own model, which is close.
 
 In 16 bits, or all, models are sent themselves, in 8 bits modulo what the receiver knows. x̂ is what all read from the
-message with x. A member adds *mean of the x̂ − its own x̂* to its model, where in full precision it would put the mean in
-its place. So it keeps what its message left out, and the mean over the members is that of their models before:
+message with x. A member adds *mean of the x̂ − its own x̂* to its model, where in full precision it would put the mean
+in its place. So it keeps what its message left out, and the mean over the members is that of their models before:
 
     x_j += Q(u) − x̂_j,  u = mean of the x̂ and the owner's own x;   the owner: Q(u) + k (u − Q(u))
 
@@ -59,7 +59,7 @@ class OwnReference:
         return (self._modulo or self._payload.on(dtype)).nbytes(n)
 
     def meets(self, team: Members) -> None:
-        """It does not matter who they are."""
+        """It does not matter which they are."""
 
     def prepared(self, piece: Tensor, number: int) -> Tensor:
         self._payload.on(piece.dtype)

@@ -2,7 +2,7 @@
 
 Each sends a copy of a piece as it is now. What it gets is not put in the place of the piece, which may have moved on
 by then: the difference of the two copies is added, times the other one's weight. With equal weights the sum over both
-stays the same, whatever happens at the same time, and nobody holds a lock while it waits for the other.
+stays the same, whatever happens at the same time, and neither holds a lock while it waits for the other.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It runs in threads of a training process, one thread per remote pipeline, which share the parameters under one lock. A
 pipeline sends what its parameters have changed by; the answer comes when its next clock may begin, and holds the
-parameters with everybody's changes that count so far.
+parameters with all changes that count so far.
 """
 
 from __future__ import annotations

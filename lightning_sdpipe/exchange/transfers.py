@@ -19,7 +19,7 @@ from lightning_sdpipe.topology.groups import Replicas
 class Transfers:
     """Messages under way; it keeps their tensors alive."""
 
-    works: list[tuple[str, dist.Work]]  # whom each is with, and the work
+    works: list[tuple[str, dist.Work]]  # the other side of each, and the work
     staged: list[tuple[Tensor, Tensor]]  # where a message arrives, and where it is to go
     kept: list[Tensor]
 

@@ -87,7 +87,7 @@ class EmulatedBlock(nn.Module):
         if self.out_shape is not None:
             per_sample = values.flatten(1).mean(1) if values.dim() > 1 else values
             values = per_sample.view(-1, *[1] * len(self.out_shape)).expand(-1, *self.out_shape)
-        # In backward the sleep comes first, then the gradients, which nobody can have earlier than this.
+        # In backward the sleep comes first, then the gradients, which no stage can have earlier than this.
         output: Tensor = _Sleep.apply(values + self.weight.mean(), self, start)  # type: ignore[no-untyped-call]
         return output
 

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from lightning_sdpipe.heterogeneity.delays import Pass
+from lightning_sdpipe.heterogeneity.delays import Delays, Pass
 from lightning_sdpipe.heterogeneity.tracks import Track
 
 
 @runtime_checkable
 class Heterogeneity(Protocol):
-    """What slows workers down. Both methods are pure: who asks again is told the same."""
+    """What slows workers down. Both methods are pure: the same question gets the same answer."""
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
         """Seconds that worker (stage, pipeline) sleeps before this pass of this iteration."""
@@ -56,6 +56,7 @@ class DelayInjector:
         self.stage = stage
         self.pipeline = pipeline
         self._track = heterogeneity.track(rank)
+        self._never = heterogeneity == Delays()
         self._settle = settle
         self._sleep = sleep
         self._clock = clock
@@ -116,7 +117,8 @@ class DelayInjector:
         return dict(self._by_iteration)
 
     def _inject(self, iteration: int, during: Pass) -> None:
-        self._record(iteration, self.heterogeneity.delay(self.stage, self.pipeline, iteration, during))
+        if not self._never:
+            self._record(iteration, self.heterogeneity.delay(self.stage, self.pipeline, iteration, during))
 
     def _record(self, iteration: int, seconds: float) -> None:
         if seconds > 0.0:
@@ -125,7 +127,7 @@ class DelayInjector:
 
 
 def seconds_without_a_core() -> float:
-    """How long this thread has waited for a core so far, as Linux counts it; 0 where nobody counts."""
+    """How long this thread has waited for a core so far, as Linux counts it; 0 elsewhere."""
     try:
         _, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
     except OSError:

@@ -95,7 +95,7 @@ class Slowed:
     """Every device is ``factor`` times slower, on top of another heterogeneity.
 
     Where a machine has fewer cores than workers, this gives each worker a device of its own: at 1/``factor`` of a
-    core's speed it needs a core for that part of its time only, and who waits for others leaves nobody more of it.
+    core's speed it needs a core for that part of its time only; one that waits for others leaves them no more of it.
 
     Args:
         base: what else happens.

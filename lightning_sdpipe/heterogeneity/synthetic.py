@@ -1,8 +1,8 @@
 """Synthetic tracks of shared GPUs: ``python -m lightning_sdpipe.heterogeneity.synthetic FILE``.
 
 The paper (SDPipe, §5.5) rented 16 containers with a share of a GPU each, and saw their speed change with what the
-neighbours did. Its recordings are not published as data, so this is a model of the cause: the device serves whoever
-has work in turn, so the speed is one over the number of those who have. Neighbours start and finish work at random,
+neighbours did. Its recordings are not published as data, so this is a model of the cause: the device serves those that
+have work in turn, so the speed is one over their number. Neighbours start and finish work at random,
 and some devices have more of them than others.
 """
 

@@ -11,17 +11,27 @@ from lightning.pytorch import Trainer
 
 from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.loop import finetuning
-from lightning_sdpipe.loop.clipping import clip_over_stages, clip_without_flush
+from lightning_sdpipe.loop.clipping import clip_over_stages, clip_without_flush, clips_by_norm
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.loop.last_stage import gather_metrics_over, leave_results_to_the_last_stage
 from lightning_sdpipe.loop.loss_scale import agree_on_overflow, scale_without_flush
-from lightning_sdpipe.loop.readiness import Readiness, clips_by_norm
 from lightning_sdpipe.loop.refusals import leave_out_example
 from lightning_sdpipe.loop.user_hooks import refuse_metrics_elsewhere, show_whole_groups
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.pipeline import Pipeline
+from lightning_sdpipe.pipeline.ready_signal import LastWait, ReadySignal
 from lightning_sdpipe.topology.groups import ProcessGroups
+
+
+def last_wait(trainer: Trainer, num_stages: int, flush: bool) -> LastWait:
+    """The point of an update after which it waits for no other stage. A module that clips by itself may not do so; then
+    it is the end of the step. Without a flush there is no vote."""
+    if num_stages == 1:
+        return "backward"
+    if clips_by_norm(trainer):
+        return "norm"
+    return "vote" if flush and getattr(trainer.precision_plugin, "scaler", None) is not None else "backward"
 
 
 def adapt(
@@ -31,7 +41,7 @@ def adapt(
     pipeline: Pipeline,
     buckets: Sequence[FlatBucket],
     whereabouts: CollectiveGuard,
-    readiness: Readiness,
+    ready: ReadySignal,
     whole_groups: Callable[[], list[dict[str, Any]]],
     whole_groups_shown: Callable[[], AbstractContextManager[None]],
     hand_on: Callable[[str], None],
@@ -46,7 +56,7 @@ def adapt(
         pipeline: this worker's part of it.
         buckets: this worker's parameters; the sequence may change.
         whereabouts: is told when hooks run that only last stages run.
-        readiness: is told when an update has passed what waits for other stages.
+        ready: is told when an update has passed what waits for other stages.
         whole_groups: those of the optimizer, with the parameters of all stages.
         whole_groups_shown: within, the optimizer's own groups have them.
         hand_on: gives other stages what the last one's Python has changed in an evaluation that ends with this hook.
@@ -60,14 +70,13 @@ def adapt(
     stage, _ = groups.mesh.locate(groups.rank)
     last = groups.mesh.num_stages - 1
     result_hook = partial(whereabouts.result_hook, parameters=lambda: [bucket.buffer for bucket in buckets])
-    known, voted = partial(readiness.reached, "norm"), partial(readiness.reached, "vote")
     if isinstance(pipeline, PipeDreamPipeline):
         pipeline.notes.norms = clips_by_norm(trainer)
-        clip_without_flush(precision, module, ownership, groups, pipeline, known)
+        clip_without_flush(precision, module, ownership, groups, pipeline, ready)
         scale_without_flush(precision, pipeline)
     else:
-        clip_over_stages(precision, module, ownership, groups, known)
-        agree_on_overflow(precision, groups, voted)
+        clip_over_stages(precision, module, ownership, groups, ready)
+        agree_on_overflow(precision, groups, ready)
     return [
         leave_results_to_the_last_stage(module, callbacks, stage == last, result_hook, hand_on),
         leave_out_example(module) if last else lambda: None,

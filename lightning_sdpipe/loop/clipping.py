@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -17,7 +19,14 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
+from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.topology.groups import ProcessGroups
+
+
+def clips_by_norm(trainer: Trainer) -> bool:
+    """Does the Trainer, or may the module?"""
+    by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+    return by_norm or is_overridden("configure_gradient_clipping", trainer.lightning_module)
 
 
 def clip_over_stages(
@@ -25,12 +34,12 @@ def clip_over_stages(
     module: nn.Module,
     ownership: Ownership,
     groups: ProcessGroups,
-    known: Callable[[], None] = lambda: None,
+    ready: ReadySignal,
 ) -> None:
-    """Makes ``precision`` clip by the norm over all stages of this pipeline, which must step together; ``known`` is
-    called when the norm is."""
+    """Makes ``precision`` clip by the norm over all stages of this pipeline, which must step together; ``ready`` is
+    told when the norm is known."""
     counted = _counted(module, ownership, groups)
-    precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_norm, counted, groups.pipeline, known)
+    precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_norm, counted, groups.pipeline, ready)
     precision.__dict__["main_params"] = _held  # by value
 
 
@@ -40,12 +49,12 @@ def clip_without_flush(
     ownership: Ownership,
     groups: ProcessGroups,
     pipeline: PipeDreamPipeline,
-    known: Callable[[], None] = lambda: None,
+    ready: ReadySignal,
 ) -> None:
     """The same where stages step at different times: by the norm over all stages as far as this one knows it, see
     :mod:`lightning_sdpipe.pipeline.stage_metadata`."""
     counted = _counted(module, ownership, groups)
-    precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_known_norm, counted, pipeline, known)
+    precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_known_norm, counted, pipeline, ready)
     precision.__dict__["main_params"] = _held
 
 
@@ -58,7 +67,7 @@ def _counted(module: nn.Module, ownership: Ownership, groups: ProcessGroups) -> 
 def _clip_by_known_norm(
     counted: Sequence[nn.Parameter],
     pipeline: PipeDreamPipeline,
-    known: Callable[[], None],
+    ready: ReadySignal,
     optimizer: Optimizer,
     clip_val: float,
 ) -> None:
@@ -75,7 +84,7 @@ def _clip_by_known_norm(
         )
     gradients = _gradients(counted, optimizer)
     norms = pipeline.norms(float(get_total_norm(gradients).double().square()))
-    known()
+    ready.passed("norm")
     for norm in norms:
         clip_grads_with_norm_(norm.parameters, clip_val, torch.tensor(math.sqrt(norm.square)))
 
@@ -83,7 +92,7 @@ def _clip_by_known_norm(
 def _clip_by_norm(
     counted: Sequence[nn.Parameter],
     pipeline: dist.ProcessGroup,
-    known: Callable[[], None],
+    ready: ReadySignal,
     optimizer: Optimizer,
     clip_val: float,
 ) -> None:
@@ -92,7 +101,7 @@ def _clip_by_norm(
     Args:
         counted: whose gradients make up this stage's part of the norm; a shared parameter counts on one stage only.
         pipeline: the stages.
-        known: called when all of them have been waited for.
+        ready: is told when all of them have been waited for.
         optimizer: whose gradients are clipped.
         clip_val: the L2 norm above which they are.
 
@@ -104,7 +113,7 @@ def _clip_by_norm(
     square = square.to(next((g.device for g in gradients), square.device))
     with waiting_for(pipeline, "clipping gradients"):
         dist.all_reduce(square, group=pipeline)
-    known()
+    ready.passed("norm")
     clip_grads_with_norm_(_held(optimizer), clip_val, square.sqrt())
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
@@ -30,6 +29,7 @@ from lightning_sdpipe.lightning_internals import (
     profiled,
     replace,
 )
+from lightning_sdpipe.loop.batch_source import Fetcher, Item, ShardBatchSource, Turns, gives
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.equal_split import EqualSplit, next_sync_point, save_at_sync_points
 from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
@@ -39,36 +39,6 @@ from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_sdpipe")
-
-
-class DealtTraining(Protocol):
-    """What a worker does where batches are dealt."""
-
-    underway: bool
-    """Are batches being dealt, so that each pipeline is at a number of its own until the next pause?"""
-
-    @property
-    def first_failure(self) -> Callable[[], AbstractContextManager[None]]:
-        """Around what waits for others, who may have failed."""
-
-    @property
-    def unfinished(self) -> int:
-        """Mini-batches that are still in this pipeline."""
-
-    def begin_dealt(self) -> None:
-        """A segment begins. All workers are together, and take part from now on."""
-
-    def begin_absence(self) -> None:
-        """The turn that begins has no batch."""
-
-    def rest(self) -> None:
-        """There is no batch for now: finishes what is in the pipeline, and holds up nobody."""
-
-    def go_on(self) -> None:
-        """There is one again."""
-
-    def end_dealt(self) -> None:
-        """The segment is over for everybody, and all come together."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +61,11 @@ class Dealing:
 
 
 class DealtBatchSource:
-    """This worker's.
+    """Batches that go to the pipelines by their speed; each trains its own shard where the loader's cannot.
 
     Args:
         trainer: about to fit.
-        training: what the turns do.
+        turns: this worker's.
         client: deals batches.
         groups: this worker's place.
         checks: says when all look at the clock.
@@ -103,17 +73,21 @@ class DealtBatchSource:
         dealing: what is dealt.
     """
 
+    description = "dealt by speed if the loader allows it"
+    portion = None
+
     def __init__(
         self,
         trainer: Trainer,
-        training: DealtTraining,
+        turns: Turns,
         client: SchedulerClient,
         groups: ProcessGroups,
         checks: ClockChecks,
         run: int,
         dealing: Dealing,
     ) -> None:
-        self._trainer, self._training, self._client = trainer, training, client
+        self._trainer, self._turns, self._client = trainer, turns, client
+        self._shards = ShardBatchSource(trainer, turns)
         self._checks, self._run, self._dealing = checks, run, dealing
         self._num_pipelines = groups.mesh.num_pipelines
         _, pipeline = groups.mesh.locate(groups.rank)
@@ -154,37 +128,47 @@ class DealtBatchSource:
 
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:
         """What gives the batches of the epoch that begins: ``fetcher``, if they are not dealt."""
-        if isinstance(fetcher, DealtFetcher) or self._dealt is None:
+        if gives(self, fetcher):
             return fetcher
+        if self._dealt is None:
+            return self._shards.take_over(fetcher)
         several = len(fetcher.combined_loader.flattened) > 1
         if self._refused("there are several train dataloaders, whose batches belong together" if several else None):
             self._dealt = None
-            return fetcher
+            return self._shards.take_over(fetcher)
         before = self._dealing.origin()
         if goes_on_in_another(self._trainer, before, self._split) and not move_place(
             self._trainer, before, self._split, self._loader
         ):
             if self._dealing.required:
                 raise refuse_other_split(before, self._split)
-            return fetcher  # for the rest of this epoch, of which Lightning warns
+            return self._shards.take_over(fetcher)  # for the rest of this epoch, of which Lightning warns
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         rank_zero_info(announcement(self._dealing.required, self._trainer.lightning_module, callbacks))
-        return DealtFetcher(fetcher, self)
+        taken = Fetcher(fetcher, self)
+        taken.done = False  # the turns know which is the last
+        return taken
+
+    def begin_epoch(self, fetcher: DataFetcher) -> None:
+        """See :class:`~lightning_sdpipe.loop.batch_source.BatchSource`, as for the next four."""
+        fetcher.fetched = 0
+
+    def fetch(self, fetcher: DataFetcher) -> Item:
+        with profiled(fetcher):
+            batch = self._next_turn()
+        return as_combined(fetcher.combined_loader, batch), fetcher.fetched, 0
 
     @property
     def resumes(self) -> bool:
-        """Does an epoch of a checkpoint go on where it ended?"""
-        return isinstance(lightning_internals.fetcher(self._trainer), DealtFetcher)
+        return gives(self, lightning_internals.fetcher(self._trainer))
 
     @property
     def position(self) -> int | None:
-        """Of this turn's batch in the epoch; None if it has none."""
         return None if self._now is None else self._now.position
 
     @property
     def zeroes_gradients(self) -> bool:
-        """Does the batch of this turn begin an accumulation of gradients?"""
-        return self._accumulated == 0
+        return self._accumulated == 0 if self.resumes else self._shards.zeroes_gradients
 
     # ------------------------------------------------------------------- turns
 
@@ -195,7 +179,7 @@ class DealtBatchSource:
         check_validation = current(loop, Method.VALIDATES)
 
         def underway() -> bool:
-            return self._training.underway
+            return self._turns.underway
 
         def run(optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
             if self._segment is None:
@@ -224,16 +208,16 @@ class DealtBatchSource:
         """The fit is over; workers of the loader may end."""
         self._dealt = self._next = self._now = None
 
-    def fetch(self) -> Any:
-        """What the next turn trains, or shows to hooks if it trains nothing."""
-        if not self._training.underway:
+    def _next_turn(self) -> Any:
+        """What it trains, or shows to hooks if it trains nothing."""
+        if not self._turns.underway:
             self._begin_segment()
         return self._begin_turn()
 
     def _begin_turn(self) -> Any:
-        training, self._now, self._looked = self._training, self._next, False
+        self._now, self._looked = self._next, False
         if self._now is None:
-            training.begin_absence()
+            self._turns.begin_turn(has_batch=False)
             self._closes = self._final
             return batch_to_show(self._loader)
         accumulate = self._trainer.accumulate_grad_batches
@@ -252,9 +236,8 @@ class DealtBatchSource:
         self._trained = 0
         if start == 0:
             self._accumulated = 0  # what an epoch that was cut short has left is zeroed, as without dealing
-        training = self._training
-        training.begin_dealt()
-        with training.first_failure():
+        self._turns.begin_dealt()
+        with self._turns.first_failure():
             self._client.greet()
             dealt.begin(self._segment, self._dealing.seed())
         self._looked = self._over = False
@@ -275,7 +258,7 @@ class DealtBatchSource:
         """At what follows; nobody else is waited for."""
         assert self._dealt is not None
         if not self._looked:
-            with self._training.first_failure():
+            with self._turns.first_failure():
                 self._next = self._dealt.take()
             self._looked = True
 
@@ -286,34 +269,34 @@ class DealtBatchSource:
 
     def _rest(self) -> None:
         """Everything is finished, and nobody held up."""
-        self._training.rest()
+        self._turns.rest()
         self._client.trained(self._trained)
 
     def _wait(self) -> None:
         """Waits for others, until there is something to train, or will not be in this segment."""
-        training, dealt = self._training, self._dealt
+        dealt = self._dealt
         assert dealt is not None
-        with training.first_failure():
+        with self._turns.first_failure():
             while self._next is None and dealt.wait():
                 self._next = dealt.take()
         self._over = self._next is None
         if self._next is not None:
-            training.go_on()
+            self._turns.go_on()
 
     def _end_turn(self) -> None:
-        training, split, segment = self._training, self._counters, self._segment
+        split, segment = self._counters, self._segment
         assert segment is not None
         before = split.number - 1  # Lightning has counted this turn
         if self._now is not None:
             self._trained += 1
-            self._client.trained(self._trained - training.unfinished)
+            self._client.trained(self._trained - self._turns.unfinished)
             self._look()
             if self._next is None:
                 self._run_out()
         self._accumulated = 0 if self._closes else self._accumulated + (self._now is not None)
         if self._over:
             split.advance(before, segment.stop)
-            training.end_dealt()
+            self._turns.end_dealt()
         else:
             split.advance(before, min(max(self._reached(before), before), segment.stop - 1))
 
@@ -356,21 +339,3 @@ def announcement(required: bool, module: LightningModule, callbacks: Iterable[Ca
         f"Batches go to the pipelines by their speed, {why}{seen}. What must happen at a point of the whole run goes "
         "by trainer.global_step (docs/data.md). data='sharded' gives each pipeline its own shard instead."
     )
-
-
-class DealtFetcher(DataFetcher):
-    """Takes over from Lightning's ``fetcher``, which has fetched nothing."""
-
-    def __init__(self, fetcher: DataFetcher, turns: DealtBatchSource) -> None:
-        self.__dict__.update(fetcher.__dict__)
-        self.turns = turns
-        self.done = False  # the turns know which is the last
-
-    def __iter__(self) -> DealtFetcher:
-        self.fetched = 0
-        return self
-
-    def __next__(self) -> tuple[Any, int, int]:
-        with profiled(self):
-            batch = self.turns.fetch()
-        return as_combined(self.combined_loader, batch), self.fetched, 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.lightning_internals import adopt_metrics, steps_between_saves
 from lightning_sdpipe.loop import loop
+from lightning_sdpipe.loop.batch_source import Turns
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -23,33 +23,27 @@ class EpochCallback(Callback):
 
     Args:
         groups: this worker's place.
-        pause: makes replicas equal.
+        turns: this worker's.
         share: what everybody gets of the metrics that each has; it returns what it is given where they stay.
         random_states: of all workers, for a checkpoint.
         checks: says when all look at the clock.
-        first_failure: around what waits for others, who may have failed.
-        underway: are batches being dealt, so that pipelines are at different numbers?
         draws: begin the streams that hooks draw from.
     """
 
     def __init__(
         self,
         groups: ProcessGroups,
-        pause: Callable[[], None],
+        turns: Turns,
         share: Callable[[dict[str, float]], dict[str, float]],
         random_states: Callable[[], dict[str, Any]],
         checks: ClockChecks,
-        first_failure: Callable[[], AbstractContextManager[None]],
-        underway: Callable[[], bool],
         draws: StreamSwitches,
     ) -> None:
         self._groups = groups
-        self._pause = pause
+        self._turns = turns
         self._share = share
         self._random_states = random_states
         self._checks = checks
-        self._first_failure = first_failure
-        self._underway = underway
         self._draws = draws
         self._to_load: Mapping[str, Any] | None = None
 
@@ -89,23 +83,23 @@ class EpochCallback(Callback):
         self._draws.between_steps(Point.BATCH_START)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pause()
+        self._turns.pause()
         self._draws.between_batches("on_validation_start")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._draws.between_steps(Point.BATCH_END)
-        if self._underway():
+        if self._turns.underway:
             return
         due = self._checks.due(loop.batches(trainer))
         if due or any(_saves_now(callback, trainer) for callback in trainer.checkpoint_callbacks):
-            self._pause()
+            self._turns.pause()
             self._share_metrics(trainer)
             self._checks.now = due
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pause()
+        self._turns.pause()
         self._share_metrics(trainer)
         self._draws.between_batches("on_train_epoch_end")
 
@@ -114,7 +108,7 @@ class EpochCallback(Callback):
         self._draws.between_batches("on_validation_end")
 
     def _share_metrics(self, trainer: Trainer) -> None:
-        with self._first_failure():
+        with self._turns.first_failure():
             mine = {name: float(value) for name, value in trainer.callback_metrics.items()}  # reduces: on every rank
             everybodys = self._share(mine)
         if everybodys is not mine:

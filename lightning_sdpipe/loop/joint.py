@@ -21,6 +21,7 @@ from lightning_sdpipe.dealing.proportional import micro_batches_by_speed
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.lightning_internals import DataFetcher, as_combined, profiled
+from lightning_sdpipe.loop.batch_source import Fetcher, Item, begins_accumulation, gives
 from lightning_sdpipe.loop.resume_position import Split, goes_on_in_another, move_place, refuse_other_split
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.pipeline.micro_batches import Portion
@@ -34,7 +35,7 @@ WORTH = 0.95
 
 
 class JointBatchSource:
-    """This worker's.
+    """This worker's part of batches that all pipelines train together.
 
     Args:
         trainer: about to fit.
@@ -45,6 +46,10 @@ class JointBatchSource:
         seed: of the run.
         origin: which split of the data a checkpoint counts by, if one was loaded.
     """
+
+    description = "one batch of all pipelines, divided by speed"
+    resumes = True
+    position = None  # micro-batches have their own
 
     def __init__(
         self,
@@ -63,8 +68,6 @@ class JointBatchSource:
         """Micro-batches of each pipeline, as last decided."""
         self.portion: Portion | None = None
         """What this turn's batch is."""
-        self.position = None  # its micro-batches have their own
-        self.resumes = True
         self._plan: list[tuple[int, Sequence[int]]] = []  # from which round of the epoch on
         self._at: tuple[int, int] | None = None  # epoch and round that come next
         self._rounds, self._look_at = 0, 1  # of this fit
@@ -106,7 +109,7 @@ class JointBatchSource:
 
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:
         """What gives the batches of the epoch that begins."""
-        if isinstance(fetcher, JointFetcher):
+        if gives(self, fetcher):
             return fetcher
         if len(fetcher.combined_loader.flattened) > 1:
             raise _refuse("there are several train dataloaders, whose batches belong together")
@@ -115,10 +118,24 @@ class JointBatchSource:
             self._trainer, before, self._split, self._loader
         ):
             raise refuse_other_split(before, self._split)
-        return JointFetcher(fetcher, self)
+        return Fetcher(fetcher, self)
 
-    def fetch(self) -> tuple[Any, int]:
-        """What the next turn trains, and how many of the epoch there are with it."""
+    @property
+    def zeroes_gradients(self) -> bool:
+        """See :class:`~lightning_sdpipe.loop.batch_source.BatchSource`, as for the next two."""
+        return begins_accumulation(self._trainer)
+
+    def begin_epoch(self, fetcher: DataFetcher) -> None:
+        fetcher.fetched, fetcher.done = 0, False
+
+    def fetch(self, fetcher: DataFetcher) -> Item:
+        with profiled(fetcher):
+            batch, fetcher.fetched = self._next_round()
+        fetcher.done = fetcher.fetched == int(self._trainer.num_training_batches)
+        return as_combined(fetcher.combined_loader, batch), fetcher.fetched - 1, 0
+
+    def _next_round(self) -> tuple[Any, int]:
+        """Its batch, and how many of the epoch there are with it."""
         here = self._trainer.current_epoch, int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         epoch, number = here
         if here != self._at:
@@ -131,10 +148,6 @@ class JointBatchSource:
         self._rounds += 1
         self._trained += len(self.portion.sizes)
         return data, number + 1
-
-    @property
-    def rounds_of_an_epoch(self) -> int:
-        return int(self._trainer.num_training_batches)
 
     def _counts(self, number: int) -> Sequence[int]:
         return next(counts for start, counts in reversed(self._plan) if start <= number)
@@ -170,25 +183,6 @@ class JointBatchSource:
             dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._groups.everybody)
         found: list[float] = mine.tolist()
         return found
-
-
-class JointFetcher(DataFetcher):
-    """Takes over from Lightning's ``fetcher``, which has fetched nothing."""
-
-    def __init__(self, fetcher: DataFetcher, turns: JointBatchSource) -> None:
-        self.__dict__.update(fetcher.__dict__)
-        self.turns = turns
-
-    def __iter__(self) -> JointFetcher:
-        self.fetched = 0
-        self.done = False
-        return self
-
-    def __next__(self) -> tuple[Any, int, int]:
-        with profiled(self):
-            batch, self.fetched = self.turns.fetch()
-        self.done = self.fetched == self.turns.rounds_of_an_epoch
-        return as_combined(self.combined_loader, batch), self.fetched - 1, 0
 
 
 def divided(seconds: Sequence[float], parts: int, unit: int, bubble: int) -> list[int]:

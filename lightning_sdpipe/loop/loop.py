@@ -17,6 +17,7 @@ from __future__ import annotations
 import signal
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -27,31 +28,22 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.lightning_internals import Method
+from lightning_sdpipe.loop.batch_source import BatchSource, Turns
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.dealt import DealtBatchSource, DealtFetcher
-from lightning_sdpipe.loop.joint import JointBatchSource, JointFetcher
-from lightning_sdpipe.loop.uneven import Turns, UnevenFetcher
 
 
-def change(
-    trainer: Trainer,
-    turns: Turns,
-    together: Callable[[], bool],
-    checks: ClockChecks,
-    by_speed: DealtBatchSource | JointBatchSource | None = None,
-) -> None:
-    """Changes ``trainer``'s loop and callbacks so; ``together`` says whether all workers are at this batch, and
-    ``by_speed`` takes the turns if pipelines train by their speed.
+def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSource | None = None) -> None:
+    """Changes ``trainer``'s loop and callbacks so; ``source`` gives the batches if it trains.
 
     Must run before the Trainer registers its signal handlers, as ``Strategy.setup`` does; and again before each run.
     """
     _fail_on_sigterm(trainer)
-    _end_together(trainer, turns, by_speed)
-    _stop_together(trainer, together, checks)
+    _stop_together(trainer, turns, checks)
     _look_together(trainer, checks)
-    if by_speed is not None:
-        by_speed.change()
-        _resume_quietly(trainer, by_speed)
+    if source is not None:
+        _take_over(trainer, source)
+        source.change()
+        _resume_quietly(trainer, source)
 
 
 def clocks(trainer: Any) -> list[Callable[[], float]]:
@@ -72,19 +64,6 @@ def position(trainer: Trainer) -> int:
 def batches(trainer: Trainer) -> int:
     """How many batches were begun since training started: equal on all ranks that meet."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
-
-
-def zeroes_gradients(trainer: Trainer) -> bool:
-    """Does Lightning zero the gradients before it adds those of the batch that is being trained?"""
-    fetcher = lightning_internals.fetcher(trainer)
-    if isinstance(fetcher, DealtFetcher):
-        return fetcher.turns.zeroes_gradients
-    return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-
-
-def is_uneven(trainer: Trainer) -> bool:
-    """May pipelines have different numbers of batches in this epoch?"""
-    return isinstance(lightning_internals.fetcher(trainer), UnevenFetcher)
 
 
 def _fail_on_sigterm(trainer: Trainer) -> None:
@@ -108,43 +87,39 @@ def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
     )
 
 
-def _end_together(trainer: Trainer, turns: Turns, by_speed: DealtBatchSource | JointBatchSource | None) -> None:
+def _take_over(trainer: Trainer, source: BatchSource) -> None:
     loop: Any = trainer.fit_loop
 
     def advance() -> None:
-        fetcher: Any = lightning_internals.fetcher(trainer)
-        if by_speed is not None:
-            fetcher = by_speed.take_over(fetcher)
-            lightning_internals.set_fetcher(trainer, fetcher)
-        known = isinstance(fetcher, DealtFetcher | JointFetcher | UnevenFetcher)
-        if not known and not all(loader.even for loader in lightning_internals.loaders(loop)):
-            lightning_internals.set_fetcher(trainer, UnevenFetcher(fetcher, turns))
+        fetcher = lightning_internals.fetcher(trainer)
+        assert fetcher is not None
+        lightning_internals.set_fetcher(trainer, source.take_over(fetcher))
         type(loop).advance(loop)
 
     loop.advance = advance
 
 
-def _resume_quietly(trainer: Trainer, by_speed: DealtBatchSource | JointBatchSource) -> None:
-    """Lightning warns that nobody knows which batches remain of an epoch that it goes on with. ``by_speed`` does."""
+def _resume_quietly(trainer: Trainer, source: BatchSource) -> None:
+    """Lightning warns that it does not know which batches remain of an epoch that it goes on with. ``source`` may."""
     loop: Any = trainer.fit_loop.epoch_loop
 
     def reset() -> None:
-        with warnings.catch_warnings():
-            if by_speed.resumes:
+        with warnings.catch_warnings() if source.resumes else nullcontext():
+            if source.resumes:
                 warnings.filterwarnings("ignore", ".*dataloader is not resumable")
             type(loop).reset(loop)
 
     loop.reset = reset
 
 
-def _stop_together(trainer: Trainer, together: Callable[[], bool], checks: ClockChecks) -> None:
+def _stop_together(trainer: Trainer, turns: Turns, checks: ClockChecks) -> None:
     fit_loop: Any = trainer.fit_loop
     epoch_loop: Any = fit_loop.epoch_loop
     asked = False
 
     def agree() -> None:
         nonlocal asked
-        if together():
+        if turns.together:
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop or asked, all=False)
             asked = False
         else:

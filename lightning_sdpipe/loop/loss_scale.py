@@ -7,7 +7,6 @@ micro-batch is scaled there, and the gradients are divided by that scale when Li
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -18,30 +17,31 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
+from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _Scaler = TypeVar("_Scaler", bound=torch.amp.GradScaler)
 
 
 class _VotingScaler(ShardedGradScaler):
-    """Calls ``voted`` when it is known whether any stage has overflowed."""
+    """Tells ``ready`` when it is known whether any stage has overflowed."""
 
-    voted: Callable[[], None]
+    ready: ReadySignal
 
     def unscale_(self, optimizer: Optimizer) -> None:
         super().unscale_(optimizer)
-        self.voted()
+        self.ready.passed("vote")
 
 
-def agree_on_overflow(precision: Precision, groups: ProcessGroups, voted: Callable[[], None] = lambda: None) -> None:
-    """Makes the stages of a pipeline skip the same steps: an overflow on one of them counts on all. ``voted`` is called
+def agree_on_overflow(precision: Precision, groups: ProcessGroups, ready: ReadySignal) -> None:
+    """Makes the stages of a pipeline skip the same steps: an overflow on one of them counts on all. ``ready`` is told
     when all of them have been waited for."""
     if not isinstance(precision, MixedPrecision) or precision.scaler is None:
         return
     scaler = precision.scaler
     if not isinstance(scaler, _VotingScaler):  # else of an earlier run of this strategy
         scaler = precision.scaler = _like(scaler, _VotingScaler, process_group=groups.pipeline)
-    scaler.voted = voted
+    scaler.ready = ready
 
 
 def _like(scaler: torch.amp.GradScaler, kind: type[_Scaler], **options: Any) -> _Scaler:

@@ -11,19 +11,22 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.exchange.payloads import Payload
-from lightning_sdpipe.loop.closures import refuse_repeated_evaluation
 from lightning_sdpipe.loop.loss_scale import refuse_own_unscaling
 from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection, is_adam_family
 
 
 def refuse_unfit(optimizer: Optimizer, precision: Precision, num_stages: int) -> None:
     """Raises ConfigurationError for an optimizer that would not step as it does in one process."""
-    refuse_repeated_evaluation(optimizer)
+    if isinstance(optimizer, LBFGS):
+        raise ConfigurationError(
+            "LBFGS evaluates the loss several times in a step, along directions that depend on the gradients of all "
+            "stages, and a pipeline can run it once only. Use AdamW, or SGD with momentum."
+        )
     if num_stages > 1:
         refuse_own_unscaling(optimizer, precision)
 

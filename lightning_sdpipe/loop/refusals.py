@@ -78,8 +78,9 @@ def _refuse_callback(trainer: Trainer, callback: Callback) -> None:
     name = type(callback).__name__
     if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
         raise ConfigurationError(
-            f"{name} keeps a second copy of the whole model, and each worker holds its own stage only. Leave it out; "
-            "average the weights of several checkpoints afterwards instead."
+            f"{name} keeps a second copy of the whole model, and each worker holds its own stage only. Use "
+            "lightning_sdpipe.SDPipeWeightAveraging, which averages that: SDPipeWeightAveraging(decay=0.999) for an "
+            "exponential average, and with update_every_n_steps=0, update_starting_at_epoch=... for the ends of epochs."
         )
     if isinstance(callback, ModelPruning):
         raise ConfigurationError(

@@ -6,7 +6,7 @@ For a block of an earlier stage a stand-in does what the block's call did, with 
 returned, or one of a later stage is called since the last one was skipped, the step ends there. Only the last stage
 reaches the end.
 
-Noticing that a block leaves a tensor where no stand-in can leave one, in a model that nobody can rehearse.
+Noticing that a block leaves a tensor where no stand-in can leave one, in a model that cannot be rehearsed.
 
 A model that is larger than one worker never runs whole in one process before training, so nothing tells what a later
 stage will use. But the stage that runs a block can see what Python still refers to when the call has returned.
@@ -37,8 +37,7 @@ from lightning_sdpipe.partition.effects import Effect, EffectRecorder, hear_assi
 from lightning_sdpipe.partition.intercept import Original, intercept
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.placeholder import refuse_placeholders
-from lightning_sdpipe.partition.receiving import Receiving
-from lightning_sdpipe.partition.sending import NOTHING_MORE, Sending, Travel
+from lightning_sdpipe.partition.travel import NOTHING_MORE, Receiving, Sending, Travel
 from lightning_sdpipe.random_streams import RandomStreams
 
 
@@ -246,7 +245,7 @@ class CutModel:
         return output
 
     def _look_for_escapes(self, index: int, call: Callable[[], tuple[Any, list[Effect]]]) -> tuple[Any, list[Effect]]:
-        """Without a rehearsal nobody knows what later stages use: the user is told of what they would not see."""
+        """Without a rehearsal it is not known what later stages use: the user is told of what they would not see."""
         if index in self._looked:
             return call()
         self._looked.add(index)

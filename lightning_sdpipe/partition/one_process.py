@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Layout, Message
 from lightning_sdpipe.partition.ownership import assign_owners, keep_only
-from lightning_sdpipe.partition.sending import NOTHING_MORE, Travel
+from lightning_sdpipe.partition.travel import NOTHING_MORE, Travel
 
 _CPU = torch.device("cpu")
 Step = Callable[[], Any]

@@ -20,7 +20,7 @@ from lightning_sdpipe.partition.profile import BlockProfile
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.partition.saved_bytes import parameter_bytes
-from lightning_sdpipe.partition.sending import Travel
+from lightning_sdpipe.partition.travel import Travel
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def _pack(value: Any, left: list[int]) -> Packed:
 
 def unpack(packed: Packed, now: Any, device: torch.device) -> Any:
     """What was packed. ``now``, which is in its place here, is changed where it is a container, a tensor or a generator
-    of that kind, so that all who hold it see the change; new tensors are put on ``device``.
+    of that kind, so that all that hold it see the change; new tensors are put on ``device``.
 
     Raises:
         NotPackedError: ``now`` does not tell the kind of an enumeration's member or of a generator.

@@ -6,8 +6,8 @@ process which accumulates over the same micro-batches.
 The loss of a mini-batch on all stages of a pipeline, although it is computed on the last one.
 
 Hooks get it on every rank (``on_train_batch_end``, ``on_before_backward``), and what they decide by it must not differ
-between stages. The last stage knows it before its last backward, and sends it before what that computes. So nobody
-waits for it who has waited for the gradients. It travels as a float64 with the number of its type, which nobody but the
+between stages. The last stage knows it before its last backward, and sends it before what that computes. So no stage
+waits for it that has waited for the gradients. It travels as a float64 with the number of its type, which only the
 last stage knows in advance.
 """
 
@@ -34,7 +34,6 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.message import Message
-from lightning_sdpipe.pipeline.announcement import Announcement
 from lightning_sdpipe.pipeline.gradients import (
     GradientExchange,
     has_hooks,
@@ -45,10 +44,10 @@ from lightning_sdpipe.pipeline.gradients import (
 )
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split, take_apart
+from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage import CutStage
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batch
-from lightning_sdpipe.pipeline.step_log import StepLog
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, StepLog, begin_batch
 from lightning_sdpipe.policies.announcing import share_before
 
 _TAG = 2**31 - 3
@@ -114,6 +113,11 @@ class SharedLoss:
         self._sent.clear()
 
 
+_Order = tuple[PipelineScheduleSingle | PipelineScheduleMulti, Tensor, float]
+"""A schedule, what it takes for a target of the loss function, and how much of the last backward is over when this
+worker is ready."""
+
+
 class FlushPipeline:
     """Trains this worker's stage, or stages: some schedules give a worker several that lie M apart.
 
@@ -145,9 +149,14 @@ class FlushPipeline:
             CutStage(runner.module, runner.link.stage, len(runner.link.ranks), num_workers, runner.link)
             for runner in runners
         ]
-        # the schedules want a target to call the loss function
-        self._schedule_of = cache(lambda parts: (_schedule(schedule, self._stages, parts), torch.arange(parts)))
-        self._schedule_of(num_micro_batches)  # refuses what cannot be ordered
+
+        @cache
+        def ordered(parts: int) -> _Order:
+            share = share_before(parts) if len(self._stages) == 1 else 0.0
+            return _schedule(schedule, self._stages, parts), torch.arange(parts), share
+
+        self._order_of = ordered
+        self._order_of(num_micro_batches)  # refuses what cannot be ordered
         self._splits_backwards = schedule == "zero_bubble"
         self._num_micro_batches = num_micro_batches
         self._loss = SharedLoss(runners[-1].link, num_workers)
@@ -164,12 +173,12 @@ class FlushPipeline:
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
-        announce: Callable[[], None] = lambda: None,
+        ready: ReadySignal | None = None,
     ) -> Tensor:
         """Runs forward and backward of a mini-batch. What is sent last may still be under way afterwards.
 
-        ``announce`` is called before the last backward or within it (``policies/announcing.py``), or if this worker
-        shares parameters with other stages, when their gradients have come. See
+        ``ready`` is told before the last backward or within it (``policies/announcing.py``), or if this worker shares
+        parameters with other stages, when their gradients have come. See
         :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
         """
         self.settle()
@@ -186,27 +195,28 @@ class FlushPipeline:
         keys = [step.key(micro_batch) for micro_batch in micro_batches]
         backwards = len(self._stages) * len(micro_batches)
         waits_for_owners = self._shared.train
-        share = share_before(len(micro_batches)) if len(self._stages) == 1 else 0.0
-        word = Announcement((lambda: None) if waits_for_owners else announce, share, self._parameters, self._delays)
+        ready = ready or ReadySignal()
+        schedule, target, share = self._order_of(len(micro_batches))
+        ready.begin(share, self._parameters)
         before_backward = _first_and_last(
-            backwards, lambda: self._delays.before_backward(iteration), lambda: self._before_last_backward(word)
+            backwards, lambda: self._delays.before_backward(iteration), lambda: self._before_last_backward(ready)
         )
+        computing = partial(ready.computing, self._delays)
         last_backward = self._reporting(exchange if not accumulated else None)
         for runner, stage in zip(self._runners, self._stages, strict=True):
             forward = partial(_forward, runner, self._delays, micro_batches, step, log, self._loss)
-            stage.begin(keys, forward, before_backward, word.computing, last_backward)
-        schedule, target = self._schedule_of(len(micro_batches))
+            stage.begin(keys, forward, before_backward, computing, last_backward)
         schedule.step(target=target, return_outputs=False)
         self._shared.sum_gradients()
         if waits_for_owners:
-            announce()
+            ready.passed("backward")
         log.replay(self._runners[0].module.log)
         gradients = set_aside(self._parameters)
         put_back(self._parameters, before)
         loss = self._loss.take() if step.portion is None else self._loss.take() / step.portion.share
         return loss_with_gradients(loss, self._parameters, gradients, step.loss_scale, exchange, accumulated)
 
-    def drain(self, exchange: GradientExchange | None = None, announce: Callable[[], None] = lambda: None) -> Tensor:
+    def drain(self, exchange: GradientExchange | None = None, ready: ReadySignal | None = None) -> Tensor:
         """Never called, since the pipeline is never ``draining``."""
         raise RuntimeError("a pipeline with a flush has no backwards left to run")
 
@@ -240,12 +250,12 @@ class FlushPipeline:
                 "(accumulate_grad_batches=1)."
             )
 
-    def _before_last_backward(self, word: Announcement) -> None:
+    def _before_last_backward(self, ready: ReadySignal) -> None:
         self._loss.exchange()
-        if not self._shared.train:
+        if not self._shared.train:  # else the sum over the owners waits for them after it
             for runner in self._runners:
                 runner.link.make_room()
-        word.begin()
+            ready.last_backward()
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
         """Around a stage's last backward, which completes the gradients of all that no other stage adds to."""

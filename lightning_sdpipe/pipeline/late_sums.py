@@ -1,7 +1,7 @@
 """Gradients of parameters that live on several stages, summed without a flush.
 
 All owners apply the sum for the same mini-batches at the same update, when the first of them has it: its backward comes
-last. A part travels up from the last owner, and every owner adds its own to what came; nobody waits for that longer
+last. A part travels up from the last owner, and every owner adds its own to what came; none waits for that longer
 than for the gradient of the activations, which has come the same way. The first owner sends the total to the others.
 It does so in the turn in which they use it, and before it runs the next forward, which is what they need next anyway.
 """

@@ -129,7 +129,7 @@ class StageLink:
     def send_gradients(self, received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Starts sending the gradients of a received micro-batch to the previous stage.
 
-        What nobody used has no gradient, which several tensors are preceded by flags for. One alone gets zeros.
+        An unused tensor has no gradient, which several tensors are preceded by flags for. One alone gets zeros.
         """
         to, tag = self.stage - 1, 2 * self.stage - 1
         if len(gradients) > 1:

@@ -53,7 +53,7 @@ def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None) -
     the same on all stages.
 
     Raises:
-        ConfigurationError: fewer samples than micro-batches; nobody can tell what a sample is; or the module's own
+        ConfigurationError: fewer samples than micro-batches; what a sample is cannot be told; or the module's own
             methods return something else than they should.
     """
     if num_micro_batches == 1:

@@ -27,7 +27,7 @@ is the last stage's (``notes``). A stage that overflows skips its own update of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,15 +40,16 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.accumulation_windows import Lane, Window
-from lightning_sdpipe.pipeline.announcement import Announcement
 from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients
 from lightning_sdpipe.pipeline.late_sums import LateSum
 from lightning_sdpipe.pipeline.micro_batches import whole
+from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_metadata import StageNotes
-from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batch
-from lightning_sdpipe.pipeline.step_log import StepLog
+from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, StepLog, begin_batch
 from lightning_sdpipe.policies.announcing import share_before
+
+_SHARE = share_before(1)
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,12 @@ class PipeDreamPipeline:
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
-        announce: Callable[[], None] = lambda: None,
+        ready: ReadySignal | None = None,
     ) -> Tensor:
         """Runs the forward of a mini-batch and the backward that is due, which is that of another one.
 
-        While the pipeline fills, none is due: ``exchange`` is not used, ``announce`` not called, and ``backward`` of
-        what is returned puts no gradients in place. On all stages but the last, which will know it later, the loss is
-        nan.
+        While the pipeline fills, none is due: ``exchange`` is not used, ``ready`` not told, and ``backward`` of what is
+        returned puts no gradients in place. On all stages but the last, which will know it later, the loss is nan.
         See :meth:`~lightning_sdpipe.pipeline.pipeline.Pipeline.train` for the rest.
 
         Raises:
@@ -156,6 +156,7 @@ class PipeDreamPipeline:
         """
         self._shared.refuse_hooks()
         self._after_update()
+        ready = ready or ReadySignal()
         window = self._window(step.generation, accumulated)
         loss = self._forward(batch, step, iteration, window)
         if step.closes:
@@ -163,27 +164,28 @@ class PipeDreamPipeline:
         due = [lane for lane in self._lanes if step.closes and lane.due(self._turn)]
         self._turn += 1
         if len(self._in_flight) > self._depth:
-            self._backward(bool(due), exchange, announce)
-        return self._update(loss, due, exchange, announce) if due else loss_with_gradients(loss, [], [])
+            self._backward(bool(due), exchange, ready)
+        return self._update(loss, due, exchange, ready) if due else loss_with_gradients(loss, [], [])
 
-    def drain(self, exchange: GradientExchange | None = None, announce: Callable[[], None] = lambda: None) -> Tensor:
+    def drain(self, exchange: GradientExchange | None = None, ready: ReadySignal | None = None) -> Tensor:
         """Runs the backwards that the oldest update needs; returns a zero whose ``backward`` puts its gradients in
         place."""
         self._after_update()
+        ready = ready or ReadySignal()
         due = [lane for lane in self._lanes if lane.waiting]
         oldest = self._own.waiting[0] if self._own.waiting else None
         left = sum(mini_batch.window is oldest for mini_batch in self._in_flight)
         for number in range(left):
-            self._backward(number == left - 1, exchange, announce)
+            self._backward(number == left - 1, exchange, ready)
         if not left and not self._waits_for_owners:
-            announce()
-        return self._update(torch.zeros((), device=self._runner.link.device), due, exchange, announce)
+            ready.passed("backward")
+        return self._update(torch.zeros((), device=self._runner.link.device), due, exchange, ready)
 
     def finish(self) -> None:
         """After the last :meth:`drain`: runs the backwards of mini-batches whose update has not come yet."""
         self._after_update()
         while self._in_flight:
-            self._backward()
+            self._backward(False, None, ReadySignal())
         self.notes.forget()
         for _, total in self._sums:
             total.finish()
@@ -195,15 +197,15 @@ class PipeDreamPipeline:
             return loss_with_gradients(loss, [], [])
         self._close(self._open)
         self._pass_on(self._own.waiting[0])
-        return self._update(loss, self._lanes, None, lambda: None)
+        return self._update(loss, self._lanes, None, ReadySignal())
 
     def settle(self) -> None:
         """Waits until the neighbours have taken everything that was sent."""
         self._runner.link.settle()
 
     def norms(self, own_square: float) -> list[Norm]:
-        """For an update that is being made: who is clipped by which norm over all stages. All copies of a shared weight
-        are by that which their first owner knows.
+        """For an update that is being made: which parameters are clipped by which norm over all stages. All copies of a
+        shared weight are by that which their first owner knows.
 
         Args:
             own_square: the squared norm of this stage's gradients, without those that an earlier stage holds too.
@@ -289,14 +291,9 @@ class PipeDreamPipeline:
     def _stash(self) -> list[Tensor]:
         return [p.detach().clone().requires_grad_() for p in self._parameters]
 
-    def _backward(
-        self,
-        before_update: bool = False,
-        exchange: GradientExchange | None = None,
-        announce: Callable[[], None] = lambda: None,
-    ) -> None:
-        """The oldest one. Right before an update, ``announce`` is called within it, unless that waits for other owners;
-        and ``exchange`` is told within it of each gradient, if the update has no others."""
+    def _backward(self, before_update: bool, exchange: GradientExchange | None, ready: ReadySignal) -> None:
+        """The oldest one. Right before an update, ``ready`` is told within it, unless that waits for other owners; and
+        ``exchange`` is told within it of each gradient, if the update has no others."""
         runner, oldest = self._runner, self._in_flight.popleft()
         outputs, gradients, scale = oldest.outputs, None, oldest.loss_scale
         self.notes.pay()
@@ -306,9 +303,9 @@ class PipeDreamPipeline:
             self.notes.gradient_received()
         self._delays.before_backward(oldest.iteration)
         runner.link.make_room()
-        word = Announcement(announce, share_before(1), oldest.weights, self._delays)
+        ready.begin(_SHARE, oldest.weights)
         if before_update and not self._waits_for_owners:
-            word.begin()
+            ready.last_backward()
         leaves = [*oldest.inputs, *oldest.weights]
         hooks = []
         alone = oldest.closes and not oldest.window.gradients and scale == 1.0
@@ -321,12 +318,12 @@ class PipeDreamPipeline:
             ]
         results: Sequence[Tensor | None] = [None] * len(leaves)
         if leaves and outputs:  # else all of this stage, or of it and those before, is frozen
-            with word.computing():
+            with ready.computing(self._delays):
                 results = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
         for hook in hooks:
             hook.remove()
         if before_update and not self._waits_for_owners:
-            word.make()
+            ready.passed("backward")
         to_send, found = results[: len(oldest.inputs)], results[len(oldest.inputs) :]
         if not runner.is_first:
             runner.link.send_gradients(oldest.inputs, to_send)
@@ -341,7 +338,7 @@ class PipeDreamPipeline:
             total.add(window)
 
     def _update(
-        self, loss: Tensor, due: Sequence[Lane], exchange: GradientExchange | None, announce: Callable[[], None]
+        self, loss: Tensor, due: Sequence[Lane], exchange: GradientExchange | None, ready: ReadySignal
     ) -> Tensor:
         found: dict[nn.Parameter, Tensor] = {}
         self.applied, self._norms_known, self.late_only = [], False, self._own not in due
@@ -359,7 +356,7 @@ class PipeDreamPipeline:
                     total.begin_clipping()
                     self._clipped.append(total)
         if self._waits_for_owners:
-            announce()
+            ready.passed("backward")
         gradients = [found.get(p) for p in self._parameters]
         return loss_with_gradients(loss, self._parameters, gradients, exchange=exchange)
 

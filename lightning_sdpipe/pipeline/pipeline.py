@@ -1,13 +1,13 @@
-"""What a pipeline is to those who train with it, whatever the order of its forwards and backwards."""
+"""What a pipeline is to the training loop, whatever the order of its forwards and backwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from lightning_sdpipe.exchange.gradients import GradientExchange
+from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.stage_runner import Step
 
 
@@ -40,7 +40,7 @@ class Pipeline(Protocol):
         iteration: int,
         exchange: GradientExchange | None = None,
         accumulated: bool = False,
-        announce: Callable[[], None] = lambda: None,
+        ready: ReadySignal | None = None,
     ) -> Tensor:
         """Trains on a mini-batch, as far as its order goes.
 
@@ -50,13 +50,13 @@ class Pipeline(Protocol):
             iteration: counts mini-batches.
             exchange: what an update that follows replaces gradients by.
             accumulated: earlier mini-batches have left gradients for the same update.
-            announce: called once, when this worker needs nothing more from others to finish the update that follows.
+            ready: is told when the backward is passed, so that the update which follows needs nothing more of others.
 
         Returns:
             The loss, a scalar whose ``backward`` puts the gradients in place.
         """
 
-    def drain(self, exchange: GradientExchange | None = None, announce: Callable[[], None] = lambda: None) -> Tensor:
+    def drain(self, exchange: GradientExchange | None = None, ready: ReadySignal | None = None) -> Tensor:
         """Runs the oldest backward that is left; returns a zero whose ``backward`` puts its gradient in place."""
 
     def finish(self) -> None:

@@ -98,7 +98,7 @@ def _agreed(parts: Sequence[Any]) -> int | None:
     with_readings = [(part, _readings(part)) for part in parts]
     votes = [vote for vote in with_readings if vote[1] != {1}] or with_readings
     common = set.intersection(*(counts for _, counts in votes)) if votes else set()
-    if len(common) > 1:  # all are lists with two readings: whoever makes dicts or lists of numbers makes one for each
+    if len(common) > 1:  # all are lists with two readings: code that makes dicts or lists of numbers makes one for each
         elements = [element for part, _ in votes for element in part]
         per_sample = any(isinstance(element, Mapping) or _is_list_of_constants(element) for element in elements)
         return len(votes[0][0]) if per_sample else min(_inside(votes[0][0]))

@@ -1,7 +1,7 @@
 """What the stages of a pipeline without a flush tell each other about updates, beside activations and gradients.
 
 Stages update at different times, so that none can know all of an update of all stages when it makes its own. What it
-knows travels with what it waits for anyway, and nobody waits any longer for it.
+knows travels with what it waits for anyway, so it costs no wait.
 
 Squared norms, for clipping. With the activations goes the sum over this stage and all before it, with a gradient the
 sum over this stage and all after it, each of the stage's newest update. So when stage j applies the gradient of

@@ -61,7 +61,7 @@ def anneal(
         cold: last temperature, likewise.
 
     Yields:
-        None every :data:`CHUNK` moves, so that whoever is short of time can stop.
+        None every :data:`CHUNK` moves, so that a caller that is short of time can stop.
     """
     walk = _Walk(stages, weights, near, rng)
     yield None

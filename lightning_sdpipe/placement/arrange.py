@@ -1,7 +1,7 @@
-"""The best arrangement of given groups: in which order they are stages, and who follows whom.
+"""The best arrangement of given groups: in which order they are stages, and which device follows which.
 
 Rank 0 must run a last stage: it has the logger and the progress bar, and the loss exists on last stages only. What
-that costs, and who could be rank 0 for free.
+that costs, and which could be rank 0 for free.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def arrange(
         last: a device whose group has to be the last stage; any group may be by default.
 
     Yields:
-        arrangements; None in between, so that whoever is short of time can stop.
+        arrangements; None in between, so that a caller that is short of time can stop.
     """
     costs: Sequence[Matrix] = weights.step
     if limit == math.inf:  # the slowest of all cuts counts for both, but which is it? Lower all periods then

@@ -145,7 +145,7 @@ def anneal_runs(
         rng: decides everything random.
 
     Yields:
-        better and better placements of the structure; None in between, so that whoever is short of time can stop.
+        better and better placements of the structure; None in between, so that a caller that is short of time can stop.
         Nothing if the structure fits no placement.
     """
     runs = _filled(lengths, classes.sizes, num_pipelines, rng)

@@ -53,7 +53,7 @@ def identical(weights: Weights) -> Classes:
     matrices = _logarithms(weights)
     members: list[list[int]] = []
     for device in range(len(weights.exchange[0])):
-        for group in members:  # who is like one member is like all
+        for group in members:  # what is like one member is like all
             if all(_distance(matrix, device, group[0], SAME) <= SAME for matrix in matrices):
                 group.append(device)
                 break
@@ -67,7 +67,7 @@ def alike(weights: Weights) -> Generator[None, None, Classes]:
     members of a class are that close.
 
     Yields:
-        None in between, so that whoever is short of time can stop.
+        None in between, so that a caller that is short of time can stop.
     """
     matrices = _logarithms(weights)
     size = len(weights.exchange[0])

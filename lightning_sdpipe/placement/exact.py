@@ -42,7 +42,7 @@ def prove(
         best: the cost of a known placement.
 
     Yields:
-        cheaper and cheaper placements; None in between, so that whoever is short of time can stop.
+        cheaper and cheaper placements; None in between, so that a caller that is short of time can stop.
 
     Returns:
         Whether the search was complete: then the last placement that it yielded is optimal, or else the known one.

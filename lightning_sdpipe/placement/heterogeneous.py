@@ -63,7 +63,7 @@ def place_heterogeneous(
         rounds: of annealing.
 
     Yields:
-        better and better placements, each with its cut; None in between, so that whoever is short of time can stop.
+        better and better placements, each with its cut; None in between, so that a caller short of time can stop.
 
     Raises:
         ConfigurationError: the model fits into the devices in no way that was tried.

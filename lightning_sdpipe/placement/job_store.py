@@ -1,4 +1,4 @@
-"""The workers of a job that measure each other: who they are, and meeting at agreed points."""
+"""The workers of a job that measure each other: their addresses, and meeting at agreed points."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class JobStore:
         """What every rank shares under this name, by rank; returns when all have.
 
         Raises:
-            WorkerFailedError: somebody did not come in time, or gave up; names who.
+            WorkerFailedError: a rank did not come in time, or gave up; names it.
         """
         self._put(name, _Entry(msgspec.Raw(msgspec.json.encode(value))))
         self._await(name)
@@ -73,11 +73,11 @@ class JobStore:
         return [msgspec.json.decode(entry.value, type=kind) for entry in entries]
 
     def give_up(self, name: str, error: str) -> None:
-        """Tells everybody who shares under this name why this rank cannot."""
+        """Tells all that share under this name why this rank cannot."""
         self._put(name, _Entry(msgspec.Raw(b"null"), error))
 
     def leave(self) -> None:
-        """Rank 0, whose process may hold the store, waits until nobody needs it any more."""
+        """Rank 0, whose process may hold the store, waits until none needs it any more."""
         self._put("left", _Entry(msgspec.Raw(b"null")))
         if self.rank == 0:
             self._await("left")

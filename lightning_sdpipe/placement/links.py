@@ -76,7 +76,7 @@ def _hosts(devices: Sequence[Device], a: int, b: int) -> tuple[str, str]:
 
 
 def summary(network: Network, links: Sequence[Link], file: Path) -> str:
-    """A row for every two hosts, one for each host, and who could not connect."""
+    """A row for every two hosts, one for each host, and the hosts that could not connect."""
     devices = network.devices
     lines = [f"{file}: {len(devices)} devices on {len({device.host for device in devices})} hosts"]
     between: dict[tuple[str, str], list[Link]] = {}

@@ -1,4 +1,4 @@
-"""Who follows whom: the best matching between two neighbouring stages, and the best order of stages.
+"""The best matching between two neighbouring stages, and the best order of stages.
 
 Both are exact up to :data:`EXACT_PATH` stages: DT-FM's equation 3 is a bottleneck matching, its equation 4 an open
 travelling salesman's path.

@@ -1,4 +1,4 @@
-"""Who is measured with whom when: pairs that do not disturb each other."""
+"""The order in which pairs are measured, so that they do not disturb each other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Pair = tuple[int, int]
 
 
 def circle(count: int) -> list[list[Pair]]:
-    """Rounds of disjoint pairs in which everybody meets everybody once: one sits still, the others move round the
+    """Rounds of disjoint pairs in which each meets each other once: one sits still, the others move round the
     table.
 
     Args:
-        count: of those who meet. With an odd one, somebody sits out in each round.
+        count: of those that meet. With an odd one, one sits out in each round.
     """
     table: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     rounds = []

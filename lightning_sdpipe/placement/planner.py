@@ -2,7 +2,7 @@
 
 Which groups the real policy would form among pipelines of given speeds, and what averaging in them costs.
 
-DT-FM's data cost is that of everybody averaging with everybody. SDPipe averages in groups of those that are ready at
+DT-FM's data cost is that of an average over all. SDPipe averages in groups of those that are ready at
 about the same time, so which devices meet depends on their speeds: the policy itself decides, under a virtual clock.
 """
 
@@ -47,7 +47,7 @@ class SimulatedStage:
         groups: pipelines that averaged together, in the order in which they did.
         rate: mini-batches per second of all pipelines.
         efficiency: the rate over that of pipelines that never wait for each other and never average (η).
-        seconds: that averaging in a group took, the mean over those who took part.
+        seconds: that averaging in a group took, the mean over those that took part.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -111,7 +111,7 @@ class PlacementTask:
         num_stages: M.
         cost: how cuts add up; ``"pipedream"`` for the schedule of that name.
         num_micro_batches: of a mini-batch; M by default.
-        sync: whether everybody averages with everybody, or in SDPipe's groups.
+        sync: whether all average together, or in SDPipe's groups.
         first: the device that will be rank 0.
         optimizer_state: its bytes for each byte of trained parameters.
         seconds: of searching.

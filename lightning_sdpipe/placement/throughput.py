@@ -39,7 +39,7 @@ class PlacementJob:
         num_stages: M.
         num_micro_batches: m.
         flush: False for PipeDream's schedule.
-        sync: whether everybody averages with everybody, or in groups.
+        sync: whether all average together, or in groups.
         in_flight: micro-batches of which each stage keeps what its backward needs, at most.
         copies: of the weights of each stage, for PipeDream.
         optimizer_state: its bytes for each byte of trained parameters.
@@ -67,7 +67,7 @@ class PlacementJob:
 
     @cached_property
     def memories(self) -> list[float]:
-        """Bytes; infinite where nobody knows."""
+        """Bytes; infinite where they are not known."""
         return [math.inf if d.memory_bytes is None else float(d.memory_bytes) for d in self.network.devices]
 
     @cached_property
@@ -180,7 +180,7 @@ def combined(times: Sequence[float], data: float, sync: Sync) -> float:
     Args:
         times: seconds for a mini-batch of each pipeline.
         data: seconds for averaging.
-        sync: who waits for whom.
+        sync: what is waited for, all or groups.
     """
     if sync == "all_reduce":
         return max(times) + data

@@ -1,4 +1,4 @@
-"""Who averages with whom, and when: events and the time go in, decisions come out.
+"""Which workers average together, and when: events and the time go in, decisions come out.
 
 Nothing here imports another part of the package (errors excepted), a clock, a socket, a thread or a random source.
 ``docs/policies.md`` shows how to write a policy of your own.

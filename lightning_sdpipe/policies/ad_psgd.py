@@ -104,7 +104,7 @@ class ADPSGDPolicy(GroupPolicy):
         return []
 
     def _partner(self, pipeline: int, iteration: int) -> int:
-        """Whom it averages with then; itself if it goes on alone."""
+        """The worker that it averages with then; itself if it goes on alone."""
         return matching(self.participants.num_pipelines, self._seed, iteration)[pipeline]
 
     def _goes_out(self, stage: int, pipelines: set[int], reason: Reason) -> list[Decision]:
@@ -170,7 +170,7 @@ class BoundedADPSGDPolicy(ADPSGDPolicy):
         return self._release_held() + self._replay()
 
     def _goes_out(self, stage: int, pipelines: set[int], reason: Reason) -> list[Decision]:
-        """They average now, with whoever is behind them and ready too; or they wait until all of these are."""
+        """They average now, with those that are behind them and ready too; or they wait until all of these are."""
         versions, waiting = self.versions[stage], self.participants.waiting[stage]
         together = pipelines | self._held if pipelines & self._held else set(pipelines)
         while True:

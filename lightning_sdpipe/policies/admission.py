@@ -1,4 +1,4 @@
-"""What a parameter server does with a push, and who may go on: the rules of a family, without tensors or time.
+"""What a parameter server does with a push, and which workers may go on: the rules, without tensors or time.
 
 A pipeline pulls the parameters, computes on them for a *clock*, pushes what it made of them, and pulls again when it
 may go on.
@@ -9,7 +9,7 @@ al. 2020), s = None asynchronous (ASP). With weights 1/staleness (HETE, Jiang et
 more clocks the furthest pipeline has finished since its pull; 1 when it has finished none but this one.
 
 **With a quorum** q, pushes are collected in rounds. A round closes when q of those that have pulled since the last one
-closed have pushed; they go on together. Who pushes later has computed on old parameters. It does not count for any
+closed have pushed; they go on together. A worker that pushes later has computed on old parameters. It counts for no
 quorum and goes on at once; its push is *dropped* (synchronous training with N − q backup workers, Chen et al. 2016) or
 *carried* into the open round (Eager-Reduce, Li et al. 2020). The mean of a round is over those that pushed in time;
 with late pushes carried it is over all N.
@@ -160,7 +160,7 @@ class Admission(ABC):
 
     @abstractmethod
     def _settle(self) -> tuple[float | None, tuple[int, ...]]:
-        """Whether the round closes, as in :class:`Verdict`, and who goes on."""
+        """Whether the round closes, as in :class:`Verdict`, and which workers go on."""
 
     def _release(self, pipelines: list[int]) -> tuple[int, ...]:
         self._waiting = [pipeline for pipeline in self._waiting if pipeline not in pipelines]
@@ -170,7 +170,7 @@ class Admission(ABC):
 class BoundedStaleness(Admission):
     """Without a quorum: every push is a round of its own. Versions count the clocks of the furthest pipeline.
 
-    Nothing deadlocks: who is furthest behind may always go on.
+    Nothing deadlocks: the worker that is furthest behind may always go on.
     """
 
     def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
@@ -216,8 +216,9 @@ class BoundedStaleness(Admission):
 class Rounds(Admission):
     """With a quorum. Versions are rounds.
 
-    Nothing deadlocks: who waits has pushed in time, and all others compute; when they push they have pulled since the
-    round before closed, or go on and pull now. With fewer active pipelines than the quorum all of them are one.
+    Nothing deadlocks: those that wait have pushed in time, and all others compute; when they push they have pulled
+    since the round before closed, or go on and pull now. With fewer active pipelines than the quorum all of them are
+    one.
     """
 
     def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:

@@ -7,7 +7,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 
 
 class AllReduceModels(PolicyConfig, frozen=True):
-    """Models are averaged with everybody after every step. (:class:`lightning_sdpipe.AllReduce` averages gradients.)"""
+    """Models of all are averaged after every step. (:class:`lightning_sdpipe.AllReduce` averages gradients.)"""
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> AllReducePolicy:
         return AllReducePolicy(num_stages, num_pipelines)

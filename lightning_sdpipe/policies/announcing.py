@@ -1,7 +1,7 @@
 """How much of its last backward a worker leaves behind before it says that it is ready.
 
-SDPipe's workers say so before it, when nobody else can hold their update up any more (§4, "Worker Communication"). With
-few micro-batches that is long before: who is put into a group with a slow device that has just begun its only backward
+SDPipe's workers say so before it, when no other worker can hold their update up any more (§4, "Worker Communication").
+With few micro-batches that is long before: a worker in a group with a slow device that has just begun its only backward
 waits for most of a slow iteration. So the word comes when as much is left as the backward of one of four micro-batches.
 In a simulation of four pipelines of one stage on devices 1, 1, 1 and 2 (1, 1, 2 and 4) times as slow, SDPipe reaches
 0.99 (0.91) of pipelines that never wait for each other, instead of 0.95 (0.73). Still later is worse where speeds

@@ -1,7 +1,7 @@
 """Averaging with neighbours that are known in advance: a ring, or pairs (BAGUA §3.2, its decentralised algorithms).
 
-Who meets whom depends on the number of the iteration alone, so all stages agree on it. A worker of a pair waits for its
-partner of that iteration, as with AD-PSGD. In a ring everybody is a neighbour of somebody who waits, so all of them
+The partners depend on the number of the iteration alone, so all stages agree on them. A worker of a pair waits for its
+partner of that iteration, as with AD-PSGD. In a ring every worker is a neighbour of one that waits, so all of them
 make one group, in which each averages with its two neighbours only. A neighbour that has left is not replaced: the ring
 is open there, and the weights stay with those beside it.
 """
@@ -50,7 +50,7 @@ class Decentralized(PolicyConfig, frozen=True):
 
 
 class RingPolicy(LocalSGDPolicy):
-    """One group of everybody, with two neighbours for each."""
+    """One group of all, with two neighbours for each."""
 
     def _release(self, reason: Reason) -> list[Decision]:
         return [with_neighbours(group, self.participants.num_pipelines) for group in super()._release(reason)]

@@ -1,4 +1,4 @@
-"""What a policy decides. Whoever carries a decision out needs to know nothing of the policy that made it."""
+"""What a policy decides. Carrying a decision out needs no knowledge of the policy that made it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reason(StrEnum):
     WINDOW_CLOSED = "window closed"
     """The window ended and the recent groups plus this one connect the stage."""
     EVERYBODY_CAME = "everybody came"
-    """Every active worker of the stage was ready: nobody was left to wait for."""
+    """Every active worker of the stage was ready: none was left to wait for."""
     ENFORCED = "enforced"
     """The stage waited, holding the token, until the sync-graph was connected (SDPipe §3.4)."""
     TOKEN_BUSY = "token busy"
@@ -80,7 +80,7 @@ class BrokenRule(ValueError):
 
 
 def check_group(group: Group, next_sequence: int) -> None:
-    """What can be said of a group without knowing who waits.
+    """What can be said of a group without knowing which workers wait.
 
     Raises:
         BrokenRule: it is not what :class:`Group` says, or its sequence is below ``next_sequence``.

@@ -28,7 +28,7 @@ class Worker(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False)
 
 
 class Ready(msgspec.Struct, frozen=True, gc=False, tag="ready"):
-    """``worker`` has finished the local step of ``iteration``, or needs nobody to finish it, and waits for a group."""
+    """``worker`` has finished the local step of ``iteration``, or needs no other for it, and waits for a group."""
 
     worker: Worker
     iteration: int
@@ -56,7 +56,7 @@ class Joined(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="joi
 
 
 class Left(msgspec.Struct, frozen=True, gc=False, tag="left"):
-    """``worker`` pauses or has ended its epoch: nobody waits for it, and its unanswered ready is void."""
+    """``worker`` pauses or has ended its epoch: none waits for it, and its unanswered ready is void."""
 
     worker: Worker
 

@@ -1,9 +1,9 @@
-"""A stage that averages as the last stage has decided: who, at which of their iterations, in which order.
+"""A stage that averages as the last stage has decided: the same members, iterations and order.
 
 Meetings are numbered as the last stage decided them, and increase along each pipeline. A meeting goes out here when all
-who took part there have come to the same iteration, and what they had to do before has gone out. So whoever waits here
-waits for workers that compute, or wait for a meeting of a lower number; the one of the lowest number waits for nobody
-who waits, and nothing deadlocks.
+that took part there have come to the same iteration, and what they had to do before has gone out. What waits here
+waits for workers that compute, or wait for a meeting of a lower number; that of the lowest number waits for none
+that waits, and nothing deadlocks.
 
 The bound on staleness is this stage's own: those that a meeting lets go on wait here, too, for the models that are
 behind theirs. They need wait for meetings of lower numbers only, since on the last stage these were enough.
@@ -113,7 +113,7 @@ class FollowingStages:
             if self._versions.bound is not None:  # these keep their place too: they contain it from that step on
                 everybody.update(*planned.computing.values())
             if not coming and not any(not part.stays for part, _ in present):
-                self._due.remove(due)  # whom it would have answered has gone
+                self._due.remove(due)  # the worker that it would have answered has gone
                 self._step(due, present)
                 continue
             if coming or everybody & busy or not self._fresh(due, present, groups):
@@ -132,7 +132,7 @@ class FollowingStages:
         return reported is None or reported < iteration
 
     def _fresh(self, due: _Due, present: Sequence[tuple[Part, Sequence[int]]], earlier: set[int]) -> bool:
-        """Need those that go on wait for nobody who has an earlier meeting to come?"""
+        """Whether none of those that go on would wait for a worker that has an earlier meeting to come."""
         self._step(due, present)
         nodes = [part.group for part, _ in present]
         return not any(self._versions.behind(part.group, nodes) & earlier for part, _ in present if not part.stays)

@@ -22,7 +22,7 @@ from lightning_sdpipe.policies.participants import Participants
 
 
 class GroupPolicy:
-    """Keeps the rules of :mod:`lightning_sdpipe.policies.policy`: refuses what breaks them, and knows who waits.
+    """Keeps the rules of :mod:`lightning_sdpipe.policies.policy`: refuses what breaks them, and knows which wait.
 
     A policy overrides the methods below :meth:`deadline`. Each is called when its event has been checked and
     ``participants`` knows of it; it returns the decisions that follow. Groups are made by ``participants.group``.

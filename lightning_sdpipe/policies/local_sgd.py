@@ -11,7 +11,7 @@ from lightning_sdpipe.policies.versions import Versions
 
 
 class LocalSGD(PolicyConfig, frozen=True):
-    """Models are averaged with everybody in each update that ``every`` divides, and nobody waits in the others."""
+    """Models of all pipelines are averaged in each update that ``every`` divides; in the others none waits."""
 
     every: int
 
@@ -32,7 +32,7 @@ class NoSync(PolicyConfig, frozen=True):
 class LocalSGDPolicy(GroupPolicy):
     """All active workers of a stage average in every iteration that ``every`` divides, and never else.
 
-    ``every`` 1 is all-reduce; None is never. Who averages is decided on the last stage, and the others replay it
+    ``every`` 1 is all-reduce; None is never. Groups are decided on the last stage, and the others replay them
     (``following_stages.py``). Otherwise, if a pipeline joined while others average, its stages at different moments,
     one stage might wait for it and another not, and so pipelines for each other.
     """

@@ -19,7 +19,7 @@ Matrix = list[list[float]]
 def mean_mixing_matrix(groups: Sequence[tuple[Sequence[int], Sequence[float]]], workers: Sequence[int]) -> Matrix:
     """The mean of W over ``groups``, each given as members and weights; the identity when there was no group.
 
-    Only ``workers`` have rows; the weight of a member that is none of them stays with whoever would have taken it over.
+    Only ``workers`` have rows; the weight of a member that is none of them stays with what would have taken it over.
     """
     index = {worker: row for row, worker in enumerate(workers)}
     size, share = len(workers), 1 / max(1, len(groups))

@@ -1,6 +1,6 @@
 """Which pipelines or groups average: pure functions that every worker computes alike, or by which a policy draws.
 
-Rings, shifted and random pairs need no scheduler: they depend on places, which count those who take part, and on the
+Rings, shifted and random pairs need no scheduler: they depend on places, which count those that take part, and on the
 number of the round.
 
 PHD-PSGD's weighted probabilistic graph: which group meets which, and how fast that mixes (paper §3.3).
@@ -30,7 +30,7 @@ def ring(place: int, size: int) -> tuple[int, ...]:
 def shift_one(place: int, size: int, number: int) -> int | None:
     """The partner in round ``number`` if pairs shift by one: r < n/2 meets (number + r) mod (n/2) + n/2.
 
-    So everybody of the first half has met everybody of the second after n/2 rounds. With an odd number somebody of the
+    So each of the first half has met each of the second after n/2 rounds. With an odd number one of the
     first half stays alone (None), in turn.
     """
     half = (size + 1) // 2
@@ -51,7 +51,7 @@ def similarities(times: Sequence[float], group: int, gamma: float) -> list[float
 
 
 def draw(weights: Sequence[tuple[int, float]], number: float) -> int:
-    """The one of ``weights`` (who, how much) that ``number`` in [0, 1) falls on."""
+    """The one of ``weights`` (worker, weight) that ``number`` in [0, 1) falls on."""
     left = number * sum(weight for _, weight in weights)
     for who, weight in weights:
         left -= weight

@@ -15,7 +15,7 @@ A pipeline of which only some stages take part is ready when these are. One whos
 since a worker fell silent and came back, enters with those that are furthest behind.
 
 Why nothing deadlocks: a worker that waits is in the queue, or waits for stages of its own pipeline that compute and
-wait for no group. Who is in the queue is held only while an active pipeline is not, which therefore comes or leaves.
+wait for no group. The queue is held only while an active pipeline is not in it, which therefore comes or leaves.
 When all active ones are in it, every component is, and P or all of them go.
 """
 
@@ -33,10 +33,10 @@ from lightning_sdpipe.policies.policy import PolicyConfig, Unit, When, check_int
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 
 QUEUED = "first in the queue"
-"""The reason of groups that were neither enforced, nor everybody, nor due to one that left."""
+"""The reason of groups that were neither enforced, nor of all, nor due to one that left."""
 
 HISTORY = 4
-"""T by default, in multiples of the fewest groups that can connect everybody. With these alone groups that come about
+"""T by default, in multiples of the fewest groups that can connect all. With these alone groups that come about
 by chance seldom would: 7 pairs of 8 pipelines do so once in ten times."""
 
 _MISSING = ("closest", "oldest", "none")
@@ -46,7 +46,7 @@ class PartialReduce(PolicyConfig, frozen=True):
     """P-Reduce: models are averaged after every step, in groups of the ``group_size`` pipelines that are ready first.
 
     ``decay`` α weighs models by how far they have got: each step behind the furthest of the group counts α times as
-    much. It is None for equal weights, which alone keep the mean over all pipelines as it is. ``missing`` says who has
+    much. It is None for equal weights, which alone keep the mean over all pipelines as it is. ``missing`` says what has
     the weight of steps at which no member is: the member that is ``"closest"``, the ``"oldest"`` one, or ``"none"``.
 
     ``history`` is T, the groups that must connect the pipelines; four times the fewest that can, if it is None.
@@ -91,7 +91,7 @@ class PartialReduce(PolicyConfig, frozen=True):
 
     @property
     def announces(self) -> When:
-        return "late"  # who is last in the first P holds up P - 1 others for its backward, whoever comes next
+        return "late"  # the last of the first P holds up P - 1 others for its backward, whichever comes next
 
 
 class PartialReducePolicy(GroupPolicy):
@@ -224,7 +224,7 @@ class PartialReducePolicy(GroupPolicy):
 
 
 def fewest_groups(num_pipelines: int, group_size: int) -> int:
-    """⌈(N − 1)/(P − 1)⌉: each group adds P − 1 links, and N − 1 connect everybody (§4)."""
+    """⌈(N − 1)/(P − 1)⌉: each group adds P − 1 links, and N − 1 connect all (§4)."""
     return math.ceil((num_pipelines - 1) / (min(group_size, max(2, num_pipelines)) - 1))
 
 
@@ -233,7 +233,7 @@ def weights(clocks: Sequence[int], decay: float, missing: str) -> list[float]:
 
     A member with clock k has the rank k̂ = max k − k + 1. Rank r counts β(r) = (1 − α) α^(r−1) / (1 − α^K), where K is
     the largest rank: the freshest most. (Putting k̂ for k into the printed equation turns that round.) Members of one
-    rank share its β. Ranks at which nobody is go to the closest rank at which somebody is, the fresher of two, or
+    rank share its β. Ranks without a worker go to the closest rank that has one, the fresher of two, or
     to the oldest member, or to ``"none"``: then each member counts α^(k̂−1), over their sum.
 
     Args:

@@ -1,4 +1,4 @@
-"""Who takes part in a run and who waits for a group: the bookkeeping and the refusals common to all policies."""
+"""The workers that take part and those that wait for a group: bookkeeping and refusals common to all policies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Participants:
         self._workers = [[Worker(j, i) for i in range(self.num_pipelines)] for j in range(self.num_stages)]
 
     def regroup(self, members: Sequence[Worker], weights: Sequence[float]) -> Group:
-        """A group of ``members``, who do not wait for an answer to a ready; their parts are as before, and add up to 1.
+        """A group of ``members`` that do not wait for an answer to a ready; their parts are as before, and add up to 1.
 
         Raises:
             RefusedEvent: one of them does not take part.

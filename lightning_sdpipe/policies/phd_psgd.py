@@ -6,16 +6,16 @@ their models with other groups (§3.4). On the last stage:
 1. A group is *ready* when all its members that take part are. Its model counts as one step newer from then on.
 2. If others wait for it, it meets them at once. Otherwise it draws a partner by the weights of ``pairing.py``, in
    the steps that ``every`` divides, and goes on alone in the others. If the partner waits, they meet now; else the
-   group waits for the partner's next boundary. Nobody waits by draw for a group that waits itself, so there is no ring.
+   group waits for the partner's next boundary. No group waits by draw for one that waits itself, so there is no ring.
 3. If some are *behind* it (``versions.py``), it waits for exactly these instead, and meets them: STALENESS.
-4. Whoever meets a group that still has to wait for others does not wait with it: that group takes part as a passive
+4. A group that meets one that still has to wait for others does not wait with it: the latter takes part as a passive
    member, and waits on.
 5. A member that was lost, and reports a step with which the rest of its group has met others, goes on alone: they wait
    for it in the next step, where they notice if it missed something.
-6. ``asynchronous``: the drawn partner takes part while it computes. Nobody waits then, except by rule 3.
+6. ``asynchronous``: the drawn partner takes part while it computes. None waits then, except by rule 3.
 7. ``within="models"``: models are averaged within a group, too, after each step, instead of gradients. Members may come
-   and go then: nobody is alone because of rule 5, since the next mean makes them equal. Those whom an average answers
-   must be able to try it again, so it has no other members: instead of rule 4, whoever meets a group that has to wait
+   and go then: none is alone because of rule 5, since the next mean makes them equal. Those that an average answers
+   must be able to try it again, so it has no other members: instead of rule 4, one that meets a group that has to wait
    for others waits with it.
 
 A meeting gives every group the mean of the groups' models; so each member weighs 1 over the groups times its group's
@@ -54,7 +54,7 @@ class PHDPSGD(PolicyConfig, frozen=True):
     """PHD-PSGD: gradients are averaged within groups of pipelines, and groups average their models with one another.
 
     ``groups`` lists the pipelines of each group. With ``"auto"`` they are consecutive ones, ``group_size`` at a time,
-    or if that is None too, those of a host; to whom no hosts are told, each pipeline is a group. They may be
+    or if that is None too, those of a host; where hosts are not known, each pipeline is a group. They may be
     the path of a file that ``sdpipe measure --model`` wrote, ``"network.json"``: a run takes the cheapest groups from
     it, and ``times`` if they are None.
     ``gamma`` is how much a group prefers others of its own speed (0: not at all). Groups meet in the steps that
@@ -163,7 +163,7 @@ class PHDPSGDPolicy(GroupPolicy):
         self.versions = [Versions(len(groups), config.staleness) for _ in range(num_stages)]
         self._replays = [FollowingStages(j, self.participants, self.versions[j], self._last) for j in range(self._last)]
         self._wanted: dict[int, set[int]] = {}
-        """Of each group that is ready and waits: whom it still has to meet."""
+        """Of each group that is ready and waits: the groups that it still has to meet."""
         self._held: set[int] = set()
         """Those of them that wait because of the bound."""
         self._counted: set[int] = set()
@@ -379,7 +379,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return decisions + self._replay()
 
     def _look_again(self) -> list[Decision]:
-        """Something other than a step or a meeting has changed whom the waiting ones wait for."""
+        """Something other than a step or a meeting has changed what the waiting groups wait for."""
         versions = self.versions[self._last]
         for group, wanted in self._wanted.items():
             behind = versions.behind(group)

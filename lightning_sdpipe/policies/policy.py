@@ -10,7 +10,7 @@ object, and a log of its events gives the same decisions again. The rules that a
 - Time never runs backwards between two calls.
 
 :class:`~lightning_sdpipe.policies.group_policy.GroupPolicy` keeps all of this; a policy derived from it adds when a
-group goes out, and with whom.
+group goes out, and of which members.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def looks_back(self) -> tuple[int, Unit]:
-        """How far ``sdpipe status`` looks back for who has met: P rounds, or groups."""
+        """How far ``sdpipe status`` looks back for meetings: P rounds, or groups."""
         return 10, "rounds"
 
     @property

@@ -11,7 +11,7 @@ Per stage (SDPipe §3.2, §3.4, Algorithm 2):
    came make the graph connected: ENFORCED. There is one token for all stages.
 5. A stage that would enforce while another holds the token lets its candidate go: TOKEN_BUSY.
 6. Enforcement waits only for workers that can come. When one leaves, what is left is validated again:
-   WORKER_LOST. The token is free as soon as its stage's group goes out or nobody there waits any more.
+   WORKER_LOST. The token is free as soon as its stage's group goes out or no worker there waits any more.
 
 7. ``staleness`` asks more of a candidate: none of its members may begin the next step while the model of another
    active worker is behind it (``versions.py``). If only that is missing, the stage enforces it in the same way:
@@ -23,8 +23,8 @@ latter, n_i - V_k[i] ≤ staleness always. With one stage the token is always fr
 
 Why nothing deadlocks: a ready worker waits without a limit of time only in the stage that holds the token
 (T finite). The workers missing there compute, or wait in other stages, where windows end by themselves; so
-they arrive, and when all active ones have, the graph is connected and nobody is behind anybody. With T = ∞ every group
-is EVERYBODY_CAME, nothing is ever enforced, and all stages wait for the same iteration: all-reduce.
+they arrive, and when all active ones have, the graph is connected and no worker is behind another. With T = ∞ every
+group is EVERYBODY_CAME, nothing is ever enforced, and all stages wait for the same iteration: all-reduce.
 
 T = 0 is local SGD: every group has one member, except that connectivity is still enforced over P rounds. With
 ``connectivity=None`` nothing is enforced and T = 0 is local SGD exactly.
@@ -61,7 +61,7 @@ SPLIT_SIZE = 4
 """Into groups of at most so many. Pairs connect the stage so slowly that enforcing costs more than they save."""
 
 MIN_GROUP = 2
-"""Smaller groups widen the window of who opened them, unless ``min_group`` says otherwise."""
+"""Smaller groups widen the window of the worker that opened them, unless ``min_group`` says otherwise."""
 
 _WINDOWS = 'seconds from 0 to inf, "auto" or "paper"'
 
@@ -69,7 +69,7 @@ _WINDOWS = 'seconds from 0 to inf, "auto" or "paper"'
 class SemiDecentralized(PolicyConfig, frozen=True):
     """SDPipe: models are averaged after every step, in groups of those that are ready within a window.
 
-    ``window`` is in seconds, inf for one group of everybody; ``"auto"`` waits until those came who are expected soon;
+    ``window`` is in seconds, inf for one group of all; ``"auto"`` waits until those came that are expected soon;
     ``"paper"`` is §4's rule: up to 1/N of the measured iteration time. Each worker's window is doubled when the group
     that it opened came out below ``min_group``, else it becomes 0.9 times as long; ``"auto"`` does not adapt like that,
     and refuses a ``min_group``.
@@ -146,7 +146,7 @@ class SemiDecentralized(PolicyConfig, frozen=True):
                 f"seating={self.seating!r} has no effect: groups of {num_pipelines} pipelines are not split unless "
                 "max_group is given; give it, or leave seating out"
             )
-        if self.window == math.inf:  # who waits for all without a token must do so in all stages alike
+        if self.window == math.inf:  # to wait for all without a token is right only if all stages do it
             return LocalSGDPolicy(num_stages, num_pipelines, every=1)
         return SemiDecentralizedPolicy(self, num_stages, num_pipelines)
 
@@ -161,7 +161,7 @@ class SemiDecentralized(PolicyConfig, frozen=True):
 
 
 class _Stage:
-    """What one stage remembers besides who waits."""
+    """What one stage remembers besides the workers that wait."""
 
     def __init__(self, config: SemiDecentralized, num_pipelines: int) -> None:
         window: Length = config.window  # type: ignore[assignment]  # checked when the config was made
@@ -276,7 +276,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return None if earliest == math.inf else earliest
 
     def sync_graph(self, stage: int) -> SyncGraph | None:
-        """Who met whom lately in ``stage``; None when connectivity is not tracked."""
+        """The recent groups of ``stage``; None when connectivity is not tracked."""
         return self._stages[stage].graph
 
     def _close(self, number: int, now: float) -> list[Decision]:
@@ -325,7 +325,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return self._stages[number].enforcing is not None and self._is_enough(number)
 
     def _is_enough(self, number: int) -> bool:
-        """Do those that wait in stage ``number`` connect it, and is nobody behind them?"""
+        """Whether those that wait in stage ``number`` connect it and no worker is behind them."""
         stage, waiting = self._stages[number], self.participants.waiting[number]
         return self._connects(stage, waiting) and self._in_time(stage, waiting)
 
@@ -335,7 +335,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
             stage.opener = None
 
     def _reset(self, number: int) -> None:
-        """Nobody waits in stage ``number``: no window, no enforcement, no token."""
+        """No worker waits in stage ``number``: no window, no enforcement, no token."""
         stage = self._stages[number]
         stage.opener = None
         stage.deadline = math.inf

@@ -1,4 +1,4 @@
-"""The sync-graph of one stage: who met whom in the last P rounds (SDPipe §3.3).
+"""The sync-graph of one stage: the workers that met in the last P rounds (SDPipe §3.3).
 
 Nodes are the stage's active workers; the members of a group are pairwise joined by edges. Time is counted in
 rounds: a round ends when as many ready signals have been answered as the stage has active workers (as the paper's
@@ -92,7 +92,7 @@ class Encounter(NamedTuple):
 
 
 def components(meetings: Iterable[Encounter], active: Collection[int]) -> list[set[int]]:
-    """``active`` workers by who is joined by a chain of active ones that met, largest component first."""
+    """``active`` workers in components, each joined by chains of active ones that met, the largest first."""
     forest = RecencyForest(1 + max(active, default=0))
     for _, members, _ in meetings:
         _join(forest, members, active, 0)
@@ -128,7 +128,7 @@ def rounds_since_met(meetings: Iterable[Encounter], now: int) -> dict[tuple[int,
 def spectral_radius(meetings: Iterable[Encounter], active: Collection[int]) -> float:
     """ρ of P-Reduce's theorem 1 for the groups among ``meetings``; the spectral gap is 1 - ρ. Needs numpy.
 
-    0 when every group is everybody; 1 when nothing mixes (or nothing has happened yet).
+    0 when every group is of all; 1 when nothing mixes (or nothing has happened yet).
     """
     groups = [(members, group.weights) for _, members, group in meetings if group is not None]
     return mixing_radius(mean_mixing_matrix(groups, sorted(active)))
@@ -153,7 +153,7 @@ class SyncGraph:
         self._history: deque[Encounter] = deque()
         """Of the window, oldest first."""
         self._entering: list[int] | None = None
-        """Those that have joined since the last group, and whom they count as having met."""
+        """Those that have joined since the last group, and the workers that they count as having met."""
         self._signals = 0
         self._forest = RecencyForest(num_workers, -rounds)
         self._forest_is_stale = False
@@ -244,7 +244,7 @@ class SyncGraph:
 
     def to_networkx(self) -> nx.Graph:
         """Nodes are the active workers; an edge has ``round``, when the two met last, and ``count``, how often."""
-        import networkx as nx  # only those who look need it, and it is slow to import
+        import networkx as nx  # needed only for a look at the graph, and slow to import
 
         graph = nx.Graph(round=self.round, rounds=self.rounds)
         graph.add_nodes_from(sorted(self.active))

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 
 class Thinning:
-    """Who is joined by a chain of active workers that met.
+    """The components of active workers that chains of meetings join.
 
     Args:
         active: the workers.
-        meetings: rounds, and who met in them; the oldest first.
+        meetings: rounds, and the workers that met in them; the oldest first.
     """
 
     def __init__(self, active: Collection[int], meetings: Sequence[tuple[int, Sequence[int]]]) -> None:

@@ -1,4 +1,4 @@
-"""Who sits beside whom when many workers are divided into groups."""
+"""The places of many workers that are divided into groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def splits_of(
     """Ways to divide ``workers`` into groups of at most ``size`` at this turn, the preferred one first.
 
     Args:
-        near: pipelines that are near each other, who stay together at odd turns; None if no one is nearer than others.
+        near: pipelines that are near each other and stay together at odd turns; None if none is nearer than others.
     """
     if near is None:
         yield by_turns(workers, size, turn)
@@ -27,7 +27,7 @@ def by_turns(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
     """Cut ``workers`` into as few groups of at most ``size`` as possible, about equal, differently every ``turn``.
 
     For pairs this is the circle method of tournaments: one worker stays, the others move round a table, and
-    those who sit opposite each other meet, so that in turns of the same workers everybody meets everybody.
+    those that sit opposite each other meet, so that in turns of the same workers all pairs meet.
     """
     table: list[int] = sorted(workers)
     if len(table) > 2:
@@ -42,8 +42,8 @@ def by_turns(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
 
 
 def by_nearness(workers: Sequence[int], size: int, turn: int, near: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Cut ``workers`` into groups of at most ``size`` among those that are ``near`` each other; who would be alone sits
-    with others that would."""
+    """Cut ``workers`` into groups of at most ``size`` among those that are ``near`` each other; one that would be alone
+    sits with others that would."""
     together = [[worker for worker in workers if worker in neighbours] for neighbours in near]
     parts = [part for here in together if len(here) > 1 for part in by_turns(here, size, turn)]
     seated = {worker for part in parts for worker in part}

@@ -13,7 +13,7 @@ instead of on how far apart two workers are. It follows that
 (a) n_i - V_k[i] ≤ s always, among nodes that take part without a break: i's number grows by 1 where the bound held
     before, and V never falls.
 (b) Waiting for it ends. Node i waits only for nodes that compute, because it meets those that are ready at once; when
-    all are ready, they can all meet, after which V_k[i] = n_i and nobody is behind anybody.
+    all are ready, they can all meet, after which V_k[i] = n_i and no worker is behind another.
 (c) It waits no longer than until each node behind it has finished the step that it was in.
 
 What is *promised* of V is a lower bound: the model contains at least that. A node that leaves keeps its vector, for it
@@ -182,7 +182,7 @@ class Versions:
         self._change(_Joined(node))
 
     def leaves(self, node: int, lost: bool = False) -> None:
-        """Nobody waits for ``node`` any more; ``lost`` if it may come back with another model than its own."""
+        """No worker waits for ``node`` any more; ``lost`` if it may come back with another model than its own."""
         self._change(_Left(node, lost))
 
     def stepped(self, node: int) -> None:
@@ -210,7 +210,7 @@ class Versions:
             self._change(_Doubted(self.bound))
 
     def behind(self, node: int, after: Collection[int] = ()) -> set[int]:
-        """Whom ``node`` has to meet before its next step, once it has met all of ``after``."""
+        """The nodes that ``node`` has to meet before its next step, once it has met all of ``after``."""
         if self.bound is None:
             return set()
         state, oldest = self._now, self._now.steps[node] + 1 - self.bound

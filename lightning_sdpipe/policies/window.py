@@ -7,12 +7,12 @@ start at 1: workers start together, so long windows end early ("everybody came")
 short would cut the first groups to pieces. They end at 1/64: a worker that was in full company for long gets its
 maximum back within six small groups.
 
-**An automatic window** ends when the last of those should have come who are expected within a quarter of an iteration,
-and is empty when nobody is. Looking farther ahead, fast devices would wait most of the time for slow ones, with whom
+**An automatic window** ends when the last of those should have come that are expected within a quarter of an iteration,
+and is empty when none is. Looking farther ahead, fast devices would wait most of the time for slow ones, with which
 they cannot stay in step; looking less far, groups connect the stage so slowly that more is lost when connectivity is
-enforced, which waits for a whole delay of a straggler. With many workers somebody is always about to come, so from 16
-on it looks 1/√N ahead. A worker is expected one iteration after its last group; one that is late is a straggler, whom
-nobody awaits. Two pipelines out of step show why a mere length does not do: each waits its T in vain, both fall back by
+enforced, which waits for a whole delay of a straggler. With many workers one is always about to come, so from 16
+on it looks 1/√N ahead. A worker is expected one iteration after its last group; one that is late is a straggler, which
+none awaits. Two pipelines out of step show why a mere length does not do: each waits its T in vain, both fall back by
 T, and they never meet. With the expected arrivals, the one that comes shortly before the other waits and the other does
 not, so they meet at once; if they are farther apart, the next enforced group brings them together.
 """

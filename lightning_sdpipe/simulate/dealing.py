@@ -3,7 +3,7 @@
 A pipeline trains what it was dealt, batch by batch, and asks for more when it holds no more than ``prefetch`` of them,
 as a DataLoader with workers does. After each batch its workers are ready, and go on when the policy has answered all of
 them; a pipeline that was dealt nothing leaves the policy's groups, and joins again with its next batch. When the
-segment is over, everybody pauses, and the next one begins. Stages are not simulated one by one: they begin and end a
+segment is over, all pause, and the next one begins. Stages are not simulated one by one: they begin and end a
 batch together.
 """
 
@@ -105,7 +105,7 @@ class DealtEpochs:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._pushed = 0
         self._idle = 0
-        """Heartbeats in a row while nobody computed."""
+        """Heartbeats in a row while no pipeline computed."""
         self._segments = iter(
             Segment(1, epoch, start, stop)
             for epoch in range(work.epochs)

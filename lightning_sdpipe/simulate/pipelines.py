@@ -2,9 +2,9 @@
 
 Workers compute the passes of their schedule. A forward needs that of the stage before, a backward that of the stage
 after it; both take their share of the worker's own time, its delays and the speed of its device at that moment. Before
-its last backward or within it, when it needs nobody any more, a worker is ready; it begins the next mini-batch once its
-group is known, all members have finished that backward, and the exchange is over. A passive member is waited for only
-if it is ready. Transfers between stages take no time.
+its last backward or within it, when it needs no other worker any more, a worker is ready; it begins the next mini-batch
+once its group is known, all members have finished that backward, and the exchange is over. A passive member is waited
+for only if it is ready. Transfers between stages take no time.
 
 Only readies, leaves and the policy's deadlines meet each other, so only they go through the queue of events: between
 two groups the times of a worker's passes follow from each other. So thousands of iterations of a hundred workers take
@@ -151,7 +151,7 @@ class Pipelines:
         self._next_sequence = 0
 
     def run(self) -> None:
-        """Until nothing can happen any more; whoever has not finished then is stuck for ever.
+        """Until nothing can happen any more; a worker that has not finished then is stuck for ever.
 
         Raises:
             BrokenRule: the policy decided what cannot be carried out.

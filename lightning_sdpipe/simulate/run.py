@@ -110,7 +110,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Until everybody was done."""
+        """Until all workers were done."""
         return max(self.finished.values(), default=0.0)
 
     @property

@@ -1,4 +1,4 @@
-"""Lightning's hooks for checkpoints: what is in them, and who writes and reads it.
+"""Lightning's hooks for checkpoints: what is in them, and which rank writes and reads it.
 
 States of parameters that are not the optimizer's, as entries of its own: so they are gathered, cut and loaded as its
 own are, on any number of stages.
@@ -67,7 +67,6 @@ class CheckpointHooks(Collectives):
     """A checkpoint is gathered into one file, or each rank writes its part of a directory."""
 
     _checkpoints: Checkpoints
-    _data_seed: int
     _split: Split | None = None
     _loaded_split: Split | None = None
     _lacks_checkpoint = False
@@ -101,7 +100,7 @@ class CheckpointHooks(Collectives):
         self._data_seed = saved.get("data_seed", self._data_seed)
         self._loaded_split = saved.get("split")
         if self._training is not None:
-            self._training.first_update = saved.get("updates", 0)
+            self._training.begin_at(saved.get("updates", 0))
             self._take_over_rounds(saved.get("rounds"))
         self._checkpoints.load_module(checkpoint["state_dict"], strict)
 

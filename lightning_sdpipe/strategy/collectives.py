@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
@@ -31,6 +32,7 @@ from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.launching.environment import keep_gloo_on_loopback
 from lightning_sdpipe.worker.launching.launcher import give_up
 from lightning_sdpipe.worker.options import Options
+from lightning_sdpipe.worker.run import TrainingRun
 from lightning_sdpipe.worker.scheduler_connection import RunConnection
 from lightning_sdpipe.worker.training import Training
 
@@ -43,6 +45,9 @@ class Collectives(DDPStrategy):
     options: Options
     _assembled: Assembled | None = None
     _training: Training | None = None
+    _source: BatchSource | None = None
+    """Of the batches that this worker trains; None in runs that do not fit."""
+    _data_seed: int
     brought_home: Mapping[str, Any] = {}
     """What the worker of rank 0 has said in the end, in a process that is none."""
 
@@ -74,7 +79,7 @@ class Collectives(DDPStrategy):
     # ------------------------------------------------ what this worker has of a run
 
     @cached_property
-    def _run(self) -> FixedRun:
+    def _run(self) -> TrainingRun:
         kind = FixedRun if self.options.job is None else ElasticRun
         return kind(self.options, self, self._give_up)
 
@@ -105,6 +110,17 @@ class Collectives(DDPStrategy):
         """What this worker does in each turn of the loop."""
         assert self._training is not None, "setup makes it"
         return self._training
+
+    @property
+    def _batches(self) -> BatchSource:
+        assert self._source is not None, "setup makes it for a fit"
+        return self._source
+
+    def _position(self) -> int | None:
+        return None if self._source is None else self._source.position
+
+    def _seed(self) -> int:
+        return self._data_seed
 
     @property
     def statistics(self) -> SyncStatistics:
@@ -198,7 +214,7 @@ class Collectives(DDPStrategy):
     @contextmanager
     def _together(self, purpose: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Around what this worker does with others, all of them by default, wherever they are when it begins. Before
-        others have been started there is nobody to wait for."""
+        others have been started there is no rank to wait for."""
         if self._training is not None:
             self._training.come_together()
         if not self._run.opened:

@@ -19,8 +19,9 @@ from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.adaptation import adapt
+from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource
 from lightning_sdpipe.loop.clock import ClockChecks
-from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
+from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
 from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.loop.loss_scale import current_scale
@@ -37,6 +38,7 @@ from lightning_sdpipe.loop.refusals import (
 )
 from lightning_sdpipe.loop.resume_position import Split
 from lightning_sdpipe.loop.stream_switches import StreamSwitches
+from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.chain import described
 from lightning_sdpipe.partition.materialise import Initialisation
@@ -60,7 +62,6 @@ class SetupHooks(CheckpointHooks):
     _plan: tuple[nn.Module, plan.Plan] | None = None
     _undo: Sequence[Callable[[], None]] = ()
     _failed = _gathers = False
-    _turns: DealtBatchSource | JointBatchSource | None = None
 
     @cached_property
     def _initialisation(self) -> Initialisation:
@@ -70,7 +71,7 @@ class SetupHooks(CheckpointHooks):
 
     @property
     def mesh(self) -> Mesh:
-        """Who is which worker. Where devices are placed, that is known once the ranks have met."""
+        """The ranks of all workers. Where devices are placed, they are known once the ranks have met."""
         return self._run.mesh
 
     def _configure_launcher(self) -> None:
@@ -118,12 +119,12 @@ class SetupHooks(CheckpointHooks):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._data_seed = self._run.set_out(trainer, self._checkpoints, self._data_seed)
+        self._data_seed = self._run.set_out(trainer, self._data_seed)
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(self._what_runs())
 
     def _what_runs(self) -> str:
-        """What a user looks at when a run is not what was meant: who runs what, and how."""
+        """What a user looks at when a run is not what was meant: what each rank runs, and how."""
         options, ranks = self.options, self.mesh.ranks
         assert self._plan is not None
         stages = self._plan[1]
@@ -140,15 +141,11 @@ class SetupHooks(CheckpointHooks):
             where = [worker(row[stage % options.num_stages]) for row in ranks]
             shown = ", ".join(where[:_SHOWN]) + (f" and {len(where) - _SHOWN} more" if len(where) > _SHOWN else "")
             lines.append(f"stage {stage}: {described(blocks)}, {parameters:,} parameters, on {shown}")
-        data = "each pipeline's own shard"
-        if self._turns is not None:
-            joint = isinstance(self._turns, JointBatchSource)
-            data = "one batch of all pipelines, divided by speed" if joint else "dealt by speed if the loader allows it"
         lines += [
             f"schedule: {options.schedule}, {options.num_micro_batches} micro-batches of a mini-batch",
             f"method: {options.sync!r}",
             f"exchange: {'in full precision' if options.exchange == Exchange() else repr(options.exchange)}",
-            f"data: {data}",
+            f"data: {self._batches.description}",
             f"scheduler: {self._where_to_look()}",
         ]
         return "\n  ".join(lines)
@@ -205,7 +202,7 @@ class SetupHooks(CheckpointHooks):
         watch = self.options.on_nonfinite == "stop"
         where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
         draws = StreamSwitches(
-            trainer, parts.cut_model.streams, lambda: self._data_seed, self.groups, parts.ownership, self._position
+            trainer, parts.cut_model.streams, self._seed, self.groups, parts.ownership, self._position
         )
         buckets = parts.freezing.buckets
         progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
@@ -213,19 +210,22 @@ class SetupHooks(CheckpointHooks):
             trainer, parts.ownership, self.groups, self.root_device, self._first_failure, parts.changed_late
         )
         replica = self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)
+        averaging = averaging_of(trainer.callbacks)  # type: ignore[attr-defined]
+        if averaging is not None and trainer.state.fn == TrainerFn.FITTING:
+            averaging.connect(self._checkpoints, replica.averages)
+        sync = self._run.options.method.build(replica)
         self._training = Training(
             trainer,
             parts,
-            self._run.options.method.build(replica),
+            sync,
+            self._run.rendezvous(sync),
             self.membership.client,
             self.groups,
             draws,
             self._whereabouts,
             NonfiniteWatch(where, buckets, self.root_device, losses=not scaled) if watch else None,
             self._first_failure,
-            lambda: self._turns.portion if isinstance(self._turns, JointBatchSource) else None,
-            self._run.rendezvous,
-            self._state,
+            self._state if parts.changed_late else None,
         )
         self._undo = [
             draws.undo,
@@ -236,7 +236,7 @@ class SetupHooks(CheckpointHooks):
                 parts.pipeline,
                 buckets,
                 self._whereabouts,
-                self._training.readiness,
+                self._training.ready,
                 lambda: self._checkpoints.whole_groups(self.optimizers[0]),
                 lambda: self._checkpoints.whole_groups_shown(self.optimizers),
                 self._state.hand_on,
@@ -245,14 +245,12 @@ class SetupHooks(CheckpointHooks):
         ]
         self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]
         checks = ClockChecks(loop.clocks(trainer), self.broadcast)
-        self._turns = self._turns_by_speed(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
-        if self._turns is not None:
-            self._undo = [*self._undo, self._turns.close]
-        loop.change(trainer, self._training, lambda: self.training.together, checks, self._turns)
-        pause, share, underway = self._training.pause, self._run.share, lambda: self.training.underway
-        EpochCallback(
-            self.groups, pause, share, self._random_states, checks, self._first_failure, underway, draws
-        ).put_first(trainer)
+        self._source = self._make_source(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
+        if self._source is not None:
+            self._undo = [*self._undo, self._source.close]
+        loop.change(trainer, self._training, checks, self._source)
+        shared = EpochCallback(self.groups, self._training, self._run.share, self._random_states, checks, draws)
+        shared.put_first(trainer)
 
     @property
     def _why_alike(self) -> str | None:
@@ -265,10 +263,7 @@ class SetupHooks(CheckpointHooks):
         """When they are exchanged: without a flush they are divided by the loss scale before."""
         return current_scale(self.precision_plugin) if self._parts.pipeline.flushes else 1.0
 
-    def _turns_by_speed(self, trainer: Trainer, checks: ClockChecks) -> DealtBatchSource | JointBatchSource | None:
-        def seed() -> int:
-            return self._data_seed
-
+    def _make_source(self, trainer: Trainer, checks: ClockChecks) -> BatchSource:
         def origin() -> Split | None:
             return self._loaded_split
 
@@ -276,16 +271,16 @@ class SetupHooks(CheckpointHooks):
             return self.reduce_boolean_decision(mine, all=False)
 
         if self.options.batch_by_speed:
-            return JointBatchSource(trainer, self.groups, self._parts.delays, *self.options.division, seed, origin)
+            return JointBatchSource(
+                trainer, self.groups, self._parts.delays, *self.options.division, self._seed, origin
+            )
         data, method = self.options.data, self._run.options.method
         if not deals(data, method, self.mesh.num_pipelines, self.membership.client.policy):
-            return None
+            return ShardBatchSource(trainer, self.training)
         asked = data == "dealt"
         in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
-        return self._run.dealt_turns(trainer, self.training, checks, Dealing(seed, origin, asked, anybody, in_step))
-
-    def _position(self) -> int | None:
-        return None if self._turns is None else self._turns.position
+        dealing = Dealing(self._seed, origin, asked, anybody, in_step)
+        return self._run.dealt_batches(trainer, self.training, self._checkpoints, checks, dealing)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         with refuse_several_optimizers():

@@ -100,7 +100,7 @@ class SDPipeStrategy(SetupHooks):
         process_group_backend: ``"gloo"``, ``"nccl"`` or both by kind of device; as the accelerator asks by default.
         accelerator: set by the Trainer, as are the next two.
         parallel_devices: of this machine.
-        cluster_environment: knows who starts processes, and where they meet.
+        cluster_environment: knows what starts processes, and where they meet.
         checkpoint_io: writes and reads checkpoint files.
         precision_plugin: instead of ``Trainer(precision=...)``.
 
@@ -224,8 +224,7 @@ class SDPipeStrategy(SetupHooks):
         if self._trainer.training:
             loader.compare(self.groups, self.root_device)
             self._split = split_of(loader, self.mesh.num_pipelines)
-            if self._turns is not None:
-                self._turns.deal(dataloader, self._split)
+            self._batches.deal(dataloader, self._split)
         return loader
 
     def _seed_of_epoch(self) -> tuple[int, ...]:
@@ -238,10 +237,10 @@ class SDPipeStrategy(SetupHooks):
         self.training.begin()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.training.begin_batch(batch)
+        self.training.begin_batch(batch, self._batches)
 
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
-        return self.training.step(batch, arguments)
+        return self.training.step(batch, arguments, self._batches)
 
     def backward(self, closure_loss: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
         with self._first_failure():  # gradients may be averaged here

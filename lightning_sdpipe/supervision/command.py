@@ -1,4 +1,4 @@
-"""``sdpipe run``: trains with several pipelines on this machine, whoever of them dies."""
+"""``sdpipe run``: trains with several pipelines on this machine, any of which may die."""
 
 from __future__ import annotations
 

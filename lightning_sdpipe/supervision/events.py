@@ -46,7 +46,7 @@ class Seen:
     ``lives`` has the pipelines that train, each with what tells this life of it from others; ``leader`` leads them.
     ``update`` is how far the furthest is, ``ever`` are those that ever trained; ``gone`` has lives that it has given
     up, and why. ``failure`` is what ended the run, if anything; ``resumed`` the checkpoint from which it went on when
-    nobody was left.
+    none was left.
     """
 
     asked: float

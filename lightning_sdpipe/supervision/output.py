@@ -123,7 +123,7 @@ class OutputStream:
             data = os.read(self.source, _AT_ONCE)
         except BlockingIOError:
             return None
-        except OSError:  # how a pseudo-terminal says that nobody writes to it any more
+        except OSError:  # how a pseudo-terminal says that its last writer is gone
             data = b""
         if data:
             self._take(data)

@@ -6,14 +6,14 @@ A pipeline is M processes that live and die together::
                                      └────── all end with exit code 0 ──▶ FINISHED
 
 - A process that fails takes its pipeline with it: the others of the pipeline get ``grace`` seconds to notice and say
-  what they know, then they are killed. So the pipeline's own reason is told, and not that of who waited for it.
+  what they know, then they are killed. So the pipeline's own reason is told, and not that of one that waited for it.
 - It starts again at once; if it fails again before it has trained, after twice as long each time, up to
   ``longest_delay``. Each start again takes one from the pipeline's budget.
-- The run ends by name when that helps nobody: before anybody trains, two pipelines raise the same exception (a bug of
+- The run ends by name when restarts are in vain: before any pipeline trains, two raise the same exception (a bug of
   the script would kill one after another; later, the scheduler finds it), fewer than ``min_pipelines`` are left, a
   script ends without having trained, or the scheduler says that the run is over.
-- Once a pipeline has finished, the training is over: those that still train come to its end too, and who does not train
-  is not started again, since it would begin a run of its own.
+- Once a pipeline has finished, the training is over: those that still train come to its end too, and one that does not
+  train is not started again, since it would begin a run of its own.
 
 It knows of training what the scheduler knows (:class:`Seen`). No processes, clocks or sockets are in here.
 """
@@ -62,7 +62,7 @@ class Rules:
         self._shown: int | None = None
         self._leader: int | None = None
         self._lives: frozenset[str] = frozenset()
-        """Who trained when that was seen last."""
+        """The lives that trained when that was seen last."""
         self._scheduler_again = 0
         self._all_came = self._anybody_came = self._blemished = False
         self._over_since = math.inf
@@ -293,8 +293,9 @@ class Rules:
         for other, known in self._raised:
             if other != pipeline.number and known.is_like(raised):
                 place = f" ({raised.place})" if raised.place else ""
+                first, second = sorted((other, pipeline.number))
                 self._end(
-                    f"pipelines {other} and {pipeline.number} failed with the same exception, which starting again "
+                    f"pipelines {first} and {second} failed with the same exception, which starting again "
                     f"does not mend: {raised}{place}",
                     FAILED,
                 )
@@ -347,7 +348,7 @@ class Rules:
             elif pipeline.phase is PipelinePhase.ENDING:
                 pipeline.due, pipeline.pressed = math.inf, True
                 self._out.append(Stop(pipeline.number, signal.SIGKILL))
-            elif pipeline.phase is PipelinePhase.RUNNING:  # nobody of it lives, and nobody says whether it has trained
+            elif pipeline.phase is PipelinePhase.RUNNING:  # it has ended, and whether it has trained is not known
                 self._finished_training(pipeline, now)
 
     def _press(self, now: float) -> None:
@@ -369,7 +370,7 @@ class Rules:
     # ---------------------------------------------------------------- terminal
 
     def _choose_whom_to_show(self) -> None:
-        """The leader's progress is everybody's; until it is known, that of the first pipeline that lives."""
+        """The leader's progress is that of all; until it is known, that of the first pipeline that lives."""
         alive = [pipeline.number for pipeline in self._pipelines if pipeline.alive]
         chosen = next((one for one in (self._leader, self._shown) if one in alive), min(alive, default=None))
         if chosen is not None and chosen != self._shown:

@@ -54,7 +54,7 @@ class PipelineState:
     ended_at: float = 0.0
     """The last one."""
     due: float = math.inf
-    """When it is started (WAITING), killed (ENDING), or no longer asked about (RUNNING, with nobody alive)."""
+    """When it is started (WAITING), killed (ENDING), or no longer asked about (RUNNING, with no process alive)."""
     again: int = 0
     in_vain: int = 0
     """Starts in a row after which it never trained."""

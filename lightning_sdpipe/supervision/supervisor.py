@@ -70,7 +70,7 @@ class _Job:
 
 
 def _heeded() -> list[signal.Signals]:
-    """But not the end of a terminal if the one who started this has said so, with `nohup` for instance."""
+    """But not the end of a terminal that it was started to outlive, with `nohup` for instance."""
     return [number for number in _STOPS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -80,7 +80,7 @@ class Supervisor:
     Args:
         settings: of the rules.
         command: what every rank runs.
-        environment: of every rank, without what tells it who it is.
+        environment: of every rank, without what tells it its rank.
         scheduler: not started yet.
         look: asks it how the run is; called in a thread with the time, which goes into the answer.
         logs: a directory that is there.

@@ -21,7 +21,7 @@ _NO_BUG = SchedulerError.__name__
 
 @dataclass(frozen=True)
 class UncaughtException:
-    """An exception that nobody caught."""
+    """An exception that was not caught."""
 
     kind: str
     """Its class, with its module where that is not built in."""

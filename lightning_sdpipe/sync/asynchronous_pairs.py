@@ -1,6 +1,6 @@
 """A worker's half of asynchronous AD-PSGD: it averages with a neighbour that goes on computing.
 
-Every worker publishes its model: a copy that others may average with at any time (``exchange/pairs.py``). Nobody holds
+Every worker publishes its model: a copy that others may average with at any time (``exchange/pairs.py``). None holds
 a lock while it waits for another worker, which excludes deadlock without the bipartite graph of the paper (Lian et al.
 2018). A gradient is computed on one unchanged model; its update is added to what is published when it is ready.
 """
@@ -24,7 +24,7 @@ from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
 class AsynchronousPairs(Synchronizer):
-    """After each step, averages with the neighbour that the scheduler names; a thread serves those who name it."""
+    """After each step, averages with the neighbour that the scheduler names; a thread serves those that name it."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
@@ -47,7 +47,7 @@ class AsynchronousPairs(Synchronizer):
         return len(self.replica.ranks)
 
     def announce(self, iteration: int) -> None:
-        """Does not ask the scheduler yet: a neighbour's thread would serve nobody else until the backward has ended."""
+        """Does not ask the scheduler yet: a neighbour's thread would serve no other until the backward has ended."""
         self._iteration = iteration
 
     @property

@@ -3,7 +3,7 @@
 A thread of each worker takes part in one average after the other, with an interval between them, whatever the training
 does. It works on what the worker publishes: a copy of its model, to which each update is added when it is ready, and to
 which the thread adds what the mean differs by from what it has sent. So a gradient is computed on one unchanged model,
-nobody stands still, and no update is lost. A lock is held for the copy and the sums only.
+no worker stands still, and no update is lost. A lock is held for the copy and the sums only.
 
 All threads average the same number of times: each begins an average by saying whether its worker has arrived at a
 pause, and they end together when all have.
@@ -36,7 +36,7 @@ class BackgroundAveraging(Synchronizer):
     Args:
         replica: this worker.
         mover: moves what is published.
-        meet: whom this worker averages with in which round; asked with everybody as a group, whose sequence is the
+        meet: the members that this worker averages with in a round; asked with a group of all, whose sequence is the
             round.
         begin: is told of the models whenever training begins; then they are equal on all replicas.
     """

@@ -16,9 +16,10 @@ from lightning_sdpipe.topology.groups import Replicas
 
 
 def copy_most_advanced(replica: Replica, among: Replicas, reached: int) -> None:
-    """All of ``among`` get the parameters of the first of those that have ``reached`` furthest, and the state of its
-    optimizer and its loss scale too where some differ: otherwise equal gradients would be unequal steps from then on.
-    (They do if some had no more data, or have drained their pipelines earlier, and clipped by other norms.)
+    """All of ``among`` get the parameters of the first of those that have ``reached`` furthest, and their averages over
+    time; the state of its optimizer and its loss scale too where some differ: otherwise equal gradients would be
+    unequal steps from then on. (They do if some had no more data, or have drained their pipelines earlier, and clipped
+    by other norms.)
 
     Raises:
         WorkerFailedError: a member is gone, or the group's timeout passed.
@@ -34,7 +35,7 @@ def copy_most_advanced(replica: Replica, among: Replicas, reached: int) -> None:
     furthest = pipelines[by_pipeline.index(max(by_pipeline))]
     members = tuple(Worker(replica.stage, pipeline) for pipeline in pipelines)
     source = Group(members, tuple(float(p == furthest) for p in pipelines), 0, "pause")
-    finish(TakeOver(among).start(tensors_of(replica.parameters), source))
+    finish(TakeOver(among).start([*tensors_of(replica.parameters), *replica.averages], source))
     if progress is None or len({*digests}) == 1:
         return
     own = furthest == replica.pipeline

@@ -197,7 +197,7 @@ class OuterAveraging(Synchronizer):
         self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:
-        """An early round of all fragments, unless nobody has trained since the last one."""
+        """An early round of all fragments, unless no pipeline has trained since the last one."""
         size = len(self.replica.ranks)
         counts = torch.tensor([0] * size + [fragment.since for fragment in self._fragments], device=self.replica.device)
         counts[self.replica.pipeline] = self._rounds
@@ -210,7 +210,7 @@ class OuterAveraging(Synchronizer):
             pieces = list(pieces_of(fragment.tensors))
             moved = [piece - base for piece, base in zip(pieces, bases, strict=True)]
             finish(FullMean(self.replica.groups.replicas()).start(moved, self.replica.everybody()))
-            if len(set(rounds)) > 1:  # whoever was out of data has missed some
+            if len(set(rounds)) > 1:  # a pipeline that was out of data has missed some
                 state = [tensor for outer in fragment.common.outer for tensor in outer.state_dict().values()]
                 weights = [float(pipeline == furthest) for pipeline in range(len(rounds))]
                 finish(TakeOver(self.replica.groups.replicas()).start(state, self.replica.everybody(weights)))

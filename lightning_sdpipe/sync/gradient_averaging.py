@@ -86,6 +86,10 @@ class GradientAveraging(Synchronizer):
     def make_parameters_equal(self) -> None:
         copy_most_advanced(self.replica, self.replica.groups.replicas(), self._rounds)
 
+    def average_buffers(self) -> None:
+        """See the base class; the averages of the weights were taken over with them."""
+        self.replica.average(self.replica.buffers)
+
 
 def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds:
     exchange, replicas = replica.exchange, replica.groups.replicas()

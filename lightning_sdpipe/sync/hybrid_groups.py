@@ -183,7 +183,7 @@ class HybridGroups(Synchronizer):
         return self._meets
 
     def synchronise(self) -> None:
-        """Learns whom this worker's group meets after its step, and averages models with them.
+        """Learns which groups this worker's group meets after its step, and averages models with them.
 
         Raises:
             WorkerFailedError: another one broke off, now or while this one was invited.

@@ -66,7 +66,7 @@ def with_measured_groups(method: SyncMethod, num_stages: int, placed: bool) -> S
 
 def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
     """``method`` for pipelines that run on these ``hosts``, by number: PHD-PSGD's groups are those of a host where it
-    was not told any, and who is near is who shares a host.
+    was not told any; near are those that share a host.
 
     Raises:
         ConfigurationError: hosts have different numbers of pipelines, and meetings are sharded.
@@ -85,6 +85,6 @@ def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
     if len(groups) == 1:
         rank_zero_info(
             f"sync=phd_psgd: all {len(hosts)} pipelines run on the same host and form one group, so {policy.within} "
-            "are averaged over all of them and nobody meets others. For meetings give a group_size, or groups."
+            "are averaged over all of them and no group meets others. For meetings give a group_size, or groups."
         )
     return ByPolicy(msgspec.structs.replace(policy, groups=groups))

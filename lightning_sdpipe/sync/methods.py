@@ -58,7 +58,7 @@ class AllReduce:
 
     @property
     def policy(self) -> PolicyConfig:
-        return NoSync()  # everybody meets everybody: there is nothing to decide
+        return NoSync()  # all meet: there is nothing to decide
 
     @property
     def capabilities(self) -> Capabilities:
@@ -73,7 +73,7 @@ class ParameterServer(AdmissionRule):
     """Each pipeline pushes its updates to a parameter server and pulls the parameters with those of others.
 
     What the optimizer changed in ``every`` updates is pushed, so that any optimizer will do: its state stays with the
-    pipeline. The other values say which pushes count, and how much, and who may go on when:
+    pipeline. The other values say which pushes count, and how much, and which workers may go on when:
     :mod:`lightning_sdpipe.policies.admission`.
 
     ==========================  ===================================================================
@@ -104,8 +104,8 @@ class ParameterServer(AdmissionRule):
 class HetPipe:
     """HetPipe (Park et al. 2020): each pipeline is a virtual worker of a parameter server.
 
-    Every ``sync_every`` updates, its clock, it pushes the sum of its updates and pulls the parameters with everybody's.
-    No pipeline works more than ``staleness`` clocks ahead of another; M, the number of stages, if it is None.
+    Every ``sync_every`` updates, its clock, it pushes the sum of its updates and pulls the parameters with those of
+    all. No pipeline works more than ``staleness`` clocks ahead of another; M, the number of stages, if it is None.
     ``combine="mean"`` divides updates by the number of pipelines, so that a learning rate chosen for averaged gradients
     fits; ``"sum"`` is what HetPipe does.
     """
@@ -175,7 +175,7 @@ def _averaging(
 
 
 def _pair(peers: Decentralized, pipeline: int, everybody: Group) -> Group:
-    """Whom a pipeline averages with in the round that is the sequence of ``everybody``."""
+    """The members that a pipeline averages with in the round that is the sequence of ``everybody``."""
     size, number = len(everybody.members), everybody.sequence
     if peers.peers == "shift_one":
         partner = shift_one(pipeline, size, number)

@@ -49,7 +49,7 @@ class ModelAveraging(Synchronizer):
     @property
     def models_averaged(self) -> float:
         """See the base class. A group of k with weights w counts its members' updates as kw instead of equally. So the
-        mean of all N moves by the mean of N / (k Σ w²) updates: 1 / Σ w² if the group is everybody, and N if weights
+        mean of all N moves by the mean of N / (k Σ w²) updates: 1 / Σ w² if the group is of all, and N if weights
         are equal, whatever the group."""
         return self.replica.count / self._inequality
 

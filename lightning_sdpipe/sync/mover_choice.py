@@ -38,7 +38,7 @@ def replicas_for(replica: Replica) -> Replicas:
 
 
 def mover_among_groups(replica: Replica) -> Mover:
-    """What moves models among groups that change; in an elastic job, among those who are there."""
+    """What moves models among groups that change; in an elastic job, among the pipelines that are there."""
     if (surviving := replica.mover()) is not None:
         return surviving
     exchange, replicas = replica.exchange, replicas_for(replica)

@@ -4,13 +4,14 @@ A worker learns of the meeting that answers it from its training's connection, a
 that of its heartbeats, so they can arrive in another order. All members of a group have the same meetings, and keep
 equal models only if each takes them, and its steps, in the same order. So an invitation waits
 
-- for the boundary that had been decided before it: where the worker stood, it has met whom it was to meet, and goes on;
+- for the boundary that had been decided before it: where the worker stood, it has met all it was to, and goes on;
 - if the worker is standing in it, for the step to end: the others get a model that contains it.
 
 And a worker goes on from its boundary when it has carried out all invitations that were decided before.
 
-Nothing deadlocks: whoever carries a meeting out waits for members that still have meetings of lower numbers, or end a
-step for which they need nobody who waits for this one (``policies/phd_psgd.py``, ``policies/following_stages.py``).
+Nothing deadlocks: a worker that carries a meeting out waits for members that still have meetings of lower numbers, or
+end a step for which they need none that waits for this one (``policies/phd_psgd.py``,
+``policies/following_stages.py``).
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ AWAY       no: it is out of data                 train, or are AWAY too     come
                                                                             if it rests; or all are out of data,
                                                                             and TRAINING again
 
-Between two meetings nobody knows how far the others are. Most meetings are known in advance, since every worker counts
-the same batches: validation after 100 of them, a checkpoint after 500, the end of the epoch. But a worker that runs
-out of data earlier does not know which meeting comes next. So each meeting begins with one small all-reduce, in which
-those that have arrived say where they are, and those that are out of data learn it.
+Between two meetings no worker knows how far the others are. Most meetings are known in advance, since every worker
+counts the same batches: validation after 100 of them, a checkpoint after 500, the end of the epoch. But a worker that
+runs out of data earlier does not know which meeting comes next. So each meeting begins with one small all-reduce, in
+which those that have arrived say where they are, and those that are out of data learn it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SyncState(Enum):
 @dataclass(frozen=True)
 class SyncPoint:
     """``position``: after how many batches of the epoch the workers meet. ``closing``: it is the end of the epoch,
-    which everybody's last batch remains to be trained for."""
+    which the last batch of all remains to be trained for."""
 
     position: int
     closing: bool
@@ -56,7 +56,7 @@ class Rendezvous:
         self.place = SyncState.TOGETHER
         self._sync = sync
         self._replica = sync.replica
-        self._unequal = False  # somebody has trained since the last pause
+        self._unequal = False  # some worker has trained since the last pause
         self._agreed: int | None = None  # where this worker, which is out of data, will be together with the others
 
     def join(self) -> None:
@@ -90,8 +90,8 @@ class Rendezvous:
             )
 
     def wait_for_others(self, position: int) -> SyncPoint:
-        """This worker is out of data. Waits, without holding up anybody, until the others meet somewhere or are all out
-        of data themselves. In the latter case everybody takes part again for its last batch."""
+        """This worker is out of data. Waits, without holding up any other, until the others meet somewhere or are all
+        out of data themselves. In the latter case each takes part again for its last batch."""
         self.join()
         self._leave()
         meeting = _meet(position, True, self._replica.groups.stage, self._replica.device)
@@ -103,7 +103,7 @@ class Rendezvous:
         return meeting
 
     def rest(self) -> None:
-        """Takes no part, and waits for nobody, until :meth:`rejoin`, or until all come together."""
+        """Takes no part, and waits for no other, until :meth:`rejoin`, or until all come together."""
         self.join()
         self._leave()
 
@@ -114,7 +114,7 @@ class Rendezvous:
         self.place = SyncState.TRAINING
 
     def come_together(self, position: int) -> None:
-        """Waits until all workers of the stage are here. Nobody waits in the scheduler for one that waits here.
+        """Waits until all workers of the stage are here. None waits in the scheduler for one that waits here.
 
         Raises:
             ConfigurationError: this worker has been announced, so that others may count on it; or they met elsewhere.
@@ -142,7 +142,7 @@ class Rendezvous:
             self._sync.average_buffers()
 
     def abandon(self) -> None:
-        """Training has failed: there is nobody to meet any more."""
+        """Training has failed: there is no worker to meet any more."""
         self.place, self._unequal, self._sync.announced = SyncState.TOGETHER, False, False
 
     def _meet_others(self, position: int) -> None:
@@ -154,7 +154,7 @@ class Rendezvous:
             begin_equal(self._replica, among)
         self._replica.client.join()
         self._sync.start()
-        with waiting_for(self._replica.groups.stage, "setting out"):  # nobody's first group may miss one
+        with waiting_for(self._replica.groups.stage, "setting out"):  # no worker's first group may miss one
             dist.barrier(self._replica.groups.stage)
         self.place = SyncState.TRAINING
 

@@ -22,7 +22,7 @@ class StaleSynchronous(Synchronizer):
 
     Args:
         replica: this worker.
-        rule: what becomes of pushes, and who may go on.
+        rule: what becomes of pushes, and which workers may go on.
         every: updates of a clock.
     """
 

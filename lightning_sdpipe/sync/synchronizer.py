@@ -74,7 +74,7 @@ class Replica:
 
     client: SchedulerClient
     groups: ProcessGroups
-    parameters: Sequence[FlatBucket]  # like `trained`, it may change while nobody takes part
+    parameters: Sequence[FlatBucket]  # like `trained`, it may change while no worker takes part
     buffers: Sequence[Tensor]  # that only a full average makes equal, such as BatchNorm statistics
     trained: Sequence[nn.Parameter]  # in the order by which the pipeline numbers their gradients
     timeout: timedelta  # of every wait
@@ -83,6 +83,7 @@ class Replica:
     loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by at the moment
     progress: TrainingState | None = None  # None where there is nothing but parameters
     name_of: Callable[[nn.Parameter], str] = lambda parameter: f"of shape {tuple(parameter.shape)}"  # for messages
+    averages: list[Tensor] = field(default_factory=list)  # of the weights over time, made equal where those are
 
     @property
     def stage(self) -> int:
@@ -202,10 +203,10 @@ class Synchronizer:
 
     def average_buffers(self) -> None:
         """As :meth:`make_parameters_equal`, of what is no parameter."""
-        self.replica.average(self.replica.buffers)
+        self.replica.average([*self.replica.buffers, *self.replica.averages])
 
     def _take_over(self, pipeline: int) -> None:
-        """Everybody gets the parameters of that pipeline's replica."""
+        """All get the parameters of that pipeline's replica."""
         group = self.replica.everybody([float(number == pipeline) for number in range(len(self.replica.ranks))])
         finish(TakeOver(self.replica.groups.replicas()).start(tensors_of(self.replica.parameters), group))
 

@@ -1,4 +1,4 @@
-"""Who is worker (j, i): the map between ranks and the M × N mesh of stages and pipelines."""
+"""The map between ranks and the M × N mesh of stages and pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A placement as a file, and who it makes run what in a run whose ranks may be numbered otherwise.
+"""A placement as a file, and what it makes each rank run, also where ranks are numbered otherwise.
 
 Devices are known by their host and their index on it: which rank a device is can change from run to run, since
 launchers number hosts as they come.
@@ -175,7 +175,7 @@ class Order:
 
 
 def order_of_stages(placement: Placement, members: Sequence[str]) -> Order:
-    """Who runs which stage within one pipeline of an elastic run.
+    """The rank of each stage within one pipeline of an elastic run.
 
     Members keep the stages that the placement gives them. That needs no other pipeline: rows of the placement that are
     absent are not asked for, and members of several rows may come together, as long as they cover all stages. Otherwise

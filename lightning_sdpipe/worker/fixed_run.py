@@ -1,5 +1,4 @@
-"""A run whose workers are there from its beginning to its end, as one of them sees it: who they are, how it reaches
-them, and what they do together. :mod:`lightning_sdpipe.worker.elastic` has one whose pipelines come and go."""
+"""A :class:`~lightning_sdpipe.worker.run.TrainingRun` whose workers are there from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
-from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
@@ -30,12 +28,13 @@ from lightning_sdpipe.topology.placement_file import check_shape, mesh_of
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.launching.environment import where_to_listen
 from lightning_sdpipe.worker.options import Options
+from lightning_sdpipe.worker.run import vote_in_the_world
 from lightning_sdpipe.worker.scheduler_connection import RunConnection, SchedulerConnection
 from lightning_sdpipe.worker.training import Training
 
 
 class FixedRun:
-    """One worker's, through all of its Trainer's runs on the same processes.
+    """One worker's; see :class:`~lightning_sdpipe.worker.run.TrainingRun` for what is not said here.
 
     Args:
         options: of the strategy; ``options`` here has what depends on the hosts, once those are known.
@@ -43,19 +42,21 @@ class FixedRun:
         give_up: ends this process's wait for a tensor that will never come; called in another thread.
     """
 
+    leads = True  # no other pipeline has rank 0, which alone writes
+    publisher = None
+
     def __init__(self, options: Options, strategy: DDPStrategy, give_up: Callable[[], None]) -> None:
         self.options = options
         self._strategy = strategy
         self._give_up = give_up
         self._placed: Mesh | None = None
         self._groups: ProcessGroups | None = None
-        self._membership: RunConnection | None = None
+        self.membership: RunConnection | None = None
 
     # ------------------------------------------------------------------ places
 
     @property
     def mesh(self) -> Mesh:
-        """Who is which worker. Where devices are placed, that is known once the ranks have met."""
         if self._placed is not None:
             return self._placed
         workers, options = self._strategy.num_nodes * self._strategy.num_processes, self.options
@@ -64,11 +65,6 @@ class FixedRun:
         return Mesh.build(workers, options.num_stages)
 
     def check(self) -> None:
-        """Before any other process exists.
-
-        Raises:
-            ConfigurationError: the number of workers does not fit, or values of the method do not fit that.
-        """
         mesh, placement = self.mesh, self.options.placement
         resolved = self.options.on_hosts(self._hosts if placement is None else placement.hosts)
         registry.build(resolved.method.policy, mesh.num_stages, mesh.num_pipelines)
@@ -82,10 +78,9 @@ class FixedRun:
         return [",".join(map(str, row)) for row in nodes]
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Raises ConfigurationError for what ``trainer`` is asked to do and such a run cannot."""
+        """Nothing is refused."""
 
     def open(self) -> None:
-        """Connects this worker with the others; each must call it when the world's process group is there."""
         strategy = self._strategy
         if self._groups is None:
             if self.options.placement is not None:
@@ -94,7 +89,7 @@ class FixedRun:
             self._groups = ProcessGroups.open(self.mesh, self.options.run_timeout)
         environment = strategy.cluster_environment
         assert environment is not None
-        self._membership = SchedulerConnection(
+        self.membership = SchedulerConnection(
             self.mesh,
             self.options.method.policy,
             _of_this_run(1 + secrets.randbits(61)),
@@ -112,33 +107,15 @@ class FixedRun:
 
     @property
     def opened(self) -> bool:
-        """Is there anybody to meet yet?"""
         return self._groups is not None
 
     @property
-    def membership(self) -> RunConnection | None:
-        """This worker's line to the scheduler; None if no run is under way."""
-        return self._membership
-
-    @property
-    def leads(self) -> bool:
-        """Is this the pipeline whose first rank logs and writes checkpoints?"""
-        return True
-
-    @property
-    def publisher(self) -> Publisher | None:
-        """Who is asked before a checkpoint takes its place; None if only this process ever writes any."""
-        return None
-
-    @property
     def sampler(self) -> dict[str, int]:
-        """What a distributed sampler of this pipeline is made with."""
         _, pipeline = self.groups.mesh.locate(self.groups.rank)
         return {"num_replicas": self.mesh.num_pipelines, "rank": pipeline}
 
     @property
     def evaluation_sampler(self) -> dict[str, int]:
-        """As :attr:`sampler`, for validation and tests."""
         return self.sampler
 
     # ------------------------------------------------------------ what they do
@@ -146,10 +123,9 @@ class FixedRun:
     def replica(
         self, parts: Assembled, watch: bool, loss_scale: Callable[[], float], progress: TrainingState
     ) -> Replica:
-        """This worker as one of the replicas of its stage."""
-        assert self._membership is not None
+        assert self.membership is not None
         return Replica(
-            self._membership.client,
+            self.membership.client,
             self.groups,
             parts.freezing.buckets,
             parts.buffers,
@@ -163,42 +139,33 @@ class FixedRun:
         )
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
-        """Where this worker is beside its replicas."""
         return Rendezvous(sync)
 
-    def dealt_turns(
-        self, trainer: Trainer, training: Training, checks: ClockChecks, dealing: Dealing
+    def dealt_batches(
+        self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
     ) -> DealtBatchSource:
-        """Turns over dealt batches; every worker must call it."""
-        assert self._membership is not None
-        run, client = shared(secrets.randbits(62)), self._membership.client
+        assert self.membership is not None
+        run, client = shared(secrets.randbits(62)), self.membership.client
         return DealtBatchSource(trainer, training, client, self.groups, checks, run, dealing)
 
-    def set_out(self, trainer: Trainer, checkpoints: Checkpoints, data_seed: int) -> int:
-        """All is set up, and nothing restored yet. Returns the seed of the run's data: ``data_seed``, which is this
-        worker's, unless it begins together with others."""
+    def set_out(self, trainer: Trainer, data_seed: int) -> int:
         return data_seed
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
-        """Everybody gets the metrics of rank 0, which itself gets what it gave; every worker must call it."""
+        """Those of rank 0, which itself gets what it gave."""
         data = p2p.broadcast_bytes(json.dumps(values).encode(), 0, self.groups.everybody)
         return values if self.groups.rank == 0 else json.loads(data)
 
     def vote(self, decision: bool, all: bool) -> bool:
-        """Is everybody for it, or (not ``all``) anybody? Every worker must call it."""
-        votes = torch.tensor(int(decision), device=self._strategy.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == dist.get_world_size() if all else bool(votes)
+        return vote_in_the_world(decision, all, self._strategy.root_device)
 
     def random_states(self) -> Mapping[str, Any]:
-        """Of all workers, on rank 0; every one must call it."""
         return random_states.gather(self.groups, self._strategy.root_device)
 
     def close(self) -> None:
-        """The Trainer's run is over."""
-        if self._membership is not None:
-            self._membership.close()
-            self._membership = None
+        if self.membership is not None:
+            self.membership.close()
+            self.membership = None
 
 
 def _of_this_run(number: int) -> int:

@@ -268,7 +268,7 @@ class Uncopied(BatchSampler):
         (lambda: DataLoader(Noisy(), batch_sampler=Hidden(DistributedSampler(Noisy(), N, 1))), "found in Hidden"),
         (lambda: sharded(2), "its sampler is of replica 2 of 3, and this is pipeline 1 of 3"),
         (lambda: sharded(1, Noisy(8), drop_last=True), "a pipeline has no batch in an epoch"),
-        (lambda: sharded(1, num_workers=1, in_order=False), "in an order that nobody knows"),
+        (lambda: sharded(1, num_workers=1, in_order=False), "in an order that is not known"),
         (lambda: Resuming(Noisy(), sampler=DistributedSampler(Noisy(), N, 1)), "keeps by itself where it is"),
         (
             lambda: DataLoader(Noisy(), batch_sampler=Uncopied(DistributedSampler(Noisy(), N, 1), 2, False)),

@@ -185,13 +185,15 @@ def _refuse(directory: Path, callback: L.Callback, error: str, strategy: SDPipeS
 _SECOND_COPY = "keeps a second copy of the whole model, and each worker holds its own stage only"
 
 
-@refused("Callbacks", "`StochasticWeightAveraging`", _SECOND_COPY)
-def test_weight_averaging(tmp_path: Path) -> None:
+@refused("Callbacks", "`StochasticWeightAveraging`", _SECOND_COPY,
+         "`SDPipeWeightAveraging(update_every_n_steps=0, update_starting_at_epoch=…)`, and `SWALR`")  # fmt: skip
+def test_stochastic_weight_averaging(tmp_path: Path) -> None:
     on_four_ranks(_refuse, tmp_path, StochasticWeightAveraging(1e-2), _SECOND_COPY)
 
 
-@refused("Callbacks", "`WeightAveraging`, `EMAWeightAveraging`", _SECOND_COPY)
-def test_stochastic_weight_averaging(tmp_path: Path) -> None:
+@refused("Callbacks", "Lightning's `WeightAveraging`, `EMAWeightAveraging`", _SECOND_COPY,
+         "`SDPipeWeightAveraging` takes the same arguments")  # fmt: skip
+def test_weight_averaging(tmp_path: Path) -> None:
     on_four_ranks(_refuse, tmp_path, WeightAveraging(), _SECOND_COPY)
 
 

@@ -11,7 +11,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.placeholder import SkippedCutError
-from lightning_sdpipe.partition.sending import NOTHING_MORE
+from lightning_sdpipe.partition.travel import NOTHING_MORE
 
 CPU = torch.device("cpu")
 

@@ -15,6 +15,7 @@ from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.pipeline.gradients import reported_to
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
+from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import Assembled, assemble
@@ -37,8 +38,12 @@ class Recorder:
         self.early[number] = gradient.clone()
         self.events.append("ready")
 
-    def announced(self) -> None:
-        self.events.append("announced")
+    @property
+    def signal(self) -> ReadySignal:
+        """Of an update that begins."""
+        signal = ReadySignal("backward", lambda: self.events.append("announced"))
+        signal.expect()
+        return signal
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
         self.all = [None if g is None else g.clone() for g in gradients]
@@ -92,7 +97,7 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
     parts = assembled(Tied() if tied else Chain(), schedule)
     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     first = Recorder()
-    parts.pipeline.train(batch, TRAIN, 0, None if accumulated else first, False, first.announced).backward()
+    parts.pipeline.train(batch, TRAIN, 0, None if accumulated else first, False, first.signal).backward()
     filling = schedule == "pipedream" and not parts.runners[0].is_last
     assert first.events.count("announced") == (0 if filling else 1)
     before = [None if p.grad is None else p.grad.clone() for p in parts.freezing.trained]
@@ -100,7 +105,7 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
         for p in parts.freezing.trained:
             p.grad = None
     recorder = Recorder()
-    loss = parts.pipeline.train(batch, TRAIN, 1, recorder, accumulated, recorder.announced)
+    loss = parts.pipeline.train(batch, TRAIN, 1, recorder, accumulated, recorder.signal)
     told_in_training_step = len(recorder.events)
     loss.backward()
     for n, (p, told) in enumerate(zip(parts.freezing.trained, recorder.all, strict=True)):
@@ -113,7 +118,7 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list
             torch.testing.assert_close(told, before[n] * 2)
     last = Recorder()
     while isinstance(parts.pipeline, PipeDreamPipeline) and parts.pipeline.draining:
-        parts.pipeline.drain(None, last.announced)
+        parts.pipeline.drain(None, last.signal)
         assert last.events == ["announced"]
     if isinstance(parts.pipeline, PipeDreamPipeline):
         parts.pipeline.finish()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
+from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import assemble
@@ -58,7 +59,9 @@ def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float,
         gradients.append(time.monotonic())
 
     module.layers[2 * stage].bias.register_hook(late)
-    loss = parts.pipeline.train(torch.ones(8, 4), TRAIN, 0, announce=lambda: ready.append(time.monotonic()))
+    signal = ReadySignal("backward", lambda: ready.append(time.monotonic()))
+    signal.expect()
+    loss = parts.pipeline.train(torch.ones(8, 4), TRAIN, 0, ready=signal)
     if stage == 1:
         returned.touch()
     loss.backward()

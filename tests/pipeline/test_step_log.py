@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
-from lightning_sdpipe.pipeline.step_log import StepLog
+from lightning_sdpipe.pipeline.stage_runner import StepLog
 
 
 def test_micro_batches_are_combined_by_their_samples() -> None:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
+from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.sync.rendezvous import SyncPoint, SyncState
-from lightning_sdpipe.worker.training import Phase, Training
+from lightning_sdpipe.worker.phases import Phase
+from lightning_sdpipe.worker.training import Training
 
 
 class TwoAhead:
@@ -36,11 +38,11 @@ class TwoAhead:
 
     def train(self, *arguments: Any) -> Tensor:
         self.in_flight += self.filling
-        arguments[-1]()
+        arguments[-1].passed("backward")
         return torch.tensor(1.0, requires_grad=True)
 
-    def drain(self, exchange: Any, announce: Callable[[], None]) -> Tensor:
-        announce()
+    def drain(self, exchange: Any, ready: ReadySignal) -> Tensor:
+        ready.passed("backward")
         self.in_flight -= 1
         return torch.tensor(0.0, requires_grad=True)
 
@@ -108,55 +110,70 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
     client = SimpleNamespace(step_ended=lambda *_: None)
     groups = SimpleNamespace(mesh=SimpleNamespace(num_stages=1))
     draws = SimpleNamespace(stream=(), between_steps=lambda point: None, end_update=lambda optimizer: None)
-    arguments: list[Any] = [trainer, parts, sync, client, groups, draws, CollectiveGuard(1), None, nullcontext]
-    it = Training(*arguments)
-    it.rendezvous = Elsewhere(meetings or [])  # type: ignore[assignment]
-    return it, announced
+    elsewhere = Elsewhere(meetings or [])
+    arguments: list[Any] = [trainer, parts, sync, elsewhere, client, groups, draws, CollectiveGuard(1)]
+    return Training(*arguments, None, nullcontext), announced
 
 
 def turn(it: Training, within: Callable[[], None] = lambda: None) -> Phase:
-    """One of Lightning's: the phase in which the optimizer was asked to step."""
-    it.begin_batch(None)
-    phase = it.phase
+    """One of Lightning's: the phase in which the step ran."""
+    source: Any = SimpleNamespace(portion=None, zeroes_gradients=True)
+    it.begin_batch(None, source)
+    phases = []
 
     def closure() -> Tensor:
-        loss = it.step(None, ())
+        loss = it.step(None, (), source)
+        phases.append(it.phase)
         within()
         return loss
 
     it.update(it.trainer.strategy.optimizers[0], closure)
     it.trainer.fit_loop.epoch_loop.batch_progress.current.ready += 1
-    return phase
+    return phases[0]
 
 
 def test_it_fills_steps_and_drains_before_it_leaves() -> None:
     it, announced = training()
-    assert [turn(it) for _ in range(4)] == [Phase.FILLING, Phase.FILLING, Phase.STEPPING, Phase.STEPPING]
+    assert [turn(it) for _ in range(4)] == [Phase.FILLING, Phase.FILLING, Phase.UPDATING, Phase.UPDATING]
     assert (it.updates, announced) == (2, [0, 1])
     it.pause()
     assert (it.updates, announced) == (4, [0, 1, 2, 3]), "the backwards that were left"
     assert it.together
-    assert it.phase is Phase.FILLING
+    assert it.phase is Phase.STEPPING
+    assert turn(it) is Phase.FILLING
 
 
 def test_an_absent_worker_counts_and_announces_nothing() -> None:
     it, announced = training([SyncPoint(2, closing=False), SyncPoint(4, closing=True)])
-    it.begin_uneven()
+    it.begin_shards(uneven=True)
     assert turn(it) is Phase.FILLING
-    assert not it.without_batch(), "the others meet after the second batch"
+    assert it.wait_for_others() == SyncPoint(2, closing=False)
+    it.begin_turn(has_batch=False)
     assert (it.phase, it.updates, announced) == (Phase.ABSENT, 1, [0])
     assert turn(it) is Phase.ABSENT
     it.come_together()
     assert it.phase is Phase.ABSENT
-    assert not it.without_batch(), "all are out of data: one more turn until the last"
+    assert it.wait_for_others().closing
+    it.begin_turn(has_batch=False)
     assert turn(it) is Phase.ABSENT
     assert (it.updates, announced, it.mini_batches) == (3, [0], 1)
-    assert it.without_batch()
+    it.begin_turn(has_batch=True)
     assert turn(it) is Phase.FILLING
+
+
+def test_a_worker_without_batch_applies_what_it_has_accumulated() -> None:
+    it, announced = training()
+    source: Any = SimpleNamespace(portion=None, zeroes_gradients=True)
+    it.begin_batch(None, source)
+    it.step(None, (), source)  # Lightning asks for no update
+    it.begin_turn(has_batch=False)
+    assert turn(it) is Phase.FINISHING
+    assert (it.updates, announced, it.phase) == (1, [], Phase.ABSENT)
+    assert turn(it) is Phase.ABSENT, "there is nothing left"
 
 
 def test_it_does_not_drain_within_an_update() -> None:
     it, _ = training()
-    assert [turn(it) for _ in range(3)][-1] is Phase.STEPPING
+    assert [turn(it) for _ in range(3)][-1] is Phase.UPDATING
     with pytest.raises(ConfigurationError, match="within an optimizer step, while older mini-batches are still"):
         turn(it, within=it.come_together)

@@ -3,14 +3,14 @@
 In full precision, x ← Σ over itself and its neighbours of ⅓ x; in a ring of two, ½ and ½. The weights are symmetric, so
 the mean over the ring stays; if a neighbour has left, its weight stays with self, and that remains so.
 
-In low precision everybody keeps *replicas*, copies x̂ of its own model and of its neighbours', which only messages
+In low precision each worker keeps *replicas*, copies x̂ of its own model and of its neighbours', which only messages
 change. After its optimizer has made x of x̂, a worker sends
 
     Q(z),  z = x + Σ over neighbours of w x̂_j − (1 + Σ w) x̂
 
-and all three that keep its x̂ add Q(z) to it; its model then is its x̂ (DCD-PSGD, Tang et al. 2018). With an exact Q that
-is the formula above, with the neighbours' models as they were before this step. The paper's printed D_LP_S sends Q(x)
-without a reference, whose errors do not fade, and does not converge.
+and all three that keep its x̂ add Q(z) to it; its model then is its x̂ (DCD-PSGD, Tang et al. 2018). With an exact Q
+that is the formula above, with the neighbours' models as they were before this step. The paper's printed D_LP_S sends
+Q(x) without a reference, whose errors do not fade, and does not converge.
 
 The mean over the ring drifts by the mean of the errors of Q; with a residual for error feedback it does not drift
 beyond that residual. Q must be close: 8 or 16 bits. What is left out of z is lost or, with feedback, comes late: on

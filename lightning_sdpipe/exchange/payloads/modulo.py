@@ -1,4 +1,4 @@
-"""Eight bits per value for workers who have nothing in common but that their models are close (Moniqua, Lu and De Sa
+"""Eight bits per value for workers that have nothing in common but that their models are close (Moniqua, Lu and De Sa
 2020).
 
 The sender rounds x to k steps, and sends k modulo 256. The receiver takes the number that is congruent to it and

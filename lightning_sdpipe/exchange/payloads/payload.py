@@ -137,7 +137,7 @@ class ErrorFeedback:
 
     Where a group averages in two phases (:mod:`~lightning_sdpipe.exchange.algorithms.centralised`), a worker sends
     every part of the buffer but its own in the first and the mean of its own in the second. So one residual has room
-    for the errors of both, BAGUA's δ and ε. Who owns which part must stay the same; when members change, :meth:`drop`
+    for the errors of both, BAGUA's δ and ε. The owner of a part must stay the same; when members change, :meth:`drop`
     it.
 
     It is no part of checkpoints, which are made when replicas are equal: :meth:`drop` it there too, so that a resumed

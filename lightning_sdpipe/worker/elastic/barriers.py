@@ -51,13 +51,22 @@ class Barriers:
         line: to the scheduler.
         epochs: the groups of its replicas.
         point: of training, where all meet next: equal on all of them.
+        met: called after each meeting.
     """
 
-    def __init__(self, worker: Worker, line: BarrierService, epochs: EpochGroups, point: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        line: BarrierService,
+        epochs: EpochGroups,
+        point: Callable[[], str],
+        met: Callable[[], None] = lambda: None,
+    ) -> None:
         self._worker = worker
         self._line = line
         self._epochs = epochs
         self._point = point
+        self._met = met
         self._begun = False
         self._number = 0
         self._last: Met | None = None
@@ -99,6 +108,7 @@ class Barriers:
                 "join again"
             )
         self._last = met
+        self._met()
         return met
 
     def average(self, tensors: Sequence[Tensor]) -> Met:

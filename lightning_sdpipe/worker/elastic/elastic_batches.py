@@ -9,47 +9,79 @@ nothing is trained.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+from lightning.pytorch import Trainer
 
 from lightning_sdpipe.dealing.leases import Segment
-from lightning_sdpipe.loop.dealt import DealtBatchSource
+from lightning_sdpipe.loop.batch_source import Turns
+from lightning_sdpipe.loop.clock import ClockChecks
+from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel
 
 _GLANCE = 0.02  # seconds between two looks whether there are enough pipelines
 
+State = dict[str, Any]
 
-class ElasticBatchSource(DealtBatchSource):
-    """This worker's. See :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource` for what is not said here."""
+
+class Duties(Protocol):
+    """What a worker does between two turns."""
 
     words: CommandChannel
-    order: Callable[[], Command | None]
-    """On stage 0: :func:`~lightning_sdpipe.membership.turn_order.turn_order` as things are."""
-    act: Callable[[Command], None]
-    """Does what is ordered besides training."""
-    between: Callable[[], None]
-    """Whatever else happens between two turns, on each stage when it comes there."""
-    _waits_between_turns = False
+
+    def order(self) -> Command | None:
+        """On stage 0: :func:`~lightning_sdpipe.membership.turn_order.turn_order` as things are."""
+
+    def act(self, word: Command, turns: State) -> None:
+        """Does what is ordered besides training, where ``turns`` is the source's state."""
+
+    def between(self) -> None:
+        """Whatever else happens between two turns, on each stage when it comes there."""
+
+
+class ElasticBatchSource(DealtBatchSource):
+    """This worker's; ``duties`` are done between its turns. See
+    :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource` for what is not said here."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        turns: Turns,
+        client: SchedulerClient,
+        groups: ProcessGroups,
+        checks: ClockChecks,
+        run: int,
+        dealing: Dealing,
+        duties: Duties,
+    ) -> None:
+        super().__init__(trainer, turns, client, groups, checks, run, dealing)
+        self._duties = duties
+        self._waits_between_turns = False
+        self._given: list[int] | None = None
 
     @property
-    def state(self) -> dict[str, Any]:
+    def run(self) -> int:
+        """The number of this fit, which a newcomer has of its donor."""
+        return self._run
+
+    @property
+    def state(self) -> State:
         """What a newcomer must know to take its turns in the same segment."""
-        segment = self._segment if self._training.underway else None
+        segment = self._segment if self._turns.underway else None
         where = None if segment is None else [segment.epoch, segment.start, segment.stop]
         return {"run": self._run, "segment": where}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: State) -> None:
         """Goes on where the donor of ``state`` was."""
         self._run = state["run"]
         self._given = state["segment"]
 
-    _given: list[int] | None = None
-
-    def fetch(self) -> Any:
-        """See the base class."""
+    def _next_turn(self) -> Any:
         self._between_turns()
-        if not self._training.underway:
+        if not self._turns.underway:
             self._begin_segment()
             if self._next is None:
                 self._between_turns()
@@ -59,29 +91,29 @@ class ElasticBatchSource(DealtBatchSource):
         """While stage 0 waits between two turns: does what is asked. May a turn begin now?"""
         if not self._waits_between_turns:
             return False
-        while (word := self.order()) is not None and word.kind is not CommandKind.GO:
-            self.words.send(word)
-            self.act(word)
+        while (word := self._duties.order()) is not None and word.kind is not CommandKind.GO:
+            self._duties.words.send(word)
+            self._duties.act(word, self.state)
         return word is not None
 
     def _between_turns(self) -> None:
-        waits = self._training.underway and self._next is None and not self._over
+        waits = self._turns.underway and self._next is None and not self._over
         if waits:
             self._rest()
-        if self.words.speaks:
+        if self._duties.words.speaks:
             self._waits_between_turns = True
             while not self.serve():
                 time.sleep(_GLANCE)
             if waits:
                 self._wait()
             self._waits_between_turns = False
-            self.words.send(Command(CommandKind.GO))
+            self._duties.words.send(Command(CommandKind.GO))
         else:
-            while (word := self.words.receive()).kind is not CommandKind.GO:
-                self.act(word)
+            while (word := self._duties.words.receive()).kind is not CommandKind.GO:
+                self._duties.act(word, self.state)
             if waits:
                 self._wait()
-        self.between()
+        self._duties.between()
 
     def _segment_from(self, start: int) -> Segment:
         given, self._given = self._given, None

@@ -1,28 +1,47 @@
 """How a pipeline comes into an elastic run: with the state of one that trains, or with those that begin together.
 
 What must be equal in all pipelines of an elastic run, in words that a refusal can quote.
+
+How it has Lightning go on with such a state, and gives its own to the next newcomer.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe import lightning_internals, p2p
+from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.lightning_internals import data_source
+from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.partition.ownership import Ownership
-from lightning_sdpipe.scheduler.client.membership_client import Receive, Start
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient, Receive, Start
+from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.worker.elastic import leader, state_transfer
 from lightning_sdpipe.worker.elastic.barriers import Barriers, pack, split, unpack_max
+from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
 from lightning_sdpipe.worker.options import Options
+from lightning_sdpipe.worker.training import Training
+
+log = logging.getLogger(__name__)
 
 
 def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dict[str, str]:
@@ -45,6 +64,7 @@ def fingerprint(trainer: Trainer, options: Options, ownership: Ownership) -> dic
         "seed": os.environ.get("PL_GLOBAL_SEED", "none"),
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "validation": every,
+        "averaging": str(averaging_of(trainer.callbacks)),  # type: ignore[attr-defined]
         "limits": f"max_epochs {trainer.max_epochs}, max_steps {trainer.max_steps}",
     }
 
@@ -138,3 +158,79 @@ def begin_together(meetings: Barriers, tensors: Sequence[Tensor], says: bytes, g
         tensor.copy_(copy)
     unpack_max(integers, [of_source])
     return said
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a worker trains with, and how its state comes from another pipeline, or goes there.
+
+    Args:
+        trainer: Lightning's.
+        training: what its hooks do.
+        source: of its batches.
+        checkpoints: of its stage.
+        line: to the scheduler.
+        store: that both sides of a transfer of this stage reach, by its name.
+    """
+
+    trainer: Trainer
+    training: Training
+    source: ElasticBatchSource
+    checkpoints: Checkpoints
+    line: MembershipClient
+    store: Callable[[str], Store]
+
+    def receive(self, what: Receive) -> State:
+        """The state of the donor's stage."""
+        return state_transfer.receive_state(self.store(what.transfer), self._limit, f"pipeline {what.donor}")
+
+    def give(self, transfer: str, turns: State) -> None:
+        """Copies this stage's state, with that of its ``turns``, and sends it while training goes on."""
+        with self.checkpoints.of_this_stage():
+            state = state_transfer.snapshot(self.trainer)
+        state["elastic"] = {"turns": turns, "updates": self.training.updates, "names": leader.names(self.trainer)}
+        self.line.snapshot_taken(transfer, self.training.updates)
+        state_transfer.send_state(state, self.store(transfer), self._limit)
+
+    def go_on_from(self, state: State) -> None:
+        """Has Lightning resume from ``state``, whatever checkpoint the run began with."""
+        own = state.pop("elastic")
+        self.source.load(own["turns"])
+        self.training.begin_at(own["updates"])
+        leader.adopt(self.trainer, own["names"])
+        lightning_internals.resume_from_state(self.trainer, state)
+
+    def go_on_from_file(self, path: str) -> None:
+        """Has Lightning resume from the newest checkpoint of the run, since no pipeline was left."""
+        if not Path(path).exists():
+            raise ConfigurationError(
+                f"All pipelines were lost, and the run goes on from {path} (--resume), which is not there on this "
+                "machine. Write checkpoints to a file system that all machines share."
+            )
+        log.warning("Nobody was left of the run: it goes on from %s.", path)
+        lightning_internals.resume_from_file(self.trainer, path)
+
+    def begin_together(self, meetings: Barriers, groups: ProcessGroups, data_seed: int) -> int:
+        """The first pipelines begin equal, with the data's seed of the first of them, which is returned."""
+        parts = self.training.parts
+        with meetings.at("beginning"):  # not of an epoch: if a pipeline is lost, starts may name different ones
+            mine = {"turns": self.source.state, "seed": data_seed, "names": leader.names(self.trainer)}
+            tensors = [*tensors_of(parts.freezing.buckets), *parts.buffers]
+            says = json.dumps(mine).encode()
+            first = json.loads(begin_together(meetings, tensors, says, partial(_of_all_stages, groups)))
+        self.source.load(first["turns"])
+        leader.adopt(self.trainer, first["names"])
+        seed: int = first["seed"]
+        return seed
+
+    @property
+    def _limit(self) -> timedelta:
+        """Of each part of a state, at most."""
+        return timedelta(seconds=self.line.limit)
+
+
+def _of_all_stages(groups: ProcessGroups, mine: Any) -> list[Any]:
+    said = json.dumps(mine).encode()
+    _, pipeline = groups.mesh.locate(groups.rank)
+    ranks = groups.mesh.pipeline_ranks(pipeline)
+    return [json.loads(p2p.broadcast_bytes(said, rank, groups.everybody)) for rank in ranks]

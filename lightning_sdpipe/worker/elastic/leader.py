@@ -4,7 +4,9 @@ one goes on where it wrote."""
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from lightning.fabric.loggers.csv_logs import CSVLogger as FabricCSVLogger
 from lightning.fabric.utilities import rank_zero as lightning_rank_zero
@@ -23,6 +25,74 @@ def take_place(rank: int, leads: bool) -> None:
     said: Any = lightning_rank_zero.rank_zero_only
     everywhere: Any = of_everybody
     said.rank = everywhere.rank = rank if leads else rank + _NOT_ZERO
+
+
+class Leadership:
+    """Says whether this process's pipeline leads, and has the process go on where the leader was when it takes over.
+
+    Args:
+        rank: of this process in its pipeline.
+        pipeline: its number.
+    """
+
+    def __init__(self, rank: int, pipeline: int) -> None:
+        self._rank, self._pipeline = rank, pipeline
+        self._heir: Trainer | None = None  # that of a process which other pipelines led when it began
+        self.held = False
+        self.say()
+
+    def say(self) -> None:
+        """Says it to all that asks for rank zero; again when something else has said otherwise."""
+        take_place(self._rank, self.held)
+
+    def take(self, present: Sequence[int]) -> None:
+        """Leads from now on if this pipeline is the first of those that are ``present``, and not if it is not."""
+        leads = present[:1] == [self._pipeline]
+        if leads == self.held:
+            return
+        self.held = leads
+        self.say()
+        if leads and self._heir is not None:
+            go_on(self._heir)
+            show_progress(self._heir, underway=True)
+
+    def begin(self, trainer: Trainer) -> None:
+        """``trainer`` is about to train."""
+        if self.held:
+            show_progress(trainer, underway=False)
+        self._heir = None if self.held else trainer
+
+
+class CheckpointLine(Protocol):
+    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient`."""
+
+    def publish(self, path: str, update: int) -> None:
+        """May this process put a checkpoint there?"""
+
+    def published(self, path: str, update: int) -> None:
+        """It is there."""
+
+
+class LeadersCheckpoints:
+    """Asks the scheduler before a checkpoint takes its place: a
+    :class:`~lightning_sdpipe.checkpoints.files.Publisher`.
+
+    Args:
+        line: to the scheduler.
+        trainer: counts the updates.
+        run: the number of the fit.
+    """
+
+    def __init__(self, line: CheckpointLine, trainer: Trainer, run: int) -> None:
+        self._line, self._trainer = line, trainer
+        self.mark = f"{run:x}-"
+
+    def publish(self, path: Path) -> None:
+        """See :class:`~lightning_sdpipe.checkpoints.files.Publisher`, as for the next."""
+        self._line.publish(str(path.absolute()), self._trainer.global_step)
+
+    def published(self, path: Path) -> None:
+        self._line.published(str(path.absolute()), self._trainer.global_step)
 
 
 def names(trainer: Trainer) -> dict[str, list[Any]]:

@@ -1,16 +1,29 @@
 """How the stages of a pipeline agree before each turn: stage 0 says what ``turn_order`` gives, and the others, whose
-work begins with what it sends, wait for its word."""
+work begins with what it sends, wait for its word. A pipeline that is told to end, by a signal to any of its processes,
+ends where stage 0 says so."""
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
+from types import FrameType
+
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 
+from lightning_sdpipe import lightning_internals
+from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.p2p import waiting_for
+from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
 from lightning_sdpipe.topology.groups import ProcessGroups
 
+log = logging.getLogger(__name__)
+
 _BYTES = 128
+_WHOLE_RUN = 1e9  # seconds
 
 
 class CommandChannel:
@@ -20,13 +33,13 @@ class CommandChannel:
         mesh = groups.mesh
         stage, pipeline = mesh.locate(groups.rank)
         self.speaks = stage == 0
-        self._alone = mesh.num_stages == 1
+        self.alone = mesh.num_stages == 1
         self._first = mesh.rank(0, pipeline)
         self._group = groups.pipeline
 
     def send(self, word: Command) -> None:
         """Stage 0 tells the others. It does not wait for them to act."""
-        if not self._alone:
+        if not self.alone:
             text = word.text.encode("ascii")
             self._pass_on(torch.tensor([word.kind, len(text), *text.ljust(_BYTES, b"\0")], dtype=torch.uint8))
 
@@ -37,7 +50,7 @@ class CommandChannel:
 
     def done(self) -> None:
         """Waits until all stages have done what was said."""
-        if not self._alone:
+        if not self.alone:
             with waiting_for(self._group, "acting together"):
                 dist.barrier(self._group)
 
@@ -45,3 +58,49 @@ class CommandChannel:
         with waiting_for(self._group, "the word of stage 0"):
             dist.broadcast(data, self._first, group=self._group)
         return data
+
+
+class LeaveNotice:
+    """Notes SIGTERM, on whichever process of a pipeline it comes, and lets stage 0 know.
+
+    Args:
+        line: to the scheduler, in whose store stage 0 is told: the run's own processes alone reach it, and the
+            pipeline's TCPStore has no keys.
+        pipeline: this worker's.
+        words: which say whether this is stage 0, and whether there are other stages.
+    """
+
+    def __init__(self, line: MembershipClient, pipeline: int, words: CommandChannel) -> None:
+        self._line, self._words = line, words
+        self._key = f"leaving-{pipeline}-{line.incarnation:x}/now"
+        self._closed = False
+        self.given = False
+        """Was this pipeline told to end?"""
+
+    def listen(self, trainer: Trainer) -> None:
+        """``trainer`` is about to train."""
+        lightning_internals.on_sigterm(trainer, self._note)
+        if self._words.speaks and not self._words.alone:
+            threading.Thread(target=self._hear, name="sdpipe leaving", daemon=True).start()
+
+    def close(self) -> None:
+        """Training is over."""
+        self._closed = True
+
+    def _note(self, signum: int | signal.Signals, _: FrameType) -> None:
+        if not self.given:
+            self.given = True
+            if not self._words.speaks:
+                threading.Thread(target=self._tell, daemon=True).start()
+
+    def _tell(self) -> None:
+        self._line.store.put(self._key, b"1")
+
+    def _hear(self) -> None:
+        """On stage 0, in a thread of its own: another stage was told to end."""
+        try:
+            self._line.store.wait([self._key], _WHOLE_RUN, cancelled=lambda: self._closed)
+        except (CancelledError, SchedulerError, WorkerFailedError) as error:
+            log.debug("no word of leaving came: %s", error)
+        else:
+            self.given = True

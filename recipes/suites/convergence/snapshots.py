@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy
-from lightning_sdpipe.pipeline.step_log import logging_through
+from lightning_sdpipe.pipeline.stage_runner import logging_through
 
 State = dict[str, Tensor]
 

@@ -24,7 +24,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe import SDPipeStrategy, SDPipeWeightAveraging
 from lightning_sdpipe.scheduler.credentials import write_keys
 from tests.namespaces import Machine
 from tests.workers import free_port, listening
@@ -98,6 +98,9 @@ class Diary(Callback):
         steps = [int(state["step"]) for state in optimizer.state.values()]
         moments = max(steps, default=0)
         where = {"started": trainer.global_step, "epoch": trainer.current_epoch, "listens": listening()}
+        strategy = trainer.strategy
+        assert isinstance(strategy, SDPipeStrategy)
+        where["averaged"] = [int(each) for each in strategy.training.sync.replica.averages if each.dim() == 0]
         self.note(**where, moments=moments, state=sums(module))
         self.before = time.monotonic()
 
@@ -115,9 +118,18 @@ class Diary(Callback):
         seconds, self.before = now - self.before, now
         self.note(step=trainer.global_step, epoch=trainer.current_epoch, took=seconds, others=members)
 
+    def on_validation_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.validated = sums(module)  # the average over time, if there is one
+
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.note(pause=trainer.global_step, epoch=trainer.current_epoch, state=sums(module), metrics=metrics)
+        self.note(
+            pause=trainer.global_step,
+            epoch=trainer.current_epoch,
+            state=sums(module),
+            of=self.validated,
+            metrics=metrics,
+        )
         self.before = time.monotonic()
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -128,10 +140,13 @@ class Diary(Callback):
         self.note(ended=trainer.global_step, rates=rates, leads=trainer.is_global_zero)
 
 
-def fit(directory: Path, samples: int, options: dict[str, Any], accelerator: Any = "cpu") -> None:
+def fit(
+    directory: Path, samples: int, options: dict[str, Any], accelerator: Any = "cpu", average: bool = False
+) -> None:
     """What the user's script does: it trains until the test says stop."""
     torch.set_num_threads(1)
     strategy = SDPipeStrategy(**{"timeout": FINDING_OUT, **options})
+    callbacks: list[Callback] = [SDPipeWeightAveraging(decay=0.9)] if average else []
     trainer = L.Trainer(
         accelerator=accelerator,
         strategy=strategy,
@@ -142,7 +157,7 @@ def fit(directory: Path, samples: int, options: dict[str, Any], accelerator: Any
         num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Diary(directory), ModelCheckpoint(every_n_train_steps=10, save_top_k=-1)],
+        callbacks=[*callbacks, Diary(directory), ModelCheckpoint(every_n_train_steps=10, save_top_k=-1)],
     )
     data = Numbered(samples)
     trainer.fit(Model(), DataLoader(data, BATCH, shuffle=True), DataLoader(Subset(data, range(16)), 16))

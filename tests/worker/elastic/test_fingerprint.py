@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdpipe import EightBit, Exchange, SDPipeStrategy
+from lightning_sdpipe import EightBit, Exchange, SDPipeStrategy, SDPipeWeightAveraging
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.worker.elastic.joining import fingerprint
 
@@ -25,9 +25,10 @@ class Model(L.LightningModule):
         return DataLoader(TensorDataset(torch.zeros(self.samples, 2)), self.batch_size)
 
 
-def of(model: Model, precision: Any = "32-true", **options: Any) -> dict[str, str]:
+def of(model: Model, precision: Any = "32-true", callbacks: Any = None, **options: Any) -> dict[str, str]:
     strategy = SDPipeStrategy(**options)
-    trainer = L.Trainer(accelerator="cpu", precision=precision, logger=False, enable_checkpointing=False)
+    given = {"precision": precision, "callbacks": callbacks}
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **given)
     trainer.strategy._lightning_module = model
     model.trainer = trainer
     trainer.fit_loop._data_source.instance = model
@@ -45,6 +46,7 @@ def of(model: Model, precision: Any = "32-true", **options: Any) -> dict[str, st
         (lambda: of(Model(), num_micro_batches=3), "schedule", "1f1b, 3 micro-batches"),
         (lambda: of(Model(), exchange=Exchange(EightBit())), "exchange", "EightBit"),
         (lambda: of(Model(), precision="bf16-mixed"), "precision", "bf16-mixed"),
+        (lambda: of(Model(), callbacks=[SDPipeWeightAveraging(decay=0.5)]), "averaging", "decay=0.5"),
     ],
 )
 def test_what_differs_is_named(other: Any, name: str, value: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_sdpipe.worker.elastic import leader as leading
@@ -54,3 +54,55 @@ def test_who_leads_next_writes_where_the_leader_wrote_and_deletes_nothing(tmp_pa
     other.logger.save()  # type: ignore[union-attr]
     rows = list(csv.DictReader((tmp_path / "lightning_logs/version_0/metrics.csv").open()))
     assert rows == [{"loss": "1.0", "step": "4", "val": ""}, {"loss": "2.0", "step": "9", "val": "3.0"}]
+
+
+class Bar(ProgressBar):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def enable(self) -> None:
+        self.heard.append("enable")
+
+    def disable(self) -> None:
+        """It is off where rank zero is elsewhere."""
+
+    def on_train_start(self, *_: object) -> None:
+        self.heard.append("start")
+
+
+def shown(directory: Path) -> tuple[L.Trainer, Bar]:
+    bar = Bar()
+    logger = CSVLogger(directory)
+    return L.Trainer(accelerator="cpu", devices=1, logger=logger, callbacks=[bar], enable_checkpointing=False), bar
+
+
+def test_the_first_of_those_that_are_present_leads(tmp_path: Path) -> None:
+    lead = leading.Leadership(0, pipeline=2)
+    assert rank_zero_only.rank != 0  # type: ignore[attr-defined]
+    other, bar = shown(tmp_path)
+    lead.take([1, 2])
+    lead.begin(other)
+    assert (lead.held, bar.heard) == (False, [])
+    lead.take([2, 3])
+    assert rank_zero_only.rank == 0  # type: ignore[attr-defined]
+    assert (lead.held, bar.heard) == (True, ["enable", "start"]), "it goes on where another one was"
+    lead.take([2, 3])
+    assert bar.heard == ["enable", "start"], "once"
+    lead.take([0, 2])
+    assert not lead.held
+    assert rank_zero_only.rank != 0  # type: ignore[attr-defined]
+
+
+def test_a_pipeline_that_leads_from_the_beginning_takes_over_from_none(tmp_path: Path) -> None:
+    lead = leading.Leadership(0, pipeline=0)
+    first, bar = shown(tmp_path)
+    lead.take([0, 1])
+    lead.begin(first)
+    assert bar.heard == ["enable"]
+    lead.take([1])
+    lead.take([0, 1])
+    assert lead.held
+    assert bar.heard == ["enable"]

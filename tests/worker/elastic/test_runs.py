@@ -46,7 +46,9 @@ def check_that_replicas_were_equal(run: ElasticRun, pipelines: list[int]) -> Non
         for pipeline in pipelines:
             for row in run.rows(pipeline, rank)[-1]:
                 if "pause" in row:
-                    pauses.setdefault((row["epoch"], row["pause"]), []).append((row["state"], row["metrics"]))
+                    pauses.setdefault((row["epoch"], row["pause"]), []).append(
+                        (row["state"], row["of"], row["metrics"])
+                    )
         assert pauses
         for at, seen in pauses.items():
             assert all(other == seen[0] for other in seen), (rank, at, seen)
@@ -89,7 +91,7 @@ def test_one_is_killed_and_comes_back(tmp_path: Path, sync: Any, exchange: Excha
 
 
 def test_a_stage_is_killed_and_its_pipeline_comes_back(tmp_path: Path) -> None:
-    work = partial(fit, tmp_path, samples=SAMPLES, options={"num_stages": 2})
+    work = partial(fit, tmp_path, samples=SAMPLES, options={"num_stages": 2}, average=True)
     with elastic_run(tmp_path, 2, 2, "--start-pipelines", "2") as run:
         for pipeline in range(2):
             run.start(pipeline, work)
@@ -104,6 +106,11 @@ def test_a_stage_is_killed_and_its_pipeline_comes_back(tmp_path: Path) -> None:
         assert codes == {0: [0, 0], 1: [0, 0]}, run.said()
         check_that_nothing_is_lost(run)
         check_that_replicas_were_equal(run, [0, 1])
+        for rank in (0, 1):
+            first = run.rows(0, rank)[-1][0]
+            assert first["averaged"] == [first["started"]] != [0]  # the donor's average, of all steps
+            pauses = [row for rows in run.rows(0, rank) for row in rows if "pause" in row]
+            assert all(row["state"] != row["of"] for row in pauses)
         listens = [rows[0]["listens"] for pipeline in (0, 1) for rank in (0, 1) for rows in run.rows(pipeline, rank)]
         assert listens == [["127.0.0.1"]] * 6
 

@@ -1,0 +1,235 @@
+"""Where the batches of training come from: what all sources of them are, and the plainest one, a pipeline's own shard.
+
+A turn is one pass of Lightning's loop. In each it asks one :class:`Fetcher` for a batch, which asks a source:
+:class:`ShardBatchSource`, :class:`~lightning_sdpipe.loop.dealt.DealtBatchSource`,
+:class:`~lightning_sdpipe.loop.joint.JointBatchSource`, or in elastic jobs
+:class:`~lightning_sdpipe.worker.elastic.elastic_batches.ElasticBatchSource`.
+
+Shards may have different lengths. All pipelines count the same batches, so that validation, checkpoints, learning rates
+and the end of training come at the same number everywhere. A pipeline that reaches its last batch keeps it, and waits.
+When the others meet somewhere, it follows them there through absences: turns in which it trains nothing. When every
+pipeline has one batch left, all train it, and the epoch ends for all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
+
+from lightning.pytorch import Trainer
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.lightning_internals import DataFetcher, PrefetchDataFetcher, loaders
+from lightning_sdpipe.loop.resume_position import Split
+from lightning_sdpipe.pipeline.micro_batches import Portion
+from lightning_sdpipe.sync.rendezvous import SyncPoint
+
+Item = tuple[Any, int, int]
+"""A batch, its number, and that of its dataloader."""
+
+
+class Turns(Protocol):
+    """What a worker does where its source has a batch for it, where it has none, and at sync points."""
+
+    @property
+    def together(self) -> bool:
+        """Are all workers of the stage at the same point of training?"""
+
+    @property
+    def underway(self) -> bool:
+        """Are batches being dealt, so that each pipeline is at a number of its own until the next sync point?"""
+
+    @property
+    def first_failure(self) -> Callable[[], AbstractContextManager[None]]:
+        """What is held around a wait for others, one of which may have failed."""
+
+    @property
+    def unfinished(self) -> int:
+        """Mini-batches that are still in this pipeline."""
+
+    def pause(self) -> None:
+        """Finishes what is in the pipeline, and makes all replicas equal."""
+
+    def begin_shards(self, uneven: bool) -> None:
+        """An epoch begins in which each pipeline trains its own shard; they may be ``uneven``."""
+
+    def wait_for_others(self) -> SyncPoint:
+        """There is no batch left but the last. Returns where the others meet next."""
+
+    def begin_turn(self, has_batch: bool) -> None:
+        """Has the turn that begins a batch to train? It goes on as the one before it did where nothing is said."""
+
+    def begin_dealt(self) -> None:
+        """A segment of dealt batches begins. All workers are together, and take part from now on."""
+
+    def rest(self) -> None:
+        """There is no batch for now: finishes what is in the pipeline, and holds up no other pipeline."""
+
+    def go_on(self) -> None:
+        """There is one again."""
+
+    def end_dealt(self) -> None:
+        """The segment is over for all pipelines, and all come together."""
+
+
+class BatchSource(Protocol):
+    """One worker's, in one fit."""
+
+    description: str
+    """For the lines that are printed when training begins."""
+
+    @property
+    def resumes(self) -> bool:
+        """Does an epoch of a checkpoint go on where it ended?"""
+
+    @property
+    def position(self) -> int | None:
+        """Of this turn's batch in the epoch; None if it goes by the number of the turn."""
+
+    @property
+    def portion(self) -> Portion | None:
+        """What this turn's batch is of one that all pipelines train together; None if they do not."""
+
+    @property
+    def zeroes_gradients(self) -> bool:
+        """Does Lightning zero the gradients before it adds those of this turn's batch?"""
+
+    def deal(self, loader: Any, split: Split | None) -> None:
+        """``loader`` gives the batches from now on, and its data are split so.
+
+        Raises:
+            ConfigurationError: this source cannot take them, and the user asked for it.
+        """
+
+    def change(self) -> None:
+        """Makes the Trainer's loop fit for these turns, before training.
+
+        Raises:
+            ConfigurationError: the module splits or weighs its batches in a way that this source cannot.
+        """
+
+    def take_over(self, fetcher: DataFetcher) -> DataFetcher:
+        """What gives the batches of the epoch that begins: a :class:`Fetcher`, or ``fetcher`` where Lightning's own
+        does."""
+
+    def begin_epoch(self, fetcher: DataFetcher) -> None:
+        """A later epoch begins with ``fetcher``, which has been taken over."""
+
+    def fetch(self, fetcher: DataFetcher) -> Item:
+        """What the next turn trains, or shows to hooks if it trains nothing. Sets ``fetcher.done`` with the last."""
+
+    def close(self) -> None:
+        """The fit is over; workers of the loader may end."""
+
+
+class Fetcher(PrefetchDataFetcher):
+    """Takes over from Lightning's ``fetcher``, with what that has fetched already, and gives what ``source`` gives."""
+
+    def __init__(self, fetcher: DataFetcher, source: BatchSource) -> None:
+        self.batches: list[Item] = []
+        self.__dict__.update(fetcher.__dict__)
+        self.source = source
+
+    def __iter__(self) -> Fetcher:
+        self.source.begin_epoch(self)
+        return self
+
+    def __next__(self) -> Item:
+        return self.source.fetch(self)
+
+
+def gives(source: BatchSource, fetcher: DataFetcher | None) -> bool:
+    """Has ``source`` taken over from ``fetcher``?"""
+    return isinstance(fetcher, Fetcher) and fetcher.source is source
+
+
+def begins_accumulation(trainer: Trainer) -> bool:
+    """Does the batch of this turn, by its number, begin an accumulation of gradients?"""
+    return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+class ShardBatchSource:
+    """Each pipeline trains what its own loader gives; Lightning's fetcher stays where the shards are even.
+
+    Args:
+        trainer: about to fit.
+        turns: this worker's.
+    """
+
+    description = "each pipeline's own shard"
+    resumes = False
+    position = portion = None
+
+    def __init__(self, trainer: Trainer, turns: Turns) -> None:
+        self._trainer, self._turns = trainer, turns
+        self._last: Item | None = None
+        self._meeting: SyncPoint | None = None  # where this worker, which is out of data, will find the others
+
+    @property
+    def zeroes_gradients(self) -> bool:
+        """See :class:`BatchSource`, as for the others."""
+        return begins_accumulation(self._trainer)
+
+    def deal(self, loader: Any, split: Split | None) -> None:
+        """Nothing: Lightning's fetcher has the loader."""
+
+    def change(self) -> None:
+        """Nothing: a turn is one of Lightning's."""
+
+    def close(self) -> None:
+        """Nothing: Lightning ends its loader."""
+
+    def take_over(self, fetcher: DataFetcher) -> DataFetcher:
+        if gives(self, fetcher):
+            return fetcher
+        if all(loader.even for loader in loaders(self._trainer.fit_loop)):
+            self._turns.begin_shards(uneven=False)
+            return fetcher
+        taken = Fetcher(fetcher, self)
+        self._start(taken)
+        return taken
+
+    def begin_epoch(self, fetcher: DataFetcher) -> None:
+        DataFetcher.__iter__(fetcher)
+        assert isinstance(fetcher, Fetcher)
+        self._start(fetcher)
+
+    def fetch(self, fetcher: DataFetcher) -> Item:
+        assert isinstance(fetcher, Fetcher)
+        if self._last is None:
+            item = fetcher.batches.pop(0)
+            self._look_ahead(fetcher)
+            if fetcher.batches:
+                return item
+            self._last = item
+        fetcher.done = self._trains_the_last()
+        return self._last
+
+    def _start(self, fetcher: Fetcher) -> None:
+        fetcher.done = False  # it is when all are
+        self._turns.begin_shards(uneven=True)
+        self._last = self._meeting = None
+        if not fetcher.batches:
+            self._look_ahead(fetcher)
+        if not fetcher.batches:
+            raise ConfigurationError(
+                "This pipeline was given no batches in this epoch. Every pipeline needs one at least: give it more "
+                "data, or use fewer pipelines."
+            )
+
+    def _look_ahead(self, fetcher: Fetcher) -> None:
+        if fetcher.length is None or fetcher.fetched < fetcher.length:
+            with suppress(StopIteration):
+                fetcher.batches.append(DataFetcher.__next__(fetcher))
+            fetcher.done = False
+
+    def _trains_the_last(self) -> bool:
+        """There is none but the last batch. Is it to be trained in this turn, like the last of every pipeline?"""
+        position = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        meeting = self._meeting
+        if meeting is None or (position == meeting.position and not meeting.closing):
+            meeting = self._meeting = self._turns.wait_for_others()
+        last = meeting.closing and position == meeting.position - 1
+        self._turns.begin_turn(has_batch=last)
+        return last

@@ -1,0 +1,274 @@
+"""A running average of the weights: each worker keeps that of its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.buckets import as_real
+
+Average = Callable[[Tensor, Tensor, Any], Tensor]
+AverageMany = Callable[[Any, Any, Any], None]
+
+_CURRENT, _REST = "current_model_state", "averaging_state"  # Lightning's names, so that its callback reads them
+
+
+class ModuleStates(Protocol):
+    """Saves and loads a module of which each worker holds a stage."""
+
+    def module_state(self) -> dict[str, Any]:
+        """What belongs into a checkpoint; every worker that saves one must call it."""
+
+    def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Takes this worker's part of what :meth:`module_state` gave."""
+
+
+class SDPipeWeightAveraging(Callback):
+    """Averages the weights that a run goes through, as Lightning's ``WeightAveraging`` and ``EMAWeightAveraging`` do,
+    which copy the whole module. Here each worker averages what its stage holds, in one copy of it.
+
+    Validation runs on the average, checkpoints have it as their ``state_dict`` (and the weights that training goes on
+    from as ``current_model_state``), and the module has it after training. Where pipelines train models of their own,
+    each has an average of its own; where the models are made equal, before validation, checkpoints and the end of an
+    epoch, so are the averages, by the same rule: their mean, or with ``AllReduce`` those of the pipeline that has
+    trained longest. Steps are counted by ``trainer.global_step``, so the averages of a fast pipeline and of a slow one
+    have the same weights; a pipeline whose count rises by several at once counts its weights as often.
+
+    Override :meth:`should_update` to choose other moments. With ``update_every_n_steps=0`` and
+    ``update_starting_at_epoch=k`` the ends of epochs are averaged, which is what ``StochasticWeightAveraging`` does,
+    without its learning rates (torch's ``SWALR`` in ``configure_optimizers`` has them) and without its last pass for
+    the statistics of BatchNorm, which are averaged as well.
+
+    Args:
+        device: where the average is kept, as ``"cpu"``; where the stage is by default.
+        use_buffers: average buffers, too; else the average has those of the last update.
+        decay: of an exponential average; by default all updates count alike.
+        update_every_n_steps: average after every so many optimizer steps; 0 for the ends of epochs only.
+        update_starting_at_step: after this step, counted from 0, at the earliest.
+        update_starting_at_epoch: average at the end of each epoch from this one on, counted from 0, besides.
+        avg_fn: gives an averaged tensor from the one before, the current one, and how many were averaged; instead of
+            ``decay``, and as for :class:`torch.optim.swa_utils.AveragedModel`, like the next one.
+        multi_avg_fn: the same in place, of lists of tensors.
+
+    Raises:
+        ConfigurationError: several ways to average are given, or a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float | None = None,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        avg_fn: Average | None = None,
+        multi_avg_fn: AverageMany | None = None,
+    ) -> None:
+        ways = {"decay": decay, "avg_fn": avg_fn, "multi_avg_fn": multi_avg_fn}
+        given = [f"{name}=…" for name, value in ways.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigurationError(f"{' and '.join(given)} say how to average: give one of them.")
+        if decay is not None and not 0 <= decay <= 1:
+            raise ConfigurationError(f"decay={decay} is not between 0 and 1, such as 0.999.")
+        if update_every_n_steps < 0:
+            raise ConfigurationError(
+                f"update_every_n_steps={update_every_n_steps} is negative: give a number of steps, or 0 for the ends "
+                "of epochs only."
+            )
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+        self._device = None if device is None else torch.device(device)
+        self._use_buffers = use_buffers
+        self._avg_fn = avg_fn if decay is None else get_ema_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._multi_avg_fn = multi_avg_fn
+        self._states: ModuleStates | None = None
+        self._alike: list[Tensor] = []
+        self._average: AveragedModel | None = None
+        self._steps = 0  # that it was asked about
+
+    def __repr__(self) -> str:
+        """What pipelines compare that join a run."""
+        numbers = self.update_every_n_steps, self.update_starting_at_step, self.update_starting_at_epoch
+        every, step, epoch = numbers
+        when = f"update_every_n_steps={every}, update_starting_at_step={step}, update_starting_at_epoch={epoch}"
+        return f"{type(self).__name__}(use_buffers={self._use_buffers}, decay={self.decay}, {when})"
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether to average after this optimizer step, or else at the end of this epoch; both count from 0. It must
+        say the same on all workers."""
+        if step_idx is not None:
+            start, every = self.update_starting_at_step or 0, self.update_every_n_steps
+            return step_idx >= start and every > 0 and step_idx % every == 0
+        start_epoch = self.update_starting_at_epoch
+        return epoch_idx is not None and start_epoch is not None and epoch_idx >= start_epoch
+
+    def connect(self, states: ModuleStates, alike: list[Tensor]) -> None:
+        """A fit begins, whose module ``states`` saves; what is added to ``alike`` is made equal where models are."""
+        self._states, self._alike = states, alike
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._states is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} averages the stages of an SDPipeStrategy. With "
+                f"{type(trainer.strategy).__name__} use lightning.pytorch.callbacks.EMAWeightAveraging or "
+                "WeightAveraging, which take the same arguments."
+            )
+        device = self._device or trainer.strategy.root_device
+        average = AveragedModel(nn.Module(), device, self._avg_fn, self._multi_avg_fn, self._use_buffers)
+        held = _held(pl_module)
+        copies = _flat_copies(list(_tensors(held)), device)
+        for (name, _), copy in zip(held.named_parameters(), copies, strict=False):
+            average.module.register_parameter(name, nn.Parameter(copy, requires_grad=False))
+        for (name, _), copy in zip(held.named_buffers(), copies[len(list(held.parameters())) :], strict=True):
+            average.module.register_buffer(name, copy)
+        self._alike += [*_memory(_tensors(average.module)), average.n_averaged]
+        self._average = average
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        for step in range(self._steps, trainer.global_step):
+            if self.should_update(step_idx=step):
+                self._averaged.update_parameters(_held(pl_module))
+        self._steps = trainer.global_step
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.should_update(epoch_idx=trainer.current_epoch):
+            self._averaged.update_parameters(_held(pl_module))
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._average is not None:
+            self._swap(pl_module)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._average is not None:
+            self._swap(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for average, current in self._pairs(pl_module):
+            current.data.copy_(average)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._average = self._states = None
+        self._alike = []
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._average is None or self._states is None:  # a run is over, and the module has the average
+            return
+        checkpoint[_CURRENT] = checkpoint["state_dict"]
+        pairs = self._pairs(pl_module)
+        own = {_place(current): average for average, current in pairs if current.numel()}
+        live = {current.untyped_storage().data_ptr() for _, current in pairs}
+        self._swap(pl_module)
+        try:
+            state = self._states.module_state()
+            checkpoint["state_dict"] = {name: _lasting(value, own, live) for name, value in state.items()}
+        finally:
+            self._swap(pl_module)
+        checkpoint[_REST] = {"n_averaged": self._average.n_averaged}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._average is None or self._states is None:
+            return
+        for average, current in self._pairs(pl_module):  # whose state_dict has been loaded
+            average.copy_(current.data)
+        if _CURRENT in checkpoint and _REST in checkpoint:
+            self._average.n_averaged.copy_(checkpoint[_REST]["n_averaged"])
+            self._states.load_module(checkpoint[_CURRENT], pl_module.strict_loading)
+        else:
+            rank_zero_warn(
+                f"The checkpoint was written without {type(self).__name__}: the average begins with its weights."
+            )
+
+    @property
+    def _averaged(self) -> AveragedModel:
+        assert self._average is not None, "on_fit_start makes it"
+        return self._average
+
+    def _pairs(self, module: LightningModule) -> list[tuple[Tensor, Tensor]]:
+        """This stage's tensors, each after its average."""
+        averages = [tensor.detach() for tensor in _tensors(self._averaged.module)]
+        return list(zip(averages, _tensors(_held(module)), strict=True))
+
+    def _swap(self, module: LightningModule) -> None:
+        for average, current in self._pairs(module):
+            before = current.data.clone()
+            current.data.copy_(average)
+            average.copy_(before)
+
+
+def averaging_of(callbacks: Sequence[Callback]) -> SDPipeWeightAveraging | None:
+    """The one among ``callbacks``, if there is one.
+
+    Raises:
+        ConfigurationError: there are several.
+    """
+    found = [callback for callback in callbacks if isinstance(callback, SDPipeWeightAveraging)]
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"The Trainer has {len(found)} SDPipeWeightAveraging callbacks, and a checkpoint has one average. Give one."
+        )
+    return found[0] if found else None
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _held(module: nn.Module) -> nn.Module:
+    """What this worker holds of ``module``, as a module of its own."""
+    held = nn.Module()
+    for number, parameter in enumerate(p for p in module.parameters() if not p.is_meta):
+        held.register_parameter(f"parameter{number}", parameter)
+    for number, buffer in enumerate(b for b in module.buffers() if not b.is_meta):
+        held.register_buffer(f"buffer{number}", buffer)
+    return held
+
+
+def _flat_copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of ``tensors``, one after another in a contiguous tensor for each dtype, so that few are exchanged."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    left = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+    copies = []
+    for tensor in tensors:
+        memory, left[tensor.dtype] = left[tensor.dtype].tensor_split([tensor.numel()])
+        copies.append(memory.view(tensor.shape).copy_(tensor.detach()))
+    return copies
+
+
+def _memory(copies: Iterator[Tensor]) -> list[Tensor]:
+    """What :func:`_flat_copies` has made them in."""
+    flat = {}
+    for copy in copies:
+        storage = copy.untyped_storage()
+        if storage.nbytes():
+            whole = torch.empty(0, dtype=copy.dtype, device=copy.device)
+            flat[storage.data_ptr()] = as_real(whole.set_(storage))
+    return list(flat.values())
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _lasting(value: Any, own: Mapping[tuple[Any, ...], Tensor], live: Set[int]) -> Any:
+    """Of a state that was asked for while the average was in the module's place: what stays as it is now."""
+    if not isinstance(value, Tensor) or value.is_meta or value.untyped_storage().data_ptr() not in live:
+        return value
+    return own[_place(value)] if _place(value) in own else value.clone()

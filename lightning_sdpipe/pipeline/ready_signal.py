@@ -1,0 +1,94 @@
+"""When a worker says that it is ready: once nothing but its own computing can hold up its update.
+
+With that word the scheduler lets others wait for this worker (SDPipe §4, "Worker Communication"). Most workers say it
+before their last backward, or with few micro-batches within it. But clipping by the norm of all stages, and the vote on
+an overflow in 16-bit mixed precision, come after it and wait for the other stages of the pipeline, which may be late.
+So does the sum over the owners of a shared parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_sdpipe.heterogeneity.injector import DelayInjector
+
+LastWait = Literal["backward", "vote", "norm", "step"]
+"""The points that an update passes, in order. After one of them it waits for no other stage."""
+
+
+class ReadySignal:
+    """Fires once in each update, when the last point is passed that waits for another stage, and at the latest after
+    the optimizer's step. The pipeline, clipping and the loss scale tell it what they have passed.
+
+    Args:
+        last: that point.
+        fire: tells the others.
+    """
+
+    def __init__(self, last: LastWait = "backward", fire: Callable[[], None] = lambda: None) -> None:
+        self._last = last
+        self._fire = fire
+        self._expected = False
+        self._share = 0.0
+        self._parameter: Tensor | None = None
+        self._in_last_backward = False
+
+    def expect(self) -> None:
+        """An update begins."""
+        self._expected = True
+
+    def drop(self) -> None:
+        """The update ends, whether the signal has fired or not."""
+        self._expected = False
+
+    def passed(self, point: LastWait) -> None:
+        """Fires if ``point`` was the last that matters."""
+        if self._expected and point in (self._last, "step"):
+            self._expected = False
+            self._fire()
+
+    # ---------------------------------------------------------- within backwards
+
+    def begin(self, share: float, parameters: Sequence[Tensor]) -> None:
+        """The backwards of a mini-batch begin.
+
+        Args:
+            share: how much of the last of them is over when it counts as passed, from 0 to 1, as far as the number of
+                gradients tells; 0 if that is before it begins.
+            parameters: whose gradients are computed, from the first layer to the last.
+        """
+        self._share, self._in_last_backward = share, False
+        self._parameter = parameters[int(len(parameters) * (1.0 - share))] if share and parameters else None
+
+    def last_backward(self) -> None:
+        """The next backward is the last of its mini-batch."""
+        self._in_last_backward = True
+        if not self._share:
+            self.passed("backward")
+
+    def computing(self, delays: DelayInjector) -> AbstractContextManager[None]:
+        """What is to be held around every backward; ``delays`` make this worker slow, if it was asked to."""
+        waits = self._expected and self._in_last_backward and self._last == "backward"
+        return self._computing_the_last(delays) if waits else delays.computing()
+
+    @contextmanager
+    def _computing_the_last(self, delays: DelayInjector) -> Iterator[None]:
+        hook = None
+        if self._parameter is not None and self._parameter.requires_grad and not delays.slows:
+            hook = self._parameter.register_hook(self._hear)  # type: ignore[no-untyped-call]
+        try:
+            with delays.computing(self._share, self._pass_backward):
+                yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _hear(self, _: Tensor) -> None:
+        self._pass_backward()
+
+    def _pass_backward(self) -> None:
+        self.passed("backward")

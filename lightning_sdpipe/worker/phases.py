@@ -1,0 +1,117 @@
+"""What a worker that trains does now, and what may happen then. Rows are phases, columns events, and cells the phase
+that follows; a dot is refused.
+
+            batch     absence   fill      update     drain     leave
+STEPPING    STEPPING  ABSENT    FILLING   UPDATING   DRAINING  LEAVING
+FILLING     .         .         .         .          DRAINING  LEAVING
+UPDATING    .         .         .         .          .         LEAVING
+DRAINING    .         .         .         .          .         .
+LEAVING     .         .         .         .          .         .
+ABSENT      STEPPING  ABSENT    .         FINISHING  DRAINING  LEAVING
+FINISHING   .         .         .         .          .         LEAVING
+
+STEPPING and ABSENT last until the next event. The others end by themselves, in the phase in which they began. So a
+worker drains before it leaves and before it is absent, and does not drain within an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+
+from lightning_sdpipe.errors import ConfigurationError
+
+
+class Phase(Enum):
+    """What the worker does."""
+
+    STEPPING = "goes from mini-batch to mini-batch"
+    FILLING = "runs a forward only, since its pipeline is not full yet (pipedream)"
+    UPDATING = "trains a mini-batch within an optimizer step"
+    DRAINING = "runs the backwards that are left in its pipeline, each with its update (pipedream)"
+    LEAVING = "takes part no more, and waits for the other pipelines"
+    ABSENT = "has no batch while others may have some, and trains nothing"
+    FINISHING = "has no batch, and updates with gradients that earlier ones have left"
+
+
+class Event(Enum):
+    """What happens to it."""
+
+    BATCH = "begin a turn with a batch"
+    ABSENCE = "begin a turn without a batch"
+    FILL = "be asked for an update while its pipeline is not full"
+    UPDATE = "be asked for an update"
+    DRAIN = "empty its pipeline"
+    LEAVE = "wait for the other pipelines"
+
+
+TRANSITIONS: Mapping[Phase, Mapping[Event, Phase]] = {
+    Phase.STEPPING: {
+        Event.BATCH: Phase.STEPPING,
+        Event.ABSENCE: Phase.ABSENT,
+        Event.FILL: Phase.FILLING,
+        Event.UPDATE: Phase.UPDATING,
+        Event.DRAIN: Phase.DRAINING,
+        Event.LEAVE: Phase.LEAVING,
+    },
+    Phase.FILLING: {Event.DRAIN: Phase.DRAINING, Event.LEAVE: Phase.LEAVING},
+    Phase.UPDATING: {Event.LEAVE: Phase.LEAVING},
+    Phase.DRAINING: {},
+    Phase.LEAVING: {},
+    Phase.ABSENT: {
+        Event.BATCH: Phase.STEPPING,
+        Event.ABSENCE: Phase.ABSENT,
+        Event.UPDATE: Phase.FINISHING,
+        Event.DRAIN: Phase.DRAINING,
+        Event.LEAVE: Phase.LEAVING,
+    },
+    Phase.FINISHING: {Event.LEAVE: Phase.LEAVING},
+}
+
+
+def following(phase: Phase, event: Event) -> Phase:
+    """The phase that follows.
+
+    Raises:
+        ConfigurationError: the user's code has made something happen that may not happen then.
+    """
+    if event in TRANSITIONS[phase]:
+        return TRANSITIONS[phase][event]
+    if event in (Event.DRAIN, Event.LEAVE):
+        raise ConfigurationError(
+            "Something communicates with the other pipelines within an optimizer step, while older mini-batches are "
+            "still in this one. Do it in on_train_batch_end."
+        )
+    raise ConfigurationError(
+        f"A worker that {phase.value} cannot {event.value}. Let the Trainer fetch the batches and step the optimizer."
+    )
+
+
+class Phases:
+    """The phases that one worker is in: the one that lasts, and those that have begun in it."""
+
+    def __init__(self) -> None:
+        self._begun = [Phase.STEPPING]
+
+    @property
+    def now(self) -> Phase:
+        """The innermost."""
+        return self._begun[-1]
+
+    def among(self, *phases: Phase) -> bool:
+        """Is the worker in one of ``phases``, innermost or not?"""
+        return any(phase in phases for phase in self._begun)
+
+    def go(self, event: Event) -> None:
+        """``event`` happens, after which one of the phases that last begins."""
+        self._begun[-1] = following(self.now, event)
+
+    @contextmanager
+    def within(self, event: Event) -> Iterator[None]:
+        """Around what the worker does when ``event`` happens."""
+        self._begun.append(following(self.now, event))
+        try:
+            yield
+        finally:
+            self._begun.pop()

@@ -1,0 +1,70 @@
+"""The table of a worker's phases: every phase times every event, as the module's text has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.worker import phases
+from lightning_sdpipe.worker.phases import TRANSITIONS, Event, Phase, Phases, following
+
+LASTING = (Phase.STEPPING, Phase.ABSENT)
+
+
+def documented() -> dict[tuple[Phase, Event], Phase | None]:
+    """The cells of the table in the module's text."""
+    assert phases.__doc__ is not None
+    head, *rows = phases.__doc__.split("\n\n")[1].splitlines()
+    events = [Event[name] for name in head.upper().split()]
+    table = {}
+    for row in rows:
+        name, *cells = row.split()
+        for event, cell in zip(events, cells, strict=True):
+            table[Phase[name], event] = None if cell == "." else Phase[cell]
+    return table
+
+
+def test_the_text_has_the_whole_table_and_the_code_has_the_same() -> None:
+    table = documented()
+    assert table.keys() == {(phase, event) for phase in Phase for event in Event}
+    assert table == {(phase, event): TRANSITIONS[phase].get(event) for phase in Phase for event in Event}
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("event", Event)
+def test_what_is_not_in_the_table_is_refused(phase: Phase, event: Event) -> None:
+    after = documented()[phase, event]
+    if after is not None:
+        assert following(phase, event) is after
+        return
+    with pytest.raises(ConfigurationError) as refused:
+        following(phase, event)
+    leaves = event in (Event.DRAIN, Event.LEAVE)
+    assert ("Do it in on_train_batch_end." if leaves else phase.value) in str(refused.value)
+
+
+def test_events_of_turns_lead_to_phases_that_last_and_others_to_phases_that_end() -> None:
+    for phase in Phase:
+        for event, after in TRANSITIONS[phase].items():
+            assert (after in LASTING) == (event in (Event.BATCH, Event.ABSENCE)), (phase, event)
+
+
+def test_a_phase_ends_in_the_one_in_which_it_began_also_by_an_error() -> None:
+    it = Phases()
+    it.go(Event.ABSENCE)
+    with it.within(Event.UPDATE):
+        assert it.now is Phase.FINISHING
+        assert it.among(Phase.ABSENT)
+        with pytest.raises(ConfigurationError):
+            _begin_a_turn_while_leaving(it)
+        assert it.now is Phase.FINISHING
+    assert it.now is Phase.ABSENT
+    it.go(Event.BATCH)
+    assert it.now is Phase.STEPPING
+
+
+def _begin_a_turn_while_leaving(it: Phases) -> None:
+    with it.within(Event.LEAVE):
+        assert it.now is Phase.LEAVING
+        assert it.among(Phase.FINISHING)
+        it.go(Event.BATCH)
