@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test quick docs gpu lint clean
+.PHONY: help demo test test-all quick docs gpu lint clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: .venv/ready  ## train on handwritten digits, SDPipe against all-reduce: a slower device, and workers that stall
 	$(BIN)/sdpipe demo
@@ -13,8 +13,11 @@ demo: .venv/ready  ## train on handwritten digits, SDPipe against all-reduce: a 
 test: lint docs  ## ruff, mypy, the documents and pytest
 	$(BIN)/python -m pytest
 
+test-all: lint docs  ## make test, and what takes minutes or needs root, services and other packages; says what was skipped
+	$(BIN)/python -m pytest -m "not gpu" -rs
+
 quick: .venv/ready  ## the tests that start no other processes, in a minute
-	$(BIN)/python -m pytest -m "not distributed" --hypothesis-profile=quick --dist=worksteal
+	$(BIN)/python -m pytest -m "not distributed and not slow" --hypothesis-profile=quick --dist=worksteal
 
 docs: .venv/ready  ## the site in docs/_build, every warning an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build

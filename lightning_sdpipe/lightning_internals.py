@@ -24,7 +24,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties as 
 from lightning.fabric.utilities.distributed import _init_dist_connection as open_process_group
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ThroughputMonitor, Timer
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
@@ -346,6 +346,18 @@ def has_writer(logger: CSVLogger) -> bool:
 def set_writer(logger: CSVLogger, writer: ExperimentWriter) -> None:
     """What ``logger`` writes with."""
     logger._experiment = writer
+
+
+def count_pipelines(monitor: ThroughputMonitor, pipelines: int, stages: int) -> None:
+    """Has ``monitor`` take a pipeline, whose ``stages`` compute at the same time, for what it calls a device."""
+    for throughput in monitor._throughputs.values():
+        throughput.world_size = pipelines
+        throughput.available_flops = monitor.available_flops and monitor.available_flops * stages
+
+
+def records_modules(profiler: Any) -> bool:
+    """Does ``profiler`` put hooks around every module?"""
+    return getattr(profiler, "_record_module_names", False) is True
 
 
 OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"})

@@ -4,7 +4,7 @@ the peers."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,17 @@ def unrecorded() -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._enable_record_function(True)
+
+
+def labelled(what: str, micro_batch: int | None = None) -> AbstractContextManager[object]:
+    """Around ``what`` a worker does, for one ``micro_batch`` if so, which a profiler of torch shows as ``sdpipe:forward
+    3``. Without a profiler that runs, nothing is made."""
+    if not torch._C._autograd._profiler_enabled():
+        return _NOTHING
+    return torch.profiler.record_function(f"sdpipe:{what}" if micro_batch is None else f"sdpipe:{what} {micro_batch}")
+
+
+_NOTHING = nullcontext()
 
 
 def backend_for(device: torch.device, group: Any) -> str:

@@ -59,28 +59,28 @@ SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (671, 8),
     "data": (472, 6),
     "dealing": (435, 5),
-    "exchange": (2179, 32),
+    "exchange": (2181, 32),
     "heterogeneity": (445, 8),
-    "loop": (2497, 25),
+    "loop": (2504, 25),
     "membership": (1289, 14),
     "optim": (342, 5),
     "partition": (3742, 32),
-    "pipeline": (1763, 17),
+    "pipeline": (1769, 17),
     "placement": (2722, 24),
     "policies": (2382, 25),
     "recipes": (7220, 105),
     "scheduler": (4855, 42),
     "simulate": (640, 6),
-    "strategy": (888, 6),
+    "strategy": (892, 6),
     "supervision": (1328, 14),
-    "sync": (1752, 17),
-    "top": (1142, 9),
+    "sync": (1754, 17),
+    "top": (1153, 9),
     "topology": (520, 7),
     "worker": (2719, 27),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
-WAY = 52
+WAY = 50
 """Modules of the package in which code runs between two mini-batches of SemiDecentralized under 1F1B, on two pipelines
 of two stages. The aim is 30; the number is only ever made smaller."""
 

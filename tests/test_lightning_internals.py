@@ -52,6 +52,7 @@ _DDP = "pytorch.strategies.ddp.DDPStrategy"
 _STRATEGY = "pytorch.strategies.strategy.Strategy"
 _SIGNALS = "pytorch.trainer.connectors.signal_connector._SignalConnector"
 _SAVING = "pytorch.callbacks.model_checkpoint.ModelCheckpoint"
+_THROUGHPUT = "pytorch.callbacks.throughput_monitor.ThroughputMonitor"
 _FINETUNING = "pytorch.callbacks.finetuning.BaseFinetuning"
 _PROCESSES = "pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher"
 _OBSERVER = "fabric.strategies.launchers.subprocess_script._ChildProcessObserver"
@@ -176,6 +177,8 @@ SYMBOLS = [
     Symbol(_SAVING, "_last_time_checked", "looks at the clock together", "seconds_left"),
     # callbacks
     Symbol(_SAVING, "_every_n_train_steps", "knows the next sync point", "steps_between_saves"),
+    Symbol("pytorch.profilers.pytorch.PyTorchProfiler", "_record_module_names", "refuses hooks", "records_modules"),
+    Symbol(_THROUGHPUT, "_throughputs", "counts pipelines", "count_pipelines"),
     Symbol(_FINETUNING, "_restarting", "loads optimizers before callbacks", "take_groups_to_restore"),
     Symbol(_FINETUNING, "_internal_optimizer_metadata", "adds groups before loading", "take_groups_to_restore"),
     # logged values

@@ -85,6 +85,27 @@ def test_the_demo_needs_nothing_but_the_wheel(site: Path, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["sdpipe-demo.png"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_typed_script_is_checked_against_the_wheel(site: Path, tmp_path: Path) -> None:
+    script = (ROOT / "tests/scripts/typed.py").read_text()
+    (tmp_path / "right.py").write_text(script)
+    (tmp_path / "wrong.py").write_text(f'{script}\nSDPipeStrategy(schedule="1f2b")\n')
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-lightning_sdpipe.*]\nfollow_imports = silent\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--verbose", "--cache-dir", "cache", "right.py", "wrong.py"],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    found = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert [line.partition(":")[0] for line in found] == ["wrong.py"], done.stdout
+    assert "'1f2b'" in found[0]
+    assert f"{site}/lightning_sdpipe/__init__.py" in done.stderr  # not the checkout's
+
+
 FROM_WHEEL = """
 import runpy, sys
 import lightning_sdpipe

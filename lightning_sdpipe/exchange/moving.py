@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
 
 PIECE = 2**22
@@ -77,9 +78,10 @@ def finish(pending: Pending, moved: Callable[[], None] = lambda: None) -> float:
         Seconds that were waited for the other members.
     """
     try:
-        while pending.wait():
-            pending.commit()
-            moved()
+        with labelled("exchange"):
+            while pending.wait():
+                pending.commit()
+                moved()
     except BaseException:
         pending.abort()
         raise

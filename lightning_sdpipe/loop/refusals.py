@@ -28,6 +28,7 @@ from lightning_sdpipe.lightning_internals import (
     is_compiled,
     names_logged_by_step,
     of_its_class,
+    records_modules,
     replace,
     restore,
     syncs_batchnorm,
@@ -60,6 +61,12 @@ def refuse_unsupported(trainer: Trainer, cut: bool) -> None:
         raise ConfigurationError(
             "sync_batchnorm=True would make every pipeline wait for all others in every layer. Leave it out: the "
             "statistics of BatchNorm are averaged over the pipelines before every validation and checkpoint."
+        )
+    if cut and records_modules(trainer.profiler):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            f"{type(trainer.profiler).__name__} times every module by hooks before and after it, and blocks of other "  # type: ignore[attr-defined]
+            "stages do not run. Give it record_module_names=False: labels such as 'sdpipe:forward 0' say what a worker "
+            "does."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _refuse_callback(trainer, callback)

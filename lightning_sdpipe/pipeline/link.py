@@ -168,7 +168,8 @@ class StageLink:
 
     def _wait(self, transfer: p2p.Transfer) -> list[Tensor]:
         start = time.perf_counter()
-        tensors = transfer.wait()
+        with p2p.labelled("wait"):
+            tensors = transfer.wait()
         self.seconds_waiting += time.perf_counter() - start
         return tensors
 

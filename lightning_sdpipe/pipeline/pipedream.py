@@ -38,6 +38,7 @@ from torch.func import functional_call
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
+from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.accumulation_windows import Lane, Window
 from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients
@@ -318,7 +319,7 @@ class PipeDreamPipeline:
             ]
         results: Sequence[Tensor | None] = [None] * len(leaves)
         if leaves and outputs:  # else all of this stage, or of it and those before, is frozen
-            with ready.computing(self._delays):
+            with labelled("backward"), ready.computing(self._delays):
                 results = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
         for hook in hooks:
             hook.remove()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.link import StageLink
 
@@ -100,12 +101,14 @@ class CutStage:
         inputs = self._received.pop(index, ())
         self._backwards_left -= 1
         if full_backward:
-            with self._computing(), nullcontext() if self._backwards_left else self._last_backward:
+            last = nullcontext() if self._backwards_left else self._last_backward
+            with labelled("backward", index), self._computing(), last:
                 if outputs:  # else all that was sent is frozen
                     torch.autograd.backward(outputs, gradients)
             found: Sequence[Tensor | None] = [t.grad for t in inputs]
         else:
-            found = self._backward_inputs(index, outputs, gradients, inputs)
+            with labelled("backward", index):
+                found = self._backward_inputs(index, outputs, gradients, inputs)
         if not self.is_first:
             self._link.send_gradients(inputs, found)
 
@@ -132,7 +135,7 @@ class CutStage:
 
     def backward_weight_one_chunk(self, index: int, **_: Any) -> None:
         """Computes the parameters' gradients of micro-batch ``index`` that :meth:`backward_one_chunk` left."""
-        with self._computing():
+        with labelled("backward of weights", index), self._computing():
             self._left.pop(index)()
 
     def _outputs_and_gradients(self, index: int, loss: Tensor | None) -> tuple[Sequence[Tensor], list[Tensor] | None]:

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import type_of_logged_values
+from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.travel import Travel
@@ -141,7 +142,7 @@ class StageRunner:
             The message to send on; on the last stage the loss, weighted by the micro-batch's share of the samples and
             scaled.
         """
-        with logging_through(self.module, log.record(micro_batch.weight)):
+        with logging_through(self.module, log.record(micro_batch.weight)), labelled("forward", number):
             outcome = self._run(micro_batch, number, step, received)
         if isinstance(outcome, Message):
             return outcome

@@ -34,7 +34,7 @@ def draw_picture(placed: PlacementResult, path: Path) -> None:
     from matplotlib.patches import Patch
 
     stages, pipelines = placed.asked.num_stages, placed.num_pipelines
-    size = (max(6.5, 1.5 * stages + 1.5), 0.55 * pipelines + 2.9)
+    size = (max(6.5, 1.5 * stages + 1.5), 0.55 * pipelines + 3.1)
     figure, axes = pyplot.subplots(figsize=size, layout="constrained")
     axes.set_xlim(-0.95, stages - 0.5)
     axes.set_ylim(pipelines - 0.3, -1.25)
@@ -43,7 +43,7 @@ def draw_picture(placed: PlacementResult, path: Path) -> None:
     _links(figure, axes, placed)
     _devices(axes, placed, colours)
     _stages(axes, placed)
-    figure.suptitle(_title(placed), fontsize=10)
+    figure.suptitle(_title(placed), fontsize=10, wrap=True)
     if len(colours) <= len(PALETTE):
         handles = [Patch(facecolor=colour, edgecolor="black", label=host) for host, colour in colours.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, title="host", fontsize=9)
@@ -53,11 +53,11 @@ def draw_picture(placed: PlacementResult, path: Path) -> None:
 
 def _title(placed: PlacementResult) -> str:
     cost, default = placed.cost, placed.default_cost.total
-    gain = f" – the default order takes {shown_seconds(default)}" if default != cost.total else ""
+    gain = f" (default order: {shown_seconds(default)})" if default != cost.total else ""
     return (
         f"{shown_seconds(cost.total)} of communication for a mini-batch of every pipeline{gain}:\n"
-        f"{shown_seconds(cost.data)} to average the replicas of a stage (columns), {shown_seconds(cost.pipeline)} to "
-        "pass activations and gradients on (rows)"
+        f"{shown_seconds(cost.data)} to average the replicas of a stage (columns),\n"
+        f"{shown_seconds(cost.pipeline)} to pass activations and gradients on (rows)"
     )
 
 

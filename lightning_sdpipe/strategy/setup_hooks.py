@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -210,6 +211,9 @@ class SetupHooks(CheckpointHooks):
             trainer, parts.ownership, self.groups, self.root_device, self._first_failure, parts.changed_late
         )
         replica = self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ThroughputMonitor):
+                lightning_internals.count_pipelines(callback, self.mesh.num_pipelines, self.options.num_stages)
         averaging = averaging_of(trainer.callbacks)  # type: ignore[attr-defined]
         if averaging is not None and trainer.state.fn == TrainerFn.FITTING:
             averaging.connect(self._checkpoints, replica.averages)

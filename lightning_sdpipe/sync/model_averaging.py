@@ -10,6 +10,7 @@ import time
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.overlapped import Overlapped
+from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.mover_choice import Begin, mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -78,7 +79,8 @@ class ModelAveraging(Synchronizer):
         members = 1
         if self.announced:
             asked = time.perf_counter()
-            group = self.replica.client.group()
+            with labelled("group"):
+                group = self.replica.client.group()
             self.announced = False
             waited += time.perf_counter() - asked
             tensors = tensors_of(self.replica.exchanged)

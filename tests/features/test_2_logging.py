@@ -9,17 +9,22 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor
 from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
 
+from lightning_sdpipe import LocalSGD, SDPipeStrategy
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.p2p import labelled
 from tests.features.running import (
     Regression,
     eval_loader,
     on_four_ranks,
+    pipelines,
     train_loader,
     trainer_of_this_process,
 )
-from tests.features.table import supported
+from tests.features.table import refused, supported
 
 pytestmark = pytest.mark.distributed
 
@@ -147,3 +152,34 @@ def test_loggers(tmp_path: Path) -> None:
     accumulator = EventAccumulator(str(events))
     accumulator.Reload()
     assert [event.step for event in accumulator.Scalars("both_step")] == list(range(8))
+
+
+def _profiled(directory: Path) -> set[str]:
+    profiler = PyTorchProfiler(directory, "profile", record_module_names=False)
+    strategy = SDPipeStrategy(2, LocalSGD(every=1), data="sharded")
+    trainer = pipelines(directory, strategy, max_epochs=1, profiler=profiler)
+    trainer.fit(Regression(), train_loader())
+    assert profiler.function_events is not None
+    return {event.key for event in profiler.function_events.key_averages() if event.key.startswith("sdpipe:")}
+
+
+_HOOKS = "times every module by hooks before and after it, and blocks of other stages do not run"
+
+
+def _refused(directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match=_HOOKS):
+        pipelines(directory, max_epochs=1, profiler="pytorch").fit(Regression(), train_loader())
+
+
+@refused("Logging", "`PyTorchProfiler(record_module_names=True)`, its default", _HOOKS)
+def test_profiler_of_modules(tmp_path: Path) -> None:
+    on_four_ranks(_refused, tmp_path)
+
+
+@supported("Logging", "`PyTorchProfiler(record_module_names=False)`, and `torch.profiler`",
+           "labels `sdpipe:forward 3` and so on, by micro-batch, and `wait`, `group`, `exchange`")  # fmt: skip
+def test_profiler(tmp_path: Path) -> None:
+    each = {"sdpipe:forward 0", "sdpipe:forward 1", "sdpipe:backward 0", "sdpipe:backward 1", "sdpipe:wait"}
+    for labels in on_four_ranks(_profiled, tmp_path):
+        assert labels == each | {"sdpipe:group", "sdpipe:exchange"}
+    assert labelled("forward", 3) is labelled("wait")  # nothing is made without a profiler

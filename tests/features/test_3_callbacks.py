@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
@@ -101,11 +104,22 @@ def test_learning_rate_monitor(tmp_path: Path) -> None:
 @supported(
     "Callbacks",
     "`ThroughputMonitor`",
-    "takes every worker for a replica: divide what it gives for all devices by `num_stages`",
+    "its device is rank 0's pipeline, and `mfu` a share of what all devices of that can do; its figures of all devices "
+    "are those times the number of pipelines",
 )
 def test_throughput_monitor(tmp_path: Path) -> None:
     monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=3)
     assert "train/device/samples_per_sec" in on_four_ranks(_logged, tmp_path, [monitor])[0]
+    with next(tmp_path.glob("**/metrics.csv")).open() as file:
+        *_, last = (row for row in csv.DictReader(file) if row["train/device/samples_per_sec"])
+    for what in ("samples_per_sec", "batches_per_sec"):
+        assert float(last[f"train/{what}"]) == pytest.approx(2 * float(last[f"train/device/{what}"]))
+
+
+@supported("Callbacks", "`DeviceStatsMonitor`", "of rank 0's device")
+@pytest.mark.skipif(find_spec("psutil") is None, reason="needs psutil, of the extra integrations")
+def test_device_stats_monitor(tmp_path: Path) -> None:
+    assert "cpu_percent" in on_four_ranks(_logged, tmp_path, [DeviceStatsMonitor(cpu_stats=True)])[0]
 
 
 class Summary(ModelSummary):
