@@ -76,7 +76,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "sync": (1754, 17),
     "top": (1153, 9),
     "topology": (520, 7),
-    "worker": (2719, 27),
+    "worker": (2721, 27),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
