@@ -39,9 +39,9 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise refusal("start_pipelines", self.start_pipelines, f"{self.min_pipelines}, all of a fixed roster")
 
     @classmethod
-    def of_fixed(cls, num_pipelines: int) -> ElasticConfig:
+    def of_fixed(cls, num_pipelines: int, recovery_grace: float = 10.0) -> ElasticConfig:
         """Of a run whose pipelines are known."""
-        return cls(num_pipelines, settle=0.0, fixed=True)
+        return cls(num_pipelines, recovery_grace=recovery_grace, settle=0.0, fixed=True)
 
     @property
     def to_start(self) -> int:

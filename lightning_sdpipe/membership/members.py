@@ -1,4 +1,4 @@
-"""What is said about who is in an elastic run: what pipelines tell, and what is decided about them.
+"""What is said about who is in a run: what pipelines tell, and what is decided about them.
 
 A *pipeline* is the unit that comes and goes. An *incarnation* is one start of its job: a number that its first stage
 drew, the same for all stages. An *epoch of membership* is a list of members; a new one begins whenever that changes.
@@ -7,6 +7,7 @@ drew, the same for all stages. An *epoch of membership* is a list of members; a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -57,6 +58,15 @@ class Exchanging(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 # ------------------------------------------------------------------------------------------------- what is heard
+
+
+FIXED = {"pipelines": "fixed"}
+"""The fingerprint of a process of a run whose pipelines neither come nor go."""
+
+
+def is_fixed(fingerprint: Mapping[str, str]) -> bool:
+    """Is it that of such a process?"""
+    return fingerprint == FIXED
 
 
 class _FromWorker(msgspec.Struct, frozen=True, gc=False):

@@ -27,7 +27,8 @@ silent, fails, or departs. Its states, and those of its processes, are the table
    of the newest epoch that anybody heard of. Who is not in that one has been replaced, and must end. Nobody starts anew
    within its first ``settle`` seconds, in which members make themselves heard.
 10. *A fixed roster* (``fixed``) is one start of so many pipelines, and a process that has ended ends the run, by name.
-   One that is silent is lost, and comes back when it is heard of. When all have finished the next run may begin.
+   One that is silent is lost, until it is heard of. When all have finished the next run may begin. Of which kind a run
+   is, its first process says.
 
 Promises, which the tests hold against all histories: epochs' numbers grow; no incarnation is a member twice, or after
 it was gone; the leader is a member and the oldest; nobody starts fresh while there is a member; a meeting is decided
@@ -72,7 +73,8 @@ class Membership(RunState):
         if self._returning is not None:
             if isinstance(event, w.Enrolled) and (refused := self._refusal(event)):
                 return [w.Denied(event.worker, event.incarnation, refused)]
-            return self._returning.hear_other(event, self.roster)
+            heard = self._returning.hear_other(event, self.roster)
+            return heard + (self._end_recovery(self._returning, now) if self._returning.complete() else [])
         if isinstance(event, w.Enrolled):
             return self._enrolled(event, now)
         if isinstance(event, w.Unreachable):
@@ -103,11 +105,15 @@ class Membership(RunState):
                 return []  # as it said
             case w.FellSilent(_, _, reason) if self.terms.fixed:
                 return self._fell_silent(worker, reason)
+            case w.Died(_, _, reason) if self.terms.fixed:
+                return self._ends_it(worker, f"its process {reason}")
+            case w.Failed(_, _, reason) if self.terms.fixed:
+                return self._ends_it(worker, reason)
             case w.Died(_, _, reason) | w.FellSilent(_, _, reason):
-                return self._goes(worker.pipeline, f"stage {worker.stage} {reason}", now, worker)
+                return self._goes(worker.pipeline, f"stage {worker.stage} {reason}", now)
             case w.Failed(_, _, reason):
                 joins = not here.member and bool(self.members)  # those that train would not follow it
-                decisions = self._goes(worker.pipeline, f"stage {worker.stage} failed: {reason}", now, worker)
+                decisions = self._goes(worker.pipeline, f"stage {worker.stage} failed: {reason}", now)
                 return decisions if joins else decisions + self.ending.fails(worker.pipeline, reason)
             case w.Departed(_, _, finished):
                 return self._departed(worker, finished, now)
@@ -129,7 +135,7 @@ class Membership(RunState):
         if reason is not None:
             return [w.Ended(worker, incarnation, reason)]
         if not roster.has(worker, incarnation):
-            self._make_room()
+            self._make_room(w.is_fixed(event.fingerprint), now)
         if refused := self._refusal(event):
             return [w.Denied(worker, incarnation, refused)]
         if roster.claims(event):
@@ -139,17 +145,6 @@ class Membership(RunState):
         self._entry.binds(event)
         roster.enrols(worker, incarnation, now)
         return self._admit(now)
-
-    def _make_room(self) -> None:
-        """A fixed roster that has finished makes room for the next one."""
-        over = self.ending.over
-        if self.terms.fixed and over is not None and not over.failed:
-            for pipeline in [*self.roster.here]:
-                self.roster.goes(pipeline, "its run is over, and another has begun")
-                self.meetings.goes(pipeline)
-            self.epoch = msgspec.structs.replace(self.epoch, members=())
-            self._entry.expected = None
-            self.ending.begin_anew()
 
     def _refusal(self, event: w.Enrolled | w.Resumed) -> str:
         if self.epoch.number == 0 and self._returning is None:
@@ -224,17 +219,20 @@ class Membership(RunState):
 
     # --------------------------------------------------------------- going
 
-    def _goes(
-        self, pipeline: int, reason: str, now: float, worker: Worker | None = None, left: bool = False
-    ) -> list[MemberDecision]:
+    def _ends_it(self, worker: Worker, reason: str) -> list[MemberDecision]:
+        """A process of a fixed roster has ended, and with it the run."""
+        here = self.roster.here[worker.pipeline]
+        self.roster.goes(worker.pipeline, reason)
+        self.meetings.goes(worker.pipeline)
+        return [*self.ending.ends(reason, worker), w.Gone(worker.pipeline, here.incarnation, reason, was_member=False)]
+
+    def _goes(self, pipeline: int, reason: str, now: float, left: bool = False) -> list[MemberDecision]:
         """That start of ``pipeline`` is over; ``reason`` begins with what happened to which stage."""
         here = self.roster.here[pipeline]
         was_member = here.member
         self.roster.goes(pipeline, reason)
         self.meetings.goes(pipeline)
         decisions: list[MemberDecision] = [w.Gone(pipeline, here.incarnation, reason, was_member, left)]
-        if self.terms.fixed:
-            return decisions + self.ending.ends(f"pipeline {pipeline}: {reason}", worker)
         decisions += self.donations.end(pipeline)
         self.donations.forget(pipeline)
         for newcomer in self.donations.without_donor(pipeline):
@@ -265,20 +263,24 @@ class Membership(RunState):
         )
 
     def _departed(self, worker: Worker, finished: bool, now: float) -> list[MemberDecision]:
-        here, said = self.roster.here[worker.pipeline], f"stage {worker.stage} was told to end"
-        if finished and here.member:
+        here = self.roster.here[worker.pipeline]
+        if finished and (here.member or self.terms.fixed):
             here.move_process(worker.stage, "finishes")
             if all(state == "done" for state in here.processes.values()):
-                here.move("finishes")
+                if here.member:
+                    here.move("finishes")
+                else:
+                    self.roster.goes(worker.pipeline, "it has finished before the others came")
             return self.ending.have_finished(self.epoch, self.roster.here) + self._meet()
-        if finished:
-            said = f"stage {worker.stage} has finished before its pipeline took part"
-        return self._goes(worker.pipeline, said, now, worker, left=True)
+        if self.terms.fixed:
+            return self._ends_it(worker, "was told to end")
+        said = "has finished before its pipeline took part" if finished else "was told to end"
+        return self._goes(worker.pipeline, f"stage {worker.stage} {said}", now, left=True)
 
     def _fell_silent(self, worker: Worker, reason: str) -> list[MemberDecision]:
-        """A process of a fixed roster is lost, once there is a run to lose it."""
+        """A process of a fixed roster is lost."""
         here = self.roster.here[worker.pipeline]
-        if not here.member or here.is_lost(worker.stage):
+        if here.is_lost(worker.stage):
             return []
         here.move_process(worker.stage, "falls silent")
         return [w.WentMissing(worker, reason), *self._meet()]
@@ -288,12 +290,13 @@ class Membership(RunState):
         if not self.doubts(worker, incarnation):
             return []
         decisions: list[MemberDecision] = []
-        if self._is_lost(worker):
+        if self.is_lost(worker):
             self.roster.here[worker.pipeline].move_process(worker.stage, "is heard of")
             decisions.append(w.CameBack(worker))
         lives = (
             f"pipeline {worker.pipeline} is trained by another job, which lives (its stage {worker.stage} was just "
-            "heard of); end that one, or give this one a number of its own in SDPIPE_PIPELINE"
+            "heard of); end that one, or give this one "
+            + ("a scheduler of its own" if self.terms.fixed else "a number of its own in SDPIPE_PIPELINE")
         )
         rivals = self.roster.take_rivals(worker.pipeline)
         return decisions + [w.Denied(event.worker, event.incarnation, lives) for event in rivals]
@@ -316,12 +319,13 @@ class Membership(RunState):
             return [w.Ended(worker, event.incarnation, reason)]
         if self._returning is None and self.is_here(worker, event.incarnation):
             return self._heard(worker, event.incarnation)
+        self._make_room(w.is_fixed(event.fingerprint), now)
         if refused := self._refusal(event):
             return [w.Denied(worker, event.incarnation, refused)]
         if self._returning is None:
             if self.epoch.number > 0:
                 return self._resumed_late(worker, member, now)
-            self._returning = MemberRecovery(event, now + self.terms.recovery_grace, self._num_stages)
+            self._returning = MemberRecovery(event, now + self.terms.recovery_grace, self._num_stages, self.terms.fixed)
             self._entry.binds(event, anew=True)
             self._returning.delays(self.roster, event.fingerprint)
         for met in event.met:
@@ -339,7 +343,7 @@ class Membership(RunState):
 
     def _end_recovery(self, returning: MemberRecovery, now: float) -> list[MemberDecision]:
         self._returning, self._settled = None, now
-        decisions, silent = returning.end(self.roster, self.terms.fixed, now)
+        decisions, silent = returning.end(self.roster, now)
         for worker in silent:
             decisions += self._fell_silent(worker, "has not come back")
         back = tuple(member for member in returning.epoch.members if member.pipeline in self.roster.here)

@@ -134,6 +134,10 @@ class Roster:
         """Stages of ``pipeline``, which is there, that are not."""
         return sorted(set(range(self._num_stages)) - self.here[pipeline].processes.keys())
 
+    def processes(self) -> dict[Worker, int]:
+        """All that are there, or have finished, and their incarnations."""
+        return {Worker(stage, i): here.incarnation for i, here in self.here.items() for stage in here.processes}
+
     def complete(self) -> Mapping[int, PipelineStart]:
         """Those that could start."""
         return {i: here for i, here in self.here.items() if here.complete}
@@ -272,6 +276,16 @@ class EntryRules:
             return f"pipeline {worker.pipeline} is not allowed; give SDPIPE_PIPELINE from 0 to {self._most - 1}"
         if over is not None:
             return f"the run is over: {over.reason}; start a new scheduler for the next one"
+        if self._fixed and not w.is_fixed(event.fingerprint):
+            return (
+                "this scheduler belongs to a run whose pipelines do not come and go; start `sdpipe scheduler` for this "
+                "job, whose pipeline is one of an elastic run"
+            )
+        if not self._fixed and w.is_fixed(event.fingerprint):
+            return (
+                "it serves an elastic run, and this job's pipelines do not come and go; set SDPIPE_PIPELINE, or give "
+                "it a scheduler of its own"
+            )
         return "" if self.expected is None else _differences(event.fingerprint, self.expected)
 
 

@@ -17,12 +17,12 @@ from lightning_sdpipe.policies.events import Worker
 class MemberRecovery:
     """From the first who resumes, whose event it is made of, until all are back or ``until`` has come."""
 
-    def __init__(self, first: Resumed, until: float, num_stages: int) -> None:
+    def __init__(self, first: Resumed, until: float, num_stages: int, fixed: bool = False) -> None:
         self.until = until
         self.epoch = first.epoch
         self.early: list[MemberEvent] = []
         """Heard meanwhile, decided after it."""
-        self._num_stages = num_stages
+        self._num_stages, self._fixed = num_stages, fixed
         self._back: dict[Member, set[int]] = {}
         self.since: dict[Member, int] = {}
         """The first epoch that each heard of as a member."""
@@ -67,7 +67,7 @@ class MemberRecovery:
 
     def hear_other(self, event: MemberEvent, roster: Roster) -> list[w.MemberDecision]:
         """Something else than that a process resumes."""
-        if not isinstance(event, w.Died | w.Failed | w.Departed | w.FellSilent):
+        if self._fixed or not isinstance(event, w.Died | w.Failed | w.Departed | w.FellSilent):
             self.keep(event)
             return []
         member, before = Member(event.worker.pipeline, event.incarnation), len(self.early)
@@ -77,13 +77,13 @@ class MemberRecovery:
         reason = f"stage {event.worker.stage} ended while the scheduler was started again"
         return [_ends(member, reason, roster, False)]
 
-    def end(self, roster: Roster, fixed: bool, now: float) -> tuple[list[w.MemberDecision], list[Worker]]:
-        """Bring those into ``roster`` that are back, and say which are gone; and who is silent in a ``fixed`` one."""
+    def end(self, roster: Roster, now: float) -> tuple[list[w.MemberDecision], list[Worker]]:
+        """Bring those into ``roster`` that are back, and say which are gone; and who is silent in a fixed one."""
         decisions: list[w.MemberDecision] = []
         silent: list[Worker] = []
         for member in self.epoch.members:
             absent = self.missing(member)
-            if absent and not fixed:
+            if absent and not self._fixed:
                 reason = f"its stages {absent} did not come back to the scheduler that was started again"
                 decisions.append(_ends(member, reason, roster, True))
                 continue
@@ -94,8 +94,9 @@ class MemberRecovery:
         return decisions, silent
 
     def missing(self, member: Member) -> list[int]:
-        """Its stages that have not resumed."""
-        return sorted(set(range(self._num_stages)) - self._back.get(member, set()))
+        """Its stages that have not resumed; in a fixed roster they may as well have come."""
+        here = (stage for stage in range(self._num_stages) if self._fixed and self.is_there(member, stage))
+        return sorted(set(range(self._num_stages)) - self._back.get(member, set()) - set(here))
 
     def complete(self) -> bool:
         """Are all members of the newest epoch back?"""

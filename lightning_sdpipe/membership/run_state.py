@@ -1,4 +1,4 @@
-"""What is known of an elastic run, and the questions that the rules, the scheduler and people ask about it."""
+"""What is known of a run, and the questions that the rules, the scheduler and people ask about it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from lightning_sdpipe.policies.events import Worker
 
 
 class RunState:
-    """Of one run of pipelines of ``num_stages`` stages; ``now`` is when the scheduler begins to listen."""
+    """Of one run of pipelines of ``num_stages`` stages; ``now`` is when the scheduler begins to listen. Unless the
+    ``terms`` are of a fixed roster, it depends on the first process whether one of ``num_pipelines`` begins."""
 
-    def __init__(self, num_stages: int, terms: ElasticConfig, now: float = 0.0) -> None:
-        self.terms = terms
+    def __init__(self, num_stages: int, terms: ElasticConfig, now: float = 0.0, num_pipelines: int = 1) -> None:
+        self.offered = self.terms = terms
         self.epoch = Epoch(0, (), "nobody has come yet")
         self.roster = Roster(num_stages)
         self.ending = Ending(terms)
@@ -27,7 +28,7 @@ class RunState:
         """Pipelines that were members at any time."""
         self.donations = StateTransfers(num_stages)
         self.meetings = DecidedBarriers(num_stages)
-        self._num_stages = num_stages
+        self._num_stages, self._num_pipelines = num_stages, num_pipelines
         self._settled = now + terms.settle
         self._entry = EntryRules(num_stages, terms)
         self._returning: MemberRecovery | None = None
@@ -52,7 +53,17 @@ class RunState:
     def doubts(self, worker: Worker, incarnation: int) -> bool:
         """Would it help to hear that this process lives? Another job claims its number, or it is lost."""
         claimed = worker.pipeline in self.roster.claimed
-        return self.is_here(worker, incarnation) and (claimed or self._is_lost(worker))
+        return self.is_here(worker, incarnation) and (claimed or self.is_lost(worker))
+
+    def is_lost(self, worker: Worker) -> bool:
+        """Is it one of a fixed roster of which nothing has come for too long?"""
+        here = self.roster.here.get(worker.pipeline)
+        return here is not None and here.is_lost(worker.stage)
+
+    def unit(self, worker: Worker) -> object:
+        """What falls silent together with ``worker``: its pipeline, whose processes go together, unless they are all
+        fixed."""
+        return worker if self.terms.fixed else worker.pipeline
 
     def awaited(self, stage: int) -> list[int]:
         """Whom a meeting of ``stage`` waits for."""
@@ -102,10 +113,23 @@ class RunState:
             due = min([due, *(until for until in out if until > -math.inf)])
         return due
 
-    def _is_lost(self, worker: Worker) -> bool:
-        """Is it one of a fixed roster of which nothing has come for too long?"""
-        here = self.roster.here.get(worker.pipeline)
-        return here is not None and here.is_lost(worker.stage)
+    def _make_room(self, fixed: bool, now: float) -> None:
+        """A fixed roster that has finished makes room for the next run; an empty one is of the kind that comes."""
+        over = self.ending.over
+        if self.terms.fixed and over is not None and not over.failed:
+            for pipeline in [*self.roster.here]:
+                self.roster.goes(pipeline, "its run is over, and another has begun")
+                self.meetings.goes(pipeline)
+            self.epoch = Epoch(0, (), "nobody has come yet")
+            self.ever.clear()
+            self.ending.begin_anew()
+        if not (self.roster.here or self.ending.over or self.epoch.number or self.recovering):
+            terms = self.offered
+            if fixed and not terms.fixed:
+                terms = ElasticConfig.of_fixed(self._num_pipelines, terms.recovery_grace)
+                self._settled = now
+            self.terms = self.ending.terms = terms
+            self._entry = EntryRules(self._num_stages, terms)
 
     def validate(self) -> None:
         """Raise AssertionError if what is known contradicts itself; for tests, after each event."""

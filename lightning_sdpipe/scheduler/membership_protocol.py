@@ -1,24 +1,26 @@
-"""What travels between a worker of an elastic run and the scheduler, besides what it says in any run.
+"""What travels between a worker's process and the scheduler about who is in the run, and what each believes.
 
-Requests carry the incarnation of the worker's job instead of a session, and a number that grows. Every one may be
-repeated: it is answered again, or changes nothing. Replies without a number are sent unasked, or answer what is decided
-later; these name what they belong to. All travel in the frames of :mod:`lightning_sdpipe.scheduler.protocol`.
+Requests carry the incarnation of the worker's job, and a number that grows. Every one may be repeated: it is answered
+again, or changes nothing. Replies without a number are sent unasked, or answer what is decided later; these name what
+they belong to. All travel in the frames of :mod:`lightning_sdpipe.scheduler.protocol`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from lightning_sdpipe.dealing.leases import Done, Segment
 from lightning_sdpipe.membership.members import Donate, Epoch, Exchanging, Met, Receive
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Count, Last, Worker
+from lightning_sdpipe.scheduler.rows import NewRows
 
 Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 
 
-class ElasticRequest(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
+class FromWorker(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     """Of a worker of the start ``incarnation`` of its pipeline's job."""
 
     worker: Worker
@@ -26,16 +28,21 @@ class ElasticRequest(msgspec.Struct, frozen=True, array_like=True, gc=False, for
     number: Count
 
 
-class Enrol(ElasticRequest, frozen=True, gc=False, tag="enrol"):
+class MemberRequest(FromWorker, frozen=True, gc=False):
+    """Said by the thread that beats, and not by the one that trains."""
+
+
+class Enrol(MemberRequest, frozen=True, gc=False, tag="enrol"):
     """The worker wants to take part."""
 
     fingerprint: dict[str, str]
 
 
-class Resume(ElasticRequest, frozen=True, gc=False, tag="resume"):
+class Resume(MemberRequest, frozen=True, gc=False, tag="resume"):
     """The worker takes part, for all it knows; ``holds`` are epochs that it has a process group of. ``regrouped`` are
-    broken groups, and those in which it was to try them again, of which another member may not have heard. For the rest
-    see :class:`~lightning_sdpipe.membership.members.Resumed`."""
+    broken groups, and those in which it was to try them again, of which another member may not have heard; ``heard`` is
+    the highest number of a group that it heard of, -1 if of none. For the rest see
+    :class:`~lightning_sdpipe.membership.members.Resumed`."""
 
     fingerprint: dict[str, str]
     epoch: Epoch
@@ -43,13 +50,15 @@ class Resume(ElasticRequest, frozen=True, gc=False, tag="resume"):
     met: tuple[Met, ...]
     since: Count = 0
     regrouped: tuple[tuple[Count, Group], ...] = ()
+    heard: Last = -1
 
 
-class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):
+class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     """The worker lives. ``epoch`` is the newest that it heard of (0: none); ``enrolled`` says that it wants to take
     part, and ``held`` that it begins no turn, since it was told so. It is in ``exchange``, if any; those of groups and
     of meetings that it left last are numbered ``left``. In ``epoch`` it cannot reach the pipelines ``misses``.
-    It has made ``update`` updates (-1: it does not say)."""
+    It has made ``update`` updates (-1: it does not say). ``joined`` says whether it believes that it takes part in
+    groups, ``rows`` what it did since the last beat, and ``dealt`` how far it is with what was dealt."""
 
     holds: tuple[Count, ...]
     epoch: Count
@@ -59,16 +68,19 @@ class Beat(ElasticRequest, frozen=True, gc=False, tag="beat"):
     left: tuple[Last, Last] = (-1, -1)
     misses: tuple[Count, ...] = ()
     update: Last = -1
+    joined: bool = False
+    rows: NewRows | None = None
+    dealt: tuple[Segment, Done] | None = None
 
 
-class TellSnapshot(ElasticRequest, frozen=True, gc=False, tag="snapshot"):
+class TellSnapshot(MemberRequest, frozen=True, gc=False, tag="snapshot"):
     """See :class:`~lightning_sdpipe.membership.members.Snapshot`."""
 
     transfer: str
     update: Count
 
 
-class TellReceived(ElasticRequest, frozen=True, gc=False, tag="received"):
+class TellReceived(MemberRequest, frozen=True, gc=False, tag="received"):
     """The worker has the state of ``transfer``, that after ``update`` updates; or it was ``missed``, and why."""
 
     transfer: str
@@ -76,14 +88,14 @@ class TellReceived(ElasticRequest, frozen=True, gc=False, tag="received"):
     missed: str = ""
 
 
-class Meet(ElasticRequest, frozen=True, gc=False, tag="meet"):
+class Meet(MemberRequest, frozen=True, gc=False, tag="meet"):
     """The worker is at ``key``, and waits."""
 
     key: str
     value: bytes
 
 
-class AskRegroup(ElasticRequest, frozen=True, gc=False, tag="regroup"):
+class AskRegroup(MemberRequest, frozen=True, gc=False, tag="regroup"):
     """The worker did not get the result of ``group``; ``together``: all members take it over, or none (gradients)."""
 
     group: Group
@@ -91,13 +103,13 @@ class AskRegroup(ElasticRequest, frozen=True, gc=False, tag="regroup"):
     together: bool
 
 
-class TellCompleted(ElasticRequest, frozen=True, gc=False, tag="completed"):
+class TellCompleted(MemberRequest, frozen=True, gc=False, tag="completed"):
     """The worker has the result of the group ``sequence``."""
 
     sequence: Count
 
 
-class Publish(ElasticRequest, frozen=True, gc=False, tag="publish"):
+class Publish(MemberRequest, frozen=True, gc=False, tag="publish"):
     """The worker wants to put a checkpoint, of the state after ``update`` updates, at ``path``, or has ``done`` so."""
 
     path: str
@@ -105,72 +117,55 @@ class Publish(ElasticRequest, frozen=True, gc=False, tag="publish"):
     done: bool
 
 
-class Depart(ElasticRequest, frozen=True, gc=False, tag="depart"):
+class Depart(MemberRequest, frozen=True, gc=False, tag="depart"):
     """The worker ends: ``failed`` says by which exception; else it has ``finished``, or was told to."""
 
     finished: bool
     failed: str = ""
 
 
-class Put(ElasticRequest, frozen=True, gc=False, tag="put"):
-    """Sets ``key``."""
+class Store(MemberRequest, frozen=True, gc=False, tag="store"):
+    """To the key-value store: ``put`` the ``value`` at the key; ``fetch`` the values of all ``keys``, as they are, or
+    ``wait`` until all are there; ``add`` the ``amount`` to the number at the key, 0 at first; ``remove`` the key."""
 
-    key: str
-    value: bytes
-
-
-class Fetch(ElasticRequest, frozen=True, gc=False, tag="fetch"):
-    """The values of ``keys``: when all are there if it ``waits``, else as they are now."""
-
+    verb: Literal["put", "fetch", "wait", "add", "remove"]
     keys: tuple[str, ...]
-    waits: bool
-
-
-class Add(ElasticRequest, frozen=True, gc=False, tag="add"):
-    """Adds to the number at ``key``, which is 0 at first."""
-
-    key: str
-    amount: Amount
-
-
-class Remove(ElasticRequest, frozen=True, gc=False, tag="remove"):
-    """Forgets ``key``."""
-
-    key: str
+    value: bytes = b""
+    amount: Amount = 0
 
 
 # ----------------------------------------------------------------------------------------------------- replies
 
 
-class ElasticReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class MemberReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the scheduler says."""
 
 
-class Noted(ElasticReply, frozen=True, gc=False, tag="noted"):
-    """The request ``number`` was heard."""
+class Noted(MemberReply, frozen=True, gc=False, tag="noted"):
+    """The request ``number`` was carried out; so far the worker was invited ``invitations`` times."""
 
     number: int
+    invitations: int = 0
 
 
-class Waits(ElasticReply, frozen=True, gc=False, tag="waits"):
+class Waits(MemberReply, frozen=True, gc=False, tag="waits"):
     """What request ``number`` asks for is still to come; ``reason`` says what is missing."""
 
     number: int
     reason: str
 
 
-class Line(ElasticReply, frozen=True, gc=False, tag="line"):
+class Line(MemberReply, frozen=True, gc=False, tag="line"):
     """Connect to ``port`` of the scheduler's machine (0: it has none), say ``nonce``, and keep that connection; beat
-    every ``beat`` seconds. A transfer that has not moved for ``limit`` seconds is given up. (An ordinary run has its
-    own.) Say ``b"."`` before you close it, unless the process ends."""
+    every ``beat`` seconds. A transfer that has not moved for ``limit`` seconds is given up."""
 
     port: int
     nonce: bytes
-    beat: float = 0.0
-    limit: float = 0.0
+    beat: float
+    limit: float
 
 
-class Start(ElasticReply, frozen=True, gc=False, tag="start"):
+class Start(MemberReply, frozen=True, gc=False, tag="start"):
     """See :class:`~lightning_sdpipe.membership.members.Started`."""
 
     epoch: Epoch
@@ -178,116 +173,98 @@ class Start(ElasticReply, frozen=True, gc=False, tag="start"):
     checkpoint: str = ""
 
 
-class Get(ElasticReply, frozen=True, gc=False, tag="get"):
+class Get(MemberReply, frozen=True, gc=False, tag="get"):
     """The worker's pipeline gets its state from another one."""
 
     receive: Receive
 
 
-class Give(ElasticReply, frozen=True, gc=False, tag="give"):
+class Give(MemberReply, frozen=True, gc=False, tag="give"):
     """The worker's pipeline gives its state to another one: said to its stage 0."""
 
     donate: Donate
 
 
-class Drop(ElasticReply, frozen=True, gc=False, tag="drop"):
+class Drop(MemberReply, frozen=True, gc=False, tag="drop"):
     """Nobody waits for ``transfer`` any more."""
 
     transfer: str
 
 
-class NewEpoch(ElasticReply, frozen=True, gc=False, tag="new_epoch"):
+class NewEpoch(MemberReply, frozen=True, gc=False, tag="new_epoch"):
     """The members have changed."""
 
     epoch: Epoch
 
 
-class Hold(ElasticReply, frozen=True, gc=False, tag="hold"):
+class Hold(MemberReply, frozen=True, gc=False, tag="hold"):
     """Nobody begins another turn while there is a ``reason``: there are too few pipelines. What was begun goes on, and
     is answered, since a worker within a turn cannot give its state to those that are to come."""
 
     reason: str
 
 
-class HasMet(ElasticReply, frozen=True, gc=False, tag="met"):
+class HasMet(MemberReply, frozen=True, gc=False, tag="met"):
     """The answer to a :class:`Meet`."""
 
     met: Met
 
 
-class Broke(ElasticReply, frozen=True, gc=False, tag="broke"):
+class Broke(MemberReply, frozen=True, gc=False, tag="broke"):
     """A member did not get the result of the group ``sequence``: who has it, says so; who waits for it, need not."""
 
     sequence: int
 
 
-class Regroup(ElasticReply, frozen=True, gc=False, tag="group_again"):
-    """Try it again in ``group``, instead of ``sequence``."""
+class Again(MemberReply, frozen=True, gc=False, tag="again"):
+    """Try the group ``sequence`` again in ``group``; or, without one, do not: ``source``, a pipeline, has its result,
+    and gives its state."""
 
     sequence: int
-    group: Group
+    group: Group | None
+    source: int = -1
 
 
-class Skip(ElasticReply, frozen=True, gc=False, tag="skip"):
-    """Do not try the group ``sequence`` again: ``source``, a pipeline, has its result, and gives its state."""
-
-    sequence: int
-    source: int
-
-
-class Values(ElasticReply, frozen=True, gc=False, tag="values"):
-    """Answers a :class:`Fetch`; None for a key that is not there."""
+class Stored(MemberReply, frozen=True, gc=False, tag="stored"):
+    """Answers a :class:`Store`: the values of its keys, None for one that is not there; or the number at its key, of an
+    ``add`` the sum, and of a ``remove`` how many there were."""
 
     number: int
-    values: tuple[bytes | None, ...]
+    values: tuple[bytes | None, ...] = ()
+    count: int = 0
 
 
-class Sum(ElasticReply, frozen=True, gc=False, tag="sum"):
-    """Answers an :class:`Add` (the sum) and a :class:`Remove` (how many there were)."""
+class Refused(MemberReply, frozen=True, gc=False, tag="refused"):
+    """The request ``number`` changed nothing, since what it asks for cannot be; 0: whatever the worker waits for from
+    the others."""
 
     number: int
-    value: int
-
-
-class Denial(ElasticReply, frozen=True, gc=False, tag="denial"):
-    """What the worker asked for in request ``number`` cannot be; 0: whatever it waits for from the others."""
-
     reason: str
-    number: int = 0
 
 
-class MustEnd(ElasticReply, frozen=True, gc=False, tag="must_end"):
+class MustEnd(MemberReply, frozen=True, gc=False, tag="must_end"):
     """The worker's pipeline is not in the run any more; all of its processes must end."""
 
     reason: str
 
 
-class Over(ElasticReply, frozen=True, gc=False, tag="over"):
-    """The run is over: it has ``failed``, or all have finished."""
+class Over(MemberReply, frozen=True, gc=False, tag="over"):
+    """The run is over: it has ``failed``, through ``worker`` if that is one's, or all have finished."""
 
     reason: str
     failed: bool
+    worker: Worker | None = None
 
 
-class Stranger(ElasticReply, frozen=True, gc=False, tag="stranger"):
-    """The scheduler does not know the worker (it may have been restarted): enrol, or resume."""
+class Stranger(MemberReply, frozen=True, gc=False, tag="stranger"):
+    """The scheduler does not know the process, or, if that is ``known``, not that it takes part in groups (it may have
+    been restarted): enrol or resume, and join, again."""
+
+    known: bool = False
 
 
 Request: TypeAlias = (
-    Enrol
-    | Resume
-    | Beat
-    | TellSnapshot
-    | TellReceived
-    | Meet
-    | AskRegroup
-    | TellCompleted
-    | Publish
-    | Depart
-    | Put
-    | Fetch
-    | Add
-    | Remove
+    Enrol | Resume | Beat | TellSnapshot | TellReceived | Meet | AskRegroup | TellCompleted | Publish | Depart | Store
 )
 Reply: TypeAlias = (
     Noted
@@ -301,11 +278,9 @@ Reply: TypeAlias = (
     | Hold
     | HasMet
     | Broke
-    | Regroup
-    | Skip
-    | Values
-    | Sum
-    | Denial
+    | Again
+    | Stored
+    | Refused
     | MustEnd
     | Over
     | Stranger
@@ -313,5 +288,5 @@ Reply: TypeAlias = (
 
 
 def peer_of(worker: Worker, incarnation: int) -> bytes:
-    """The ZeroMQ identity of the socket on which a worker's process speaks of membership."""
+    """The ZeroMQ identity of the socket on which a worker's process beats."""
     return b"%d.%d.member.%x" % (worker.stage, worker.pipeline, incarnation)

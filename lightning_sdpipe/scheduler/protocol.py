@@ -3,9 +3,9 @@
 A frame is one byte of protocol version followed by one msgpack-encoded struct; the struct's tag says which. That much
 holds for all versions, so that either side can say which one the other speaks. Workers speak in :data:`Request`, the
 scheduler in :data:`Reply`. A worker has two sockets: the one that its training uses, and one for the heartbeats of a
-thread. Every request names its worker, the client's ``session`` (drawn at random when the client is made) and a
-``number`` that grows with every request of the session over both sockets, so that a repeated or replayed frame can be
-told from a new one.
+thread. Every request names its worker, the ``incarnation`` of the worker's job (drawn at random when that starts) and a
+``number`` that grows with every request over both sockets, so that a repeated or replayed frame can be told from a new
+one.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class Failure(msgspec.Struct, frozen=True):
         who = "the scheduler" if self.worker is None else f"worker {self.worker}"
         return f"{who} failed first: {self.reason}"
 
+    def said(self) -> e.Over:
+        """To the workers."""
+        return e.Over(self.reason, True, self.worker)
+
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
     """A group and, in the order of its members, the iterations whose ready it answers (passive: None), and how often
@@ -71,72 +75,45 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
         return dict(zip(self.group.members, self.invitations, strict=False)).get(worker, 0)
 
 
-class _Request(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    worker: Worker
-    session: Count
-    number: Count
+class TrainingRequest(e.FromWorker, frozen=True, gc=False):
+    """Said by the thread that trains; by the other one only to a scheduler that was started again."""
 
 
-class Hello(_Request, frozen=True, gc=False, tag="hello"):
+class Hello(TrainingRequest, frozen=True, gc=False, tag="hello"):
     """Is this the scheduler of a run with that many stages and pipelines? (Not checked without.)"""
 
     mesh: tuple[Count, Count] | None
 
 
-class Join(_Request, frozen=True, gc=False, tag="join"):
+class Join(TrainingRequest, frozen=True, gc=False, tag="join"):
     """The worker takes part from now on; ``resumed`` when it already did, for all it knows.
 
     ``heard`` is the highest number of a group that it heard of, -1 if it heard of none, None if it has not joined
-    before; ``answers`` are those that another member could still ask for. ``elastic``: the session is the incarnation
-    of the worker's job, which has enrolled. ``answered`` is the iteration whose group it has heard of last.
-    ``about`` is for people.
+    before; ``answers`` are those that another member could still ask for. ``answered`` is the iteration whose group it
+    has heard of last. ``about`` is for people.
     """
 
     mesh: tuple[Count, Count] | None
     resumed: bool = False
     heard: Last | None = None
     answers: tuple[Answer, ...] = ()
-    elastic: bool = False
     answered: Count | None = None
     about: About | None = None
 
 
-class Ready(_Request, frozen=True, gc=False, tag="ready"):
+class Ready(TrainingRequest, frozen=True, gc=False, tag="ready"):
     """The worker needs nobody any more to finish the local step of ``iteration``, and waits for a group."""
 
     iteration: Count
 
 
-class Leave(_Request, frozen=True, gc=False, tag="leave"):
-    """The worker pauses or has finished its epoch; ``rows`` are those that no heartbeat has told."""
+class Leave(TrainingRequest, frozen=True, gc=False, tag="leave"):
+    """The worker pauses or has finished its epoch; ``rows`` are those that no beat has told."""
 
     rows: NewRows | None = None
 
 
-class Failed(_Request, frozen=True, gc=False, tag="failed"):
-    """The worker failed; the run cannot go on."""
-
-    reason: str
-
-
-class AskFailure(_Request, frozen=True, gc=False, tag="ask_failure"):
-    """Did any worker fail?"""
-
-
-class AskMissing(_Request, frozen=True, gc=False, tag="ask_missing"):
-    """Whom does my stage wait for?"""
-
-
-class Heartbeat(_Request, frozen=True, gc=False, tag="heartbeat"):
-    """The worker lives; ``joined`` says whether it believes that it takes part, ``rows`` what it did since the last
-    heartbeat, and ``dealt`` how far it is with what was dealt."""
-
-    joined: bool
-    rows: NewRows | None = None
-    dealt: tuple[Segment, Done] | None = None
-
-
-class AskLease(_Request, frozen=True, gc=False, tag="ask_lease"):
+class AskLease(TrainingRequest, frozen=True, gc=False, tag="ask_lease"):
     """Which batches does my pipeline train after those of its lease before ``ordinal``?"""
 
     segment: Segment
@@ -144,7 +121,7 @@ class AskLease(_Request, frozen=True, gc=False, tag="ask_lease"):
     done: Done
 
 
-class TellLeases(_Request, frozen=True, gc=False, tag="tell_leases"):
+class TellLeases(TrainingRequest, frozen=True, gc=False, tag="tell_leases"):
     """All leases in ``segment`` that the worker heard of; ``over`` if it heard that too."""
 
     segment: Segment
@@ -173,57 +150,11 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welco
     mesh: tuple[int, int]
 
 
-class Acknowledged(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="acknowledged"):
-    """The request ``number`` was carried out; so far the worker was invited ``invitations`` times."""
-
-    number: int
-    invitations: int = 0
-
-
-class Refused(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="refused"):
-    """The request ``number`` changed nothing; ``reason`` says why."""
-
-    number: int
-    reason: str
-
-
-class Unknown(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="unknown"):
-    """The scheduler does not count the worker among the active (it may have been restarted): join again."""
-
-    number: int
-
-
-class Missing(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="missing"):
-    """The active workers of the stage that are not ready."""
-
-    number: int
-    workers: tuple[Worker, ...]
-
-
-class FirstFailure(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="first_failure"):
-    """What failed first, if anything."""
-
-    number: int
-    failure: Failure | None
-
-
-class Abort(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="abort"):
-    """The run is over: ``failure`` came first."""
-
-    failure: Failure
-
-
-class Pulse(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="pulse"):
-    """The scheduler lives too."""
-
-    failure: Failure | None
-
-
 class Lost(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="lost"):
-    """``worker`` was silent for so many seconds that the others go on without it."""
+    """The others go on without ``worker``, until it is heard of; ``reason`` is what it was, or did."""
 
     worker: Worker
-    silent: float
+    reason: str
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="invitation"):
@@ -261,24 +192,8 @@ class RowsReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="row
     chunks: tuple[bytes, ...]
 
 
-Request: TypeAlias = Hello | Join | Ready | Leave | Failed | AskFailure | AskMissing | Heartbeat | AskLease | TellLeases
-Reply: TypeAlias = (
-    Welcome
-    | Acknowledged
-    | Answer
-    | Refused
-    | Unknown
-    | Missing
-    | FirstFailure
-    | Abort
-    | Pulse
-    | Lost
-    | Invitation
-    | Dealt
-    | AskLeases
-    | StatusReply
-    | RowsReply
-)
+Request: TypeAlias = Hello | Join | Ready | Leave | AskLease | TellLeases
+Reply: TypeAlias = Welcome | Answer | Lost | Invitation | Dealt | AskLeases | StatusReply | RowsReply
 Question: TypeAlias = AskStatus | AskRows
 """Of somebody who is no worker."""
 
@@ -322,13 +237,7 @@ def _check(frame: bytes, limit: int) -> None:
         raise WrongVersion(frame[0])
 
 
-def routing_id(worker: Worker, incarnation: int | None = None) -> bytes:
-    """The ZeroMQ identity of the socket that the worker's training uses; each incarnation of an elastic run has its
-    own, since the one before may still be connected."""
-    suffix = b"" if incarnation is None else b".%x" % incarnation
-    return b"%d.%d" % (worker.stage, worker.pipeline) + suffix
-
-
-def heartbeat_id(worker: Worker, incarnation: int | None = None) -> bytes:
-    """The ZeroMQ identity of the socket that the worker's heartbeats use."""
-    return routing_id(worker, incarnation) + b".heartbeat"
+def routing_id(worker: Worker, incarnation: int) -> bytes:
+    """The ZeroMQ identity of the socket that the worker's training uses; each start of its job has its own, since the
+    one before may still be connected."""
+    return b"%d.%d.%x" % (worker.stage, worker.pipeline, incarnation)

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -90,6 +92,7 @@ class FixedRun:
         self.membership = SchedulerConnection(
             self.mesh,
             self.options.method.policy,
+            _of_this_run(1 + secrets.randbits(61), strategy.root_device),
             self.options.standing_scheduler,
             lambda: where_to_listen(environment, strategy.num_nodes),
             self.options.run_timeout.total_seconds(),
@@ -163,3 +166,10 @@ class FixedRun:
         if self.membership is not None:
             self.membership.close()
             self.membership = None
+
+
+def _of_this_run(number: int, device: torch.device) -> int:
+    """Rank 0's number, which each rank gets when all have come: none is in the run before any more."""
+    numbers = torch.tensor(number if dist.get_rank() == 0 else 0, device=device)
+    dist.all_reduce(numbers)
+    return int(numbers)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,9 +18,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
+from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.topology.mesh import Mesh
@@ -31,6 +33,9 @@ _BY_SIGNAL: Mapping[type[BaseException], str] = {
     KeyboardInterrupt: "ended by Ctrl-C",
     SIGTERMException: "ended by SIGTERM",
 }
+
+_LAST_WORDS = 5.0  # seconds
+_OTHERS_DEPART = 30.0  # seconds that rank 0 keeps its scheduler for them
 
 
 @dataclass(frozen=True)
@@ -86,36 +91,6 @@ def start_scheduler(
     return scheduler, SchedulerAddress(answer["address"], msgspec.convert(answer["keys"], WorkerKeys))
 
 
-def connect(
-    scheduler: SchedulerAddress,
-    mesh: Mesh,
-    timeout: float,
-    on_abort: Callable[[Failure], None],
-    embedded: bool = False,
-) -> SchedulerClient:
-    """This rank's line to the scheduler; an ``embedded`` one lives as long as rank 0, and is not restarted.
-
-    Raises:
-        SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another mesh.
-    """
-    worker = Worker(*mesh.locate(dist.get_rank()))
-    client = SchedulerClient(
-        scheduler.address,
-        worker,
-        mesh=(mesh.num_stages, mesh.num_pipelines),
-        timeout=timeout,
-        credentials=scheduler.keys,
-        host=Worker(*mesh.locate(0)) if embedded else None,
-    )
-    client.on_abort = on_abort
-    try:
-        client.greet()
-    except BaseException:
-        client.close()
-        raise
-    return client
-
-
 class RunConnection(Protocol):
     """One worker's place in a run, of any kind."""
 
@@ -135,16 +110,21 @@ class SchedulerConnection:
     """Connects this rank to the scheduler, which rank 0 starts if no standing one is given; every rank must do so.
 
     Args:
+        incarnation: a number of this run on these processes, which all ranks share.
         bind: where a scheduler that is started listens.
         timeout: seconds that any answer of it may take.
         give_up: ends this process's wait for a tensor that will never come; called in another thread.
         log: file for the events and decisions of a scheduler that is started.
+
+    Raises:
+        SchedulerError: it does not answer, the keys do not fit, it speaks another version, or serves another run.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         policy: PolicyConfig,
+        incarnation: int,
         standing: SchedulerAddress | None,
         bind: Callable[[], str],
         timeout: float,
@@ -155,7 +135,24 @@ class SchedulerConnection:
         self._worker = Worker(*mesh.locate(dist.get_rank()))
         self._scheduler, where = (None, standing) if standing else start_scheduler(policy, mesh, bind(), log)
         self._watchdog = Watchdog(self._describe, give_up)
-        self.client = connect(where, mesh, timeout, self._watchdog.arm, embedded=standing is None)
+        self._finishes = True
+        self._line = MembershipClient(
+            where.address,
+            self._worker,
+            incarnation,
+            mesh=(mesh.num_stages, mesh.num_pipelines),
+            timeout=timeout,
+            credentials=where.keys,
+            told=Callbacks(ended=self._must_end, over=self._over),
+            host=Worker(*mesh.locate(0)) if standing is None else None,
+        )
+        try:
+            self.client = SchedulerClient(self._line, timeout)
+            self.client.greet()
+            self._line.enrol(FIXED)
+        except BaseException:
+            self._line.close()
+            raise
 
     @contextmanager
     def first_failure(self, told_to_end: Callable[[], bool]) -> Iterator[None]:
@@ -178,9 +175,10 @@ class SchedulerConnection:
     def fail(self, exception: BaseException) -> None:
         """Tells the others of ``exception``, unless it came from one of them."""
         self._watchdog.disarm()
+        self._finishes = False
         if not isinstance(exception, WorkerFailedError):
             by_signal = _BY_SIGNAL.get(type(exception))
-            self.client.failed(by_signal or f"{type(exception).__name__}: {exception}")
+            self._line.failed(by_signal or f"{type(exception).__name__}: {exception}")
             if by_signal:  # which ends a process without a word
                 print(f"{self._place(self._worker)} was {by_signal}.", file=sys.stderr, flush=True)
         if self._scheduler is not None:  # the others still have to hear of it
@@ -188,9 +186,23 @@ class SchedulerConnection:
             self._scheduler = None
 
     def close(self) -> None:
-        self.client.close()
+        self._watchdog.disarm()
+        if self._line.thread.talk.stop is None:
+            with suppress(SchedulerError, WorkerFailedError):  # what there was to do is done
+                self._line.depart(finished=self._finishes, timeout=_LAST_WORDS)
+                if self._scheduler is not None:  # the others still have to depart
+                    self.client.first_failure(_OTHERS_DEPART)
+        self._line.close()
         if self._scheduler is not None:
             self._scheduler.close()
+
+    def _must_end(self, reason: str) -> None:
+        self._watchdog.arm(Failure(self._worker, f"it must end: {reason}"))
+
+    def _over(self, reason: str, failed: bool) -> None:
+        stop = self._line.thread.talk.stop
+        if failed and stop is not None:
+            self._watchdog.arm(Failure(stop.worker, reason))
 
     def _describe(self, failure: Failure) -> str:
         who = "The scheduler" if failure.worker is None else self._place(failure.worker)

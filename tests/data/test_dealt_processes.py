@@ -13,9 +13,9 @@ from lightning_sdpipe.data.dealt import DealtBatches
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.topology.mesh import Mesh
+from tests.scheduler.live_scheduler import OrdinaryClient
 from tests.workers import run_workers
 
 PIPELINES, SAMPLES, BATCH = 2, 161, 4
@@ -31,7 +31,7 @@ def train(rank: int) -> list[list[tuple[int, int, list[int]]]]:
     where = [(scheduler.address, scheduler.credentials) if scheduler else None]
     dist.broadcast_object_list(where)
     address, keys = where[0]
-    client = SchedulerClient(address, Worker(stage, pipeline), timeout=20.0, credentials=keys, heartbeat=0.1)
+    client = OrdinaryClient(address, Worker(stage, pipeline), 1, credentials=keys)
     client.join()
     dataset = TensorDataset(torch.arange(SAMPLES))
     sampler = DistributedSampler(dataset, PIPELINES, pipeline)

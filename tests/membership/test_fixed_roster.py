@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
-from lightning_sdpipe.membership.members import Member
+from lightning_sdpipe.membership.members import FIXED, Member
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import Worker
 
-SAME = {"model": "linear"}
+SAME = FIXED
 STAGES, PIPELINES = 2, 2
 ALL = [Worker(j, i) for i in range(PIPELINES) for j in range(STAGES)]
 
@@ -45,18 +45,19 @@ def test_it_starts_at_once_when_all_are_there_and_takes_no_others() -> None:
 @pytest.mark.parametrize(
     ("event", "said"),
     [
-        (w.Died(Worker(1, 0), 7, "ended (its connection closed)"), "stage 1 ended (its connection closed)"),
-        (w.Failed(Worker(1, 0), 7, "ValueError: no"), "stage 1 failed: ValueError: no"),
-        (w.Departed(Worker(1, 0), 7, finished=False), "stage 1 was told to end"),
+        (w.Died(Worker(1, 0), 7, "ended (its connection closed)"), "its process ended (its connection closed)"),
+        (w.Failed(Worker(1, 0), 7, "ValueError: no"), "ValueError: no"),
+        (w.Departed(Worker(1, 0), 7, finished=False), "was told to end"),
     ],
 )
 def test_a_process_that_has_ended_ends_the_run_by_name(event: w.MemberEvent, said: str) -> None:
     core = started()
-    gone, over = core.on(event, 1.0)
+    over, gone = core.on(event, 1.0)
     assert isinstance(gone, w.Gone)
-    assert over == w.RunOver(f"pipeline 0: {said}", failed=True, worker=Worker(1, 0))
+    assert over == w.RunOver(said, failed=True, worker=Worker(1, 0))
     core.validate()
-    assert core.on(w.Died(Worker(0, 1), 7, "ended"), 2.0)[1:] == [], "the first one counts"
+    (gone,) = core.on(w.Died(Worker(0, 1), 7, "ended"), 2.0)
+    assert isinstance(gone, w.Gone), "the first one counts"
     (denied,) = core.on(w.Enrolled(Worker(0, 0), 8, SAME), 3.0)
     assert isinstance(denied, w.Denied), "a failed run makes no room"
 
@@ -81,9 +82,8 @@ def test_one_that_finished_makes_room_for_the_next() -> None:
     decisions = [d for worker in ALL for d in core.on(w.Departed(worker, 7, finished=True), 1.0)]
     assert decisions == [w.RunOver("all pipelines have finished their training", failed=False)]
     assert core.on(w.Died(ALL[0], 7, "ended"), 1.1) == []
-    before = core.epoch.number
     enrol(core, 8)
-    assert core.epoch.number > before
+    assert core.members == [0, 1]
     assert core.on(
         w.Meets(ALL[0], 7, "end", b""),  # of the run before
         2.0,
@@ -101,6 +101,25 @@ def test_a_new_scheduler_takes_who_does_not_come_back_for_lost() -> None:
     assert again.members == (Member(0, 7), Member(1, 7))
     core.validate()
     assert core.on(w.Resumed(ALL[0], 7, SAME, epoch), 60.0) == [w.CameBack(ALL[0])]
+
+
+def test_a_scheduler_for_both_kinds_of_run_serves_that_whose_process_comes_first() -> None:
+    core = Membership(1, ElasticConfig(settle=0.0), num_pipelines=2)
+    for incarnation in (7, 8):
+        for pipeline in (0, 1):
+            core.on(w.Enrolled(Worker(0, pipeline), incarnation, FIXED), 0.0)
+        assert core.members == [0, 1]
+        (denied,) = core.on(w.Enrolled(Worker(0, 2), 9, {"model": "linear"}), 0.0)
+        assert isinstance(denied, w.Denied)
+        for pipeline in (0, 1):
+            core.on(w.Departed(Worker(0, pipeline), incarnation, finished=True), 1.0)
+    epoch, started = core.on(w.Enrolled(Worker(0, 2), 9, {"model": "linear"}), 2.0)
+    assert isinstance(epoch, w.Epoch)
+    assert isinstance(started, w.Started)
+    core.validate()
+    (denied,) = core.on(w.Enrolled(Worker(0, 0), 10, FIXED), 3.0)
+    assert isinstance(denied, w.Denied)
+    assert "set SDPIPE_PIPELINE, or give it a scheduler of its own" in denied.reason
 
 
 EVENTS = st.tuples(st.sampled_from(ALL), st.sampled_from([6, 7, 8]), st.integers(0, 7))
@@ -125,22 +144,16 @@ def test_silence_alone_never_ends_it_and_an_end_always_does(
             w.Departed(worker, incarnation, finished=True),
             w.Died(worker, incarnation, "ended"),
         ][kind]
-        was_member = core.roster.is_member(worker.pipeline, incarnation)
         over = core.ending.over
         decisions = core.on(event, now)
         core.validate()
-        if (
-            here
-            and over is None
-            and (
-                (isinstance(event, w.Died) and worker not in finished)
-                or (isinstance(event, w.Departed) and not was_member)
-            )
-        ):
+        if here and over is None and isinstance(event, w.Died) and worker not in finished:
             ended = True
             assert any(isinstance(d, w.RunOver) and d.failed and d.worker == worker for d in decisions)
-        if isinstance(event, w.Departed) and was_member and here:
+        if isinstance(event, w.Departed) and here:
             finished.add(worker)
+        if isinstance(event, w.Enrolled) and not here:
+            finished.discard(worker)
         failed = core.ending.over is not None and core.ending.over.failed
         assert failed == ended
         assert not any(isinstance(decision, w.Held | w.Donate) for decision in decisions)

@@ -1,9 +1,7 @@
 """An elastic run in virtual time: the scheduler's service, and processes that are killed, fall silent and come back.
 
 The service is the real one, without its sockets, and so is what each process says and believes (its
-:class:`~lightning_sdpipe.scheduler.client.conversation.Conversation` about membership and the
-:class:`~lightning_sdpipe.scheduler.client.session_conversation.SessionConversation` of its training) and what stage 0
-orders before a turn. Here are
+:class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`) and what stage 0 orders before a turn. Here are
 the network, the faults and the training. The network delays every message by itself, so they overtake each other, and
 loses some. A history follows from its seed alone::
 
@@ -34,9 +32,8 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import conversation as c
-from lightning_sdpipe.scheduler.client.session_conversation import Came, Kind, Send, SessionConversation
-from lightning_sdpipe.scheduler.client.session_conversation import Effect as SessionEffect
+from lightning_sdpipe.scheduler.client import effects as f
+from lightning_sdpipe.scheduler.client.conversation import Conversation
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 SILENCE, BATCHES = 2.0, 6
@@ -59,13 +56,12 @@ class Process:
 
     worker: Worker
     incarnation: int
-    talk: c.Conversation = field(repr=False)
-    session: SessionConversation = field(repr=False)
+    talk: Conversation = field(repr=False)
     state: str = "enrolling"
-    waits: dict[c.Key, Callable[[e.Reply], None]] = field(default_factory=dict)
+    waits: dict[f.Key, Callable[[e.Reply], None]] = field(default_factory=dict)
     """What it does when an answer comes."""
-    session_waits: dict[Kind, Callable[[Any], None]] = field(default_factory=dict)
-    """The same, of its session."""
+    session_waits: dict[f.Kind, Callable[[Any], None]] = field(default_factory=dict)
+    """The same, of what its training asks."""
     copies: dict[str, Copy] = field(default_factory=dict)
     receive: Receive | None = None
     update: int = 0
@@ -200,8 +196,8 @@ class World:
         self.tell(f"pipeline {pipeline} starts ({incarnation})")
         for stage in range(self.stages):
             worker = Worker(stage, pipeline)
-            session = SessionConversation(worker, incarnation, elastic=True, clock=lambda: self.now)
-            process = Process(worker, incarnation, c.Conversation(worker, incarnation), session, since=self.now)
+            talk = Conversation(worker, incarnation, clock=lambda: self.now)
+            process = Process(worker, incarnation, talk, since=self.now)
             self.processes.append(process)
             self.after(self.rng.uniform(0.0, 0.3), lambda p=process: self.begin(p))  # type: ignore[misc]
 
@@ -209,7 +205,7 @@ class World:
         self.ask(process, lambda reply: self.comes(process, reply), e.Enrol, SAME)
         if process.worker.stage == 0:
             keys = (f"leaving-{process.incarnation}/now",)
-            self.ask(process, lambda _: setattr(process, "leaving", True), e.Fetch, keys, True)
+            self.ask(process, lambda _: setattr(process, "leaving", True), e.Store, "wait", keys)
         self.live(process)
 
     def die(self, process: Process, why: str, alone: bool = False) -> None:
@@ -255,9 +251,8 @@ class World:
             assert "no checkpoint was written" in str(self.service.failure)
             raise NobodyLeft
         self.service.validate()
-        assert self.service.elastic is not None
-        self.service.elastic.membership.validate()
-        if " start " in (epoch := self.service.elastic.membership.epoch).reason:
+        self.service.members.membership.validate()
+        if " start " in (epoch := self.service.members.membership.epoch).reason:
             self.run_number = epoch.number
         for peer, reply in replies:
             self.after(self.rng.uniform(0.0005, 0.02), lambda p=peer, r=reply: self.reach(p, r))  # type: ignore[misc]
@@ -265,10 +260,7 @@ class World:
     def reach(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
         for process in self.processes:
             if peer.startswith(b"%d.%d." % (process.worker.stage, process.worker.pipeline)) and not process.dead:
-                names = [
-                    name(process.worker, process.incarnation) for name in (e.peer_of, m.routing_id, m.heartbeat_id)
-                ]
-                if peer not in names:
+                if peer not in [name(process.worker, process.incarnation) for name in (e.peer_of, m.routing_id)]:
                     continue
                 if process.cut_off_until > self.now or self.rng.random() < self.loss:
                     return
@@ -292,9 +284,9 @@ class World:
         for request in process.talk.due(self.now):
             self.send(process, e.peer_of(process.worker, process.incarnation), request)
 
-    def ask_session(self, process: Process, then: Callable[[Any], None], kind: Kind, *fields: object) -> None:
+    def ask_session(self, process: Process, then: Callable[[Any], None], kind: f.Kind, *fields: object) -> None:
         process.session_waits[kind] = then
-        request = process.session.ask(kind, *fields)
+        request = process.talk.training.ask(kind, *fields)
         self.send(process, m.routing_id(process.worker, process.incarnation), request)
 
     def live(self, process: Process) -> None:
@@ -304,10 +296,7 @@ class World:
         if process.asleep_until <= self.now:
             process.talk.updates = process.update
             self.pump(process)
-            if process.state not in ("enrolling", "receiving"):
-                beats = m.heartbeat_id(process.worker, process.incarnation)
-                self.carry_out_session(process, beats, process.session.beat())
-            for request in process.session.again():
+            for request in process.talk.training.again():
                 self.send(process, m.routing_id(process.worker, process.incarnation), request)
         self.after(self.rng.uniform(0.15, 0.25), lambda: self.live(process))
 
@@ -316,52 +305,42 @@ class World:
 
     def hear(self, process: Process, peer: bytes, reply: m.Reply | e.Reply) -> None:
         self.seen[type(reply).__name__] += 1
-        if peer != e.peer_of(process.worker, process.incarnation):
-            of_beats = peer == m.heartbeat_id(process.worker, process.incarnation)
-            self.carry_out_session(process, peer, process.session.hear(reply, of_beats))
-            return
-        assert isinstance(reply, e.ElasticReply), reply
-        for effect in process.talk.hear(reply):
+        of_training = peer == m.routing_id(process.worker, process.incarnation)
+        for effect in process.talk.hear_training(reply) if of_training else process.talk.hear(reply):
             if not process.dead:
                 self.carry_out(process, effect)
         self.pump(process)
 
-    def carry_out_session(self, process: Process, peer: bytes, effects: list[SessionEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case Send(request):
-                    self.send(process, peer, request)
-                case Came(_, m.Refused(reason=reason)):
-                    raise AssertionError(f"{process}: {reason}")
-                case Came(kind, reply):
-                    process.session_waits.pop(kind)(reply)
-                case c.MustStop():
-                    self.carry_out(process, effect)
-
-    def carry_out(self, process: Process, effect: c.Effect) -> None:
+    def carry_out(self, process: Process, effect: f.Effect) -> None:
         match effect:
-            case c.Replied(key, reply):
-                process.waits.pop(key)(reply)
-            case c.NotGranted(_, reason):
+            case f.Send(request):
+                self.send(process, m.routing_id(process.worker, process.incarnation), request)
+            case f.Came(_, e.Refused(reason=reason)):
                 raise AssertionError(f"{process}: {reason}")
-            case c.EpochBegan(epoch):
+            case f.Came(kind, reply):
+                process.session_waits.pop(kind)(reply)
+            case f.Replied(key, reply):
+                process.waits.pop(key)(reply)
+            case f.NotGranted(_, reason):
+                raise AssertionError(f"{process}: {reason}")
+            case f.EpochBegan(epoch):
                 assert process.incarnation in {member.incarnation for member in epoch.members}
                 self.make_group(process, epoch)
-            case c.GroupBroke(sequence):
+            case f.GroupBroke(sequence):
                 process.broke.add(sequence)
-            case c.Connect(nonce=nonce):
+            case f.Connect(nonce=nonce):
                 process.nonce = nonce
                 process.talk.lifeline(there=True)
-            case c.MustStop(reason, run):
+            case f.MustStop(reason, run):
                 assert not run or self.finishes_after is not None, reason
                 self.die(process, f"it must end: {reason}")
 
     def make_group(self, process: Process, epoch: Epoch) -> None:
         """The members of an epoch find each other in the store."""
         room, stage = f"epoch-{epoch.number}", process.worker.stage
-        self.ask(process, lambda _: None, e.Put, f"{room}/{stage}.{process.worker.pipeline}", b"here")
+        self.ask(process, lambda _: None, e.Store, "put", (f"{room}/{stage}.{process.worker.pipeline}",), b"here")
         keys = tuple(f"{room}/{stage}.{pipeline}" for pipeline in epoch.pipelines)
-        self.ask(process, lambda _: self.after(0.01, lambda: self.found(process, epoch)), e.Fetch, keys, True)
+        self.ask(process, lambda _: self.after(0.01, lambda: self.found(process, epoch)), e.Store, "wait", keys)
         if epoch.tries:
             self.after(self.rng.uniform(0.01, 3.0), lambda: self.tried(process, epoch))
 
@@ -463,7 +442,7 @@ class World:
         lease = process.lease
         resting = process.state == "resting"
         over = lease is not None and (lease.over or not (lease.size or resting))
-        if not process.session.asks(m.AskLease) and not over and (lease is None or process.done == lease.size):
+        if not process.talk.training.asks(m.AskLease) and not over and (lease is None or process.done == lease.size):
             self.ask_session(
                 process, lambda reply: self.dealt(process, reply), m.AskLease, process.segment, process.ordinal
             )
@@ -495,7 +474,7 @@ class World:
         job, said = self.job(process), self.words[process.incarnation, process.turns]
         if any(p.turns < process.turns or p.state in ("joining", "receiving") for p in job if p is not process):
             return False  # its neighbours have nothing for it yet
-        go, there = Command(CommandKind.GO), not process.session.asks(m.AskLease)
+        go, there = Command(CommandKind.GO), not process.talk.training.asks(m.AskLease)
         if process.worker.stage == 0 and all(p.obeyed == len(said) and not p.copying for p in job) and go not in said:
             order = turn_order(process.leaving, process.talk.donations, process.talk.held_up)
             if order is not None and (order != go or there):
@@ -573,7 +552,8 @@ class World:
             goes_on()
 
     def again(self, process: Process, reply: e.Reply) -> None:
-        assert isinstance(reply, e.Regroup)
+        assert isinstance(reply, e.Again)
+        assert reply.group is not None
         self.begin_exchange(process, reply.group)
 
     def stepped(self, process: Process) -> None:
@@ -584,7 +564,7 @@ class World:
         process.update += 1
         process.done += 1
         process.trained += 1
-        process.session.leases.trained(process.trained)
+        process.talk.training.leases.trained(process.trained)
         self.set_state(process, "training")
         self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
 
@@ -615,7 +595,7 @@ class World:
                     self.die(victim, "told to end")
                 else:
                     key = f"leaving-{victim.incarnation}/now"
-                    self.ask(victim, lambda _: None, e.Put, key, b"1")
+                    self.ask(victim, lambda _: None, e.Store, "put", (key,), b"1")
                     self.after(10.0, lambda: self.die(victim, "told to end for long"))
             case "s":
                 victim.asleep_until = self.now + rng.choice([0.5, 4.0])
@@ -659,8 +639,7 @@ class World:
         self.finishes_after = 1 + max(p.segment.epoch for p in self.processes)
         self.run(self.now + seconds)
         assert self.service is not None
-        assert self.service.elastic is not None
-        over = self.service.elastic.membership.ending.over
+        over = self.service.members.membership.ending.over
         assert over is not None, [(p.worker, p.state, p.since) for p in self.processes]
         assert not over.failed, over
         assert not self.processes

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from typing import Any
 
-from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
+from lightning_sdpipe.membership.members import FIXED
+from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits, Server
 
 
@@ -35,15 +39,38 @@ def serving(spec: PolicyConfig, num_stages: int, num_pipelines: int, **options: 
             assert not thread.is_alive()
 
 
+class OrdinaryClient(SchedulerClient):
+    """A worker of a run of fixed pipelines, which enrols when it greets the scheduler."""
+
+    def __init__(self, address: str, worker: Worker, job: int, *, timeout: float = 20.0, **options: Any) -> None:
+        super().__init__(MembershipClient(address, worker, job, timeout=timeout, **options), timeout)
+
+    def greet(self) -> None:
+        if self.policy is None:
+            super().greet()
+            self.line.enrol(FIXED)
+
+    def close(self, finished: bool = True) -> None:
+        if self.policy is not None and self.line.thread.talk.stop is None:
+            with suppress(SchedulerError, WorkerFailedError):
+                self.line.depart(finished=finished, timeout=1.0)
+        self.line.close()
+
+
 @contextmanager
-def clients(address: str, *workers: Worker, timeout: float = 20.0, **options: Any) -> Iterator[list[SchedulerClient]]:
-    told = {name: options.pop(name) for name in ("on_abort", "on_invitation") if name in options}
+def clients(
+    address: str,
+    *workers: Worker,
+    on_invitation: Callable[[Group, int | None], None] | None = None,
+    **options: Any,
+) -> Iterator[list[OrdinaryClient]]:
+    """Of one job; ``options`` are those of :class:`MembershipClient`."""
+    incarnation = 1 + secrets.randbits(60)
     with ExitStack() as stack:
         made = []
         for worker in workers:
-            client = SchedulerClient(address, worker, timeout=timeout, **options)
+            client = OrdinaryClient(address, worker, incarnation, **options)
             stack.callback(client.close)
-            for name, callback in told.items():
-                setattr(client, name, callback)
+            client.on_invitation = on_invitation
             made.append(client)
         yield made

@@ -1,7 +1,7 @@
 """Batches that are dealt over a network that delays, repeats, reorders and loses, by a scheduler that dies.
 
 Hypothesis moves the messages. What workers say and believe is the client's own
-:class:`~lightning_sdpipe.scheduler.client.session_conversation.SessionConversation`. Each batch is trained by exactly
+:class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`. Each batch is trained by exactly
 one pipeline, the same on all of its stages.
 """
 
@@ -14,13 +14,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lightning_sdpipe.dealing.leases import Lease, Segment
+from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.session_conversation import Came, Send, SessionConversation
+from lightning_sdpipe.scheduler.client import effects as f
+from lightning_sdpipe.scheduler.client.conversation import Conversation
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
+
+RUN = 7
 
 
 class WorkerModel:
@@ -29,27 +33,34 @@ class WorkerModel:
     def __init__(self, worker: Worker, segment: Segment, machine: LossyDealing) -> None:
         self.worker, self.segment = worker, segment
         self.leases: list[Lease] = []
-        self.talk = SessionConversation(worker, 7, clock=lambda: machine.now)
+        self.talk = Conversation(worker, RUN, clock=lambda: machine.now)
+        self.asks = self.talk.training
+        self.line, self.beats = m.routing_id(worker, RUN), e.peer_of(worker, RUN)
+        self.talk.ask(e.Enrol, FIXED)
 
     @property
     def over(self) -> bool:
         return bool(self.leases) and self.leases[-1].over
 
-    def speak(self) -> list[m.Request]:
-        """The ask that is unanswered, again, or the next; heartbeats only, once there is none."""
-        if self.over:
-            return [effect.request for effect in self.talk.beat() if isinstance(effect, Send)]
-        return self.talk.again() or [self.talk.ask(m.AskLease, self.segment, len(self.leases))]
+    def speak(self, now: float) -> list[tuple[bytes, m.Request | e.Request]]:
+        """The ask that is unanswered, again, or the next; beats only, once there is none."""
+        said: list[tuple[bytes, m.Request | e.Request]] = [(self.beats, request) for request in self.talk.due(now)]
+        if not self.over:
+            asked = self.asks.again() or [self.asks.ask(m.AskLease, self.segment, len(self.leases))]
+            said += [(self.line, request) for request in asked]
+        return said
 
-    def hear(self, reply: m.Reply | e.Reply) -> list[m.Request]:
-        said: list[m.Request] = []
-        for effect in self.talk.hear(reply):
+    def hear(self, peer: bytes, reply: m.Reply | e.Reply) -> list[tuple[bytes, m.Request | e.Request]]:
+        said: list[tuple[bytes, m.Request | e.Request]] = []
+        for effect in self.talk.hear_training(reply) if peer == self.line else self.talk.hear(reply):
             match effect:
-                case Send(request):
-                    said.append(request)
-                case Came(m.AskLease, m.Dealt(lease)):
+                case f.Send(request):
+                    said.append((peer, request))
+                case f.Came(m.AskLease, m.Dealt(lease)):
                     self.leases.append(lease)
-                    self.talk.leases.trained(sum(lease.size for lease in self.leases))
+                    self.asks.leases.trained(sum(lease.size for lease in self.leases))
+                case f.Replied(_, e.Start()) | f.EpochBegan() | f.Connect():
+                    pass
                 case _:
                     raise AssertionError(effect)
         return said
@@ -61,8 +72,8 @@ class LossyDealing(RuleBasedStateMachine):
         self.now = 0.0
         self.mesh, self.segment = (stages, pipelines), Segment(1, 0, 3, 3 + length)
         self.models = [WorkerModel(Worker(j, i), self.segment, self) for j in range(stages) for i in range(pipelines)]
-        self.by_peer = {m.routing_id(model.worker): model for model in self.models}
-        self.to_server: list[tuple[bytes, m.Request]] = []
+        self.by_peer = {peer: model for model in self.models for peer in (model.line, model.beats)}
+        self.to_server: list[tuple[bytes, m.Request | e.Request]] = []
         self.to_workers: list[Addressed] = []
         self.service = SchedulerService(NoSync(), *self.mesh)
 
@@ -74,13 +85,12 @@ class LossyDealing(RuleBasedStateMachine):
 
     def deliver(self, at: int, again: bool) -> None:
         peer, reply = self.to_workers[at] if again else self.to_workers.pop(at)
-        self.to_server += [(peer, request) for request in self.by_peer[peer].hear(reply)]
+        self.to_server += self.by_peer[peer].hear(peer, reply)
 
     @rule(data=st.data(), seconds=st.sampled_from([0.0, 0.1, 2.0]))
     def somebody_asks(self, data: st.DataObject, seconds: float) -> None:
         self.now += seconds
-        model = data.draw(st.sampled_from(self.models))
-        self.to_server += [(m.routing_id(model.worker), request) for request in model.speak()]
+        self.to_server += data.draw(st.sampled_from(self.models)).speak(self.now)
 
     @rule(data=st.data(), again=st.booleans())
     def a_message_reaches_the_scheduler(self, data: st.DataObject, again: bool) -> None:
@@ -101,9 +111,10 @@ class LossyDealing(RuleBasedStateMachine):
     @rule()
     def all_is_well_for_a_while(self) -> None:
         for model in self.models:
-            self.to_server += [(m.routing_id(model.worker), request) for request in model.speak()]
+            self.to_server += model.speak(self.now)
         while self.to_server:
             self.serve(0, again=False)
+        self.to_workers += self.service.tick(self.now)
         while self.to_workers:
             self.deliver(0, again=False)
 

@@ -1,7 +1,7 @@
 """Workers and a scheduler over a network that delays, repeats, reorders and loses, and a scheduler that dies.
 
 Hypothesis moves the messages. What workers say and believe is the client's own
-:class:`~lightning_sdpipe.scheduler.client.session_conversation.SessionConversation`. They never wait for the members of
+:class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`. They never wait for the members of
 their groups, as if every exchange overlapped with training, so they may be any number of groups ahead. Then no
 iteration is lost or doubled, and a group that anybody hears of is heard of by exactly its members.
 """
@@ -15,6 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lightning_sdpipe.dealing.dealer import Dealer
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
+from lightning_sdpipe.membership.members import FIXED
+from lightning_sdpipe.membership.membership import Membership
+from lightning_sdpipe.meter import PHASES, MeterRow
 from lightning_sdpipe.policies import PolicyConfig, Worker, registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
@@ -22,46 +26,50 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.session_conversation import Came, Send, SessionConversation
+from lightning_sdpipe.scheduler.client import effects as f
+from lightning_sdpipe.scheduler.client.conversation import Conversation
 from lightning_sdpipe.scheduler.log.event_log import REMEMBERED, Entry, differences
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 from lightning_sdpipe.scheduler.server.session import ACTIVE, State
 
-FOR_EVER, SILENCE = 1e9, 8.0
+FOR_EVER, SILENCE, RUN = 1e9, 8.0, 7
 
 
 class WorkerModel:
     """One worker that trains, and pauses now and then."""
 
-    def __init__(self, worker: Worker, session: int) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.talk = SessionConversation(worker, session, clock=lambda: 0.0)
+        self.talk = Conversation(worker, RUN, clock=lambda: 0.0)
+        self.asks = self.talk.training
+        self.line, self.beats = m.routing_id(worker, RUN), e.peer_of(worker, RUN)
         self.iteration = 0
         self.answers: dict[int, m.Answer] = {}
+        self.talk.ask(e.Enrol, FIXED)
 
     @property
     def pauses(self) -> bool:
-        return not (self.talk.joined or self.talk.asks(m.Join, m.Leave))
+        return not (self.asks.joined or self.asks.asks(m.Join, m.Leave))
 
     @property
     def computes(self) -> bool:
-        return self.talk.joined and not self.talk.asks(m.Ready)
+        return self.asks.joined and not self.asks.asks(m.Ready)
 
-    def beat(self) -> list[m.Request]:
-        if self.talk.joined:
-            self.talk.steps.ended(self.iteration, 0.0)
-        return [effect.request for effect in self.talk.beat() if isinstance(effect, Send)]
+    def beat(self, now: float) -> list[tuple[bytes, m.Request | e.Request]]:
+        if self.asks.joined:
+            self.asks.rows.add(self.iteration, MeterRow((1,) * len(PHASES), 0, 0, follows=True))
+        return [(self.beats, request) for request in self.talk.due(now)]
 
-    def hear(self, reply: m.Reply | e.Reply, of_beats: bool) -> list[m.Request]:
-        said: list[m.Request] = []
-        for effect in self.talk.hear(reply, of_beats):
+    def hear(self, peer: bytes, reply: m.Reply | e.Reply) -> list[tuple[bytes, m.Request | e.Request]]:
+        said: list[tuple[bytes, m.Request | e.Request]] = []
+        for effect in self.talk.hear_training(reply) if peer == self.line else self.talk.hear(reply):
             match effect:
-                case Send(request):
-                    said.append(request)
-                case Came(m.Ready, m.Answer() as answer):
+                case f.Send(request):
+                    said.append((peer, request))
+                case f.Came(m.Ready, m.Answer() as answer):
                     self.answers[self.iteration] = answer
-                case Came(_, m.Acknowledged()):
+                case f.Came(_, e.Noted()) | f.Replied(_, e.Start()) | f.EpochBegan() | f.Connect() | m.Lost():
                     pass
                 case _:
                     raise AssertionError(effect)
@@ -86,22 +94,21 @@ class LossyNetwork(RuleBasedStateMachine):
     def start(self, config: PolicyConfig, stages: int, pipelines: int) -> None:
         self.now = 0.0
         self.config, self.mesh = config, (stages, pipelines)
-        self.models = [
-            WorkerModel(Worker(j, i), 100 + j * pipelines + i) for j in range(stages) for i in range(pipelines)
-        ]
+        self.models = [WorkerModel(Worker(j, i)) for j in range(stages) for i in range(pipelines)]
         self.by_worker = {model.worker: model for model in self.models}
-        self.by_peer = {m.routing_id(model.worker): model for model in self.models}
-        self.by_peer |= {m.heartbeat_id(model.worker): model for model in self.models}
-        self.to_server: list[tuple[bytes, m.Request]] = []
+        self.by_peer = {peer: model for model in self.models for peer in (model.line, model.beats)}
+        self.to_server: list[tuple[bytes, m.Request | e.Request]] = []
         self.to_workers: list[Addressed] = []
         self.start_server()
         for model in self.models:  # the strategy's barrier: all join before any trains
-            for peer, reply in self.serve(m.routing_id(model.worker), model.talk.ask(m.Join)):
-                self.deliver(peer, reply)
-        assert all(model.talk.joined for model in self.models)
+            for said in [*model.beat(self.now), (model.line, model.asks.ask(m.Join))]:
+                for peer, reply in self.serve(*said):
+                    self.deliver(peer, reply)
+        assert all(model.asks.joined for model in self.models)
 
     def start_server(self) -> None:
         """It waits until all are back, since all come back."""
+        self.began = self.now
         self.service = SchedulerService(
             self.config, *self.mesh, worker_timeout=SILENCE, recovery_grace=FOR_EVER, now=self.now
         )
@@ -110,9 +117,11 @@ class LossyNetwork(RuleBasedStateMachine):
         """What the scheduler's policy has heard makes it decide the same again."""
         entries = [Entry(*entry) for entry in self.service.log.recent]
         assert len(entries) < REMEMBERED
-        assert list(differences(registry.build(self.config, *self.mesh), Dealer(*self.mesh), entries)) == []
+        policy, dealer = registry.build(self.config, *self.mesh), Dealer(*self.mesh)
+        membership = Membership(self.mesh[0], ElasticConfig.of_fixed(self.mesh[1], FOR_EVER), self.began)
+        assert list(differences(policy, dealer, entries, membership)) == []
 
-    def serve(self, peer: bytes, request: m.Request) -> list[Addressed]:
+    def serve(self, peer: bytes, request: m.Request | e.Request) -> list[Addressed]:
         replies = self.service.handle(peer, request, self.now)
         self.validate()
         return replies
@@ -120,6 +129,7 @@ class LossyNetwork(RuleBasedStateMachine):
     def validate(self) -> None:
         """The sessions do not contradict themselves, nor what the policy knows."""
         self.service.validate()
+        self.service.members.membership.validate()
         participants = self.service._driver._policy.participants  # type: ignore[attr-defined]
         for stage in range(self.mesh[0]):
             states = {s.worker.pipeline: s.state for s in self.service.groups.sessions.of_stage(stage)}
@@ -127,12 +137,12 @@ class LossyNetwork(RuleBasedStateMachine):
             assert set(participants.waiting[stage]) == {i for i, state in states.items() if state is State.WAITING}
 
     def send(self, model: WorkerModel, requests: Iterable[m.Request]) -> None:
-        self.to_server += [(m.routing_id(model.worker), request) for request in requests]
+        self.to_server += [(model.line, request) for request in requests]
 
     def train(self, model: WorkerModel) -> None:
         if model.computes:
             model.iteration += 1
-            self.send(model, [model.talk.ask(m.Ready, model.iteration)])
+            self.send(model, [model.asks.ask(m.Ready, model.iteration)])
 
     def has_averaged(self, model: WorkerModel) -> bool:
         """All groups that the worker knows of are known to their members, so they can have averaged."""
@@ -151,21 +161,21 @@ class LossyNetwork(RuleBasedStateMachine):
     def somebody_pauses_or_comes_back(self, data: st.DataObject) -> None:
         model = data.draw(st.sampled_from(self.models))
         if model.pauses:
-            self.send(model, [model.talk.ask(m.Join)])
+            self.send(model, [model.asks.ask(m.Join)])
         elif model.computes and self.has_averaged(model):
-            self.send(model, [model.talk.ask(m.Leave)])
+            self.send(model, [model.asks.ask(m.Leave)])
 
     @rule(data=st.data())
     def somebody_asks_again(self, data: st.DataObject) -> None:
         model = data.draw(st.sampled_from(self.models))
-        self.send(model, model.talk.again())
+        self.send(model, model.asks.again())
 
     @rule(data=st.data())
     def a_heart_beats(self, data: st.DataObject) -> None:
         self.beat(data.draw(st.sampled_from(self.models)))
 
     def beat(self, model: WorkerModel) -> None:
-        self.to_server += [(m.heartbeat_id(model.worker), request) for request in model.beat()]
+        self.to_server += model.beat(self.now)
 
     @rule(data=st.data())
     def somebody_falls_silent(self, data: st.DataObject) -> None:
@@ -174,8 +184,8 @@ class LossyNetwork(RuleBasedStateMachine):
         for turn in range(7):
             for model in self.models:
                 if model is not silent or not turn:
-                    for request in model.beat():
-                        self.to_workers += self.serve(m.heartbeat_id(model.worker), request)
+                    for said in model.beat(self.now):
+                        self.to_workers += self.serve(*said)
             self.to_workers += self.service.tick(self.now)
             self.now += SILENCE / 4
         self.validate()
@@ -196,9 +206,7 @@ class LossyNetwork(RuleBasedStateMachine):
             self.deliver(peer, reply)
 
     def deliver(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
-        model = self.by_peer[peer]
-        said = model.hear(reply, of_beats=peer == m.heartbeat_id(model.worker))
-        self.to_server += [(peer, request) for request in said]
+        self.to_server += self.by_peer[peer].hear(peer, reply)
 
     @rule(data=st.data())
     def a_message_is_lost(self, data: st.DataObject) -> None:
@@ -253,9 +261,9 @@ class LossyNetwork(RuleBasedStateMachine):
         for _ in range(60 * goal):
             for model in self.models:
                 if model.pauses:
-                    self.send(model, [model.talk.ask(m.Join)])
+                    self.send(model, [model.asks.ask(m.Join)])
                 self.train(model)
-                self.send(model, model.talk.again())
+                self.send(model, model.asks.again())
                 self.beat(model)
             while self.to_server:
                 self.to_workers += self.serve(*self.to_server.pop(0))

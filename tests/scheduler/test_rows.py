@@ -11,6 +11,7 @@ from lightning_sdpipe import meter
 from lightning_sdpipe.policies import Worker, registry
 from lightning_sdpipe.policies.events import Progress
 from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.recovery_report import RowBuffer
 from lightning_sdpipe.scheduler.log.event_log import FORMAT, Beginning, EventLog, Updates, differences, read_log
@@ -22,6 +23,10 @@ from tests.scheduler.rows import one_row, rows
 
 A, B = Worker(0, 0), Worker(0, 1)
 PHASES = len(meter.PHASES)
+
+
+def beat(worker: Worker, incarnation: int, told: NewRows) -> e.Beat:
+    return e.Beat(worker, incarnation, 1, (), 1, True, joined=True, rows=told)
 
 
 def of_meter(us: int, ended: int = 0, follows: bool = True) -> meter.MeterRow:
@@ -91,8 +96,8 @@ def test_what_a_policy_hears_is_what_the_rows_add_up_to() -> None:
 def test_rows_that_make_no_sense_are_ignored_and_counted(wrong: NewRows) -> None:
     outbox = Outbox()
     desk = RowDesk(EventLog(), outbox)
-    assert desk.hear(m.Heartbeat(A, 1, 1, True, wrong), 1, b"", 0.0) is None
-    assert desk.hear(m.Heartbeat(A, 1, 1, True, rows(3)), None, b"", 0.0) is None, "it has not joined"
+    assert desk.hear(beat(A, 1, wrong), True, b"", 0.0) is None
+    assert desk.hear(beat(A, 1, rows(3)), False, b"", 0.0) is None, "it has not joined"
     assert outbox.ignored == {"rows": 2}
     assert desk.answer(m.AskRows(0), 0.0).chunks == ()
 
@@ -135,8 +140,8 @@ def test_the_log_has_a_line_for_each_chunk_which_replay_skips(tmp_path: Path) ->
     log.open(Beginning(registry.to_plain(NoSync()), 1, 2, 0.0, "now"))
     desk = RowDesk(log, Outbox())
     desk.introduce(m.Join(B, 1, 1, None, about=About("here", "cpu", 1, 32)))
-    desk.hear(m.Heartbeat(B, 7, 1, True, rows(3)), 7, b"", 2.0)
-    desk.hear(m.Heartbeat(A, 8, 1, True, rows(4)), 8, b"", 3.0)
+    desk.hear(beat(B, 7, rows(3)), True, b"", 2.0)
+    desk.hear(beat(A, 8, rows(4)), True, b"", 3.0)
     log.close()
     (record,) = read_log(path)
     assert [(update.rows.worker, update.rows.life, update.rows.at) for update in record.updates] == [

@@ -43,9 +43,9 @@ def main(updates: int) -> None:
                 known, held = len(newest), newest[-4:]
             line.holds(held)
 
-    client = SchedulerClient(job.scheduler, worker, credentials=keys, incarnation=incarnation, heartbeat=0.2)
-    client.greet()
     line = MembershipClient(job.scheduler, worker, incarnation, credentials=keys, told=Callbacks(epoch=hear))
+    client = SchedulerClient(line)
+    client.greet()
     done, answer = 0, line.enrol({"model": "toy"})
     while isinstance(answer, Receive):
         done = answer.update
@@ -66,7 +66,6 @@ def main(updates: int) -> None:
     client.leave()
     line.depart(finished=True)
     line.close()
-    client.close()
 
 
 if __name__ == "__main__":

@@ -64,8 +64,9 @@ from types import SimpleNamespace
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 
-client = SchedulerClient("tcp://127.0.0.1:9", Worker(0, 0))
+client = SchedulerClient(MembershipClient("tcp://127.0.0.1:9", Worker(0, 0), 1))
 client._connection = SimpleNamespace(
     send=lambda frame: True, check=lambda: None, receive=lambda left: e.MustEnd("stage 0 was silent for 31.2 s")
 )

@@ -16,7 +16,7 @@ from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.scheduler_connection import connect, start_scheduler
+from lightning_sdpipe.worker.scheduler_connection import SchedulerConnection
 from tests.workers import run_workers
 
 WORKERS = 3
@@ -35,8 +35,8 @@ def take_turns(rank: int, decay: float | None) -> tuple[list[Tensor], list[float
     groups = ProcessGroups.open(mesh, TIMEOUT)
     parameter = nn.Parameter(start(rank))
     method = method_of(PartialReduce(group_size=2, decay=decay))
-    embedded, where = start_scheduler(method.policy, mesh, "tcp://127.0.0.1:*")
-    client = connect(where, mesh, 20, lambda _: None)
+    membership = SchedulerConnection(mesh, method.policy, 5, None, lambda: "tcp://127.0.0.1:*", 20.0, lambda: None)
+    client = membership.client
     models: list[Tensor] = []
     counts, iteration = [], 0
     try:
@@ -55,9 +55,7 @@ def take_turns(rank: int, decay: float | None) -> tuple[list[Tensor], list[float
             dist.barrier()
         rendezvous.pause(position=len(TURNS))
     finally:
-        client.close()
-        if embedded is not None:
-            embedded.close()
+        membership.close()
     assert sync.statistics.mean_group_size == 2.0
     return models, counts
 

@@ -1,3 +1,4 @@
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, write_keys
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.scheduler_connection import connect, standing_scheduler, start_scheduler
+from lightning_sdpipe.worker.scheduler_connection import SchedulerConnection, standing_scheduler
 from tests.scheduler.live_scheduler import serving
 from tests.workers import run_workers
 
@@ -16,21 +17,17 @@ MESH = (4, 2)
 
 def take_part(rank: int, address: str | None) -> tuple[int, bool]:
     mesh = Mesh.build(*MESH)
-    embedded, where = None, standing_scheduler(address, None)
-    if where is None:
-        embedded, where = start_scheduler(AllReduceModels(), mesh, "tcp://127.0.0.1:*")
-    client = connect(where, mesh, timeout=20, on_abort=lambda _: None)
-    try:
+    standing = standing_scheduler(address, None)
+    with closing(
+        SchedulerConnection(mesh, AllReduceModels(), 5, standing, lambda: "tcp://127.0.0.1:*", 20.0, lambda: None)
+    ) as membership:
+        client = membership.client
         client.join()
         dist.barrier()
         client.ready(0)
         members = len(client.group().members)
         dist.barrier()
-    finally:
-        client.close()
-        if embedded is not None:
-            embedded.close()
-    return members, where.keys is not None
+    return members, membership._line._credentials is not None
 
 
 @pytest.mark.distributed

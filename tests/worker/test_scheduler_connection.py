@@ -8,20 +8,20 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress, SchedulerConnection
-from tests.scheduler.live_scheduler import clients, serving
+from tests.scheduler.live_scheduler import OrdinaryClient, clients, serving
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SchedulerConnection, SchedulerClient]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SchedulerConnection, OrdinaryClient]]:
     """A run of two pipelines of one stage: this process's worker is the first, a mere client the other."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     spec = AllReduceModels()
     with serving(spec, 1, 2) as server, clients(server.address, Worker(0, 1)) as (other,):
+        other.greet()
         where = SchedulerAddress(server.address, None)
-        with closing(SchedulerConnection(Mesh.build(2, 1), spec, where, str, 5.0, lambda: None)) as membership:
+        with closing(SchedulerConnection(Mesh.build(2, 1), spec, 5, where, str, 5.0, lambda: None)) as membership:
             yield membership, other
 
 
@@ -32,17 +32,17 @@ def hear(membership: SchedulerConnection, told_to_end: bool) -> None:
 
 @pytest.mark.parametrize("told_to_end", [False, True])
 def test_who_failed_first_is_named_with_the_reason(
-    pair: tuple[SchedulerConnection, SchedulerClient], told_to_end: bool
+    pair: tuple[SchedulerConnection, OrdinaryClient], told_to_end: bool
 ) -> None:
     membership, other = pair
-    other.failed("out of memory")
+    other.line.failed("out of memory")
     with pytest.raises(WorkerFailedError, match=r"Stage 0 of pipeline 1 \(rank 1\) failed first .* out of memory"):
         hear(membership, told_to_end)
 
 
-def test_told_to_end_like_another_that_was_faster(pair: tuple[SchedulerConnection, SchedulerClient]) -> None:
+def test_told_to_end_like_another_that_was_faster(pair: tuple[SchedulerConnection, OrdinaryClient]) -> None:
     membership, other = pair
-    other.failed("ended by SIGTERM")
+    other.line.failed("ended by SIGTERM")
     with pytest.raises(SIGTERMException):
         hear(membership, told_to_end=True)
     with pytest.raises(WorkerFailedError, match="ended by SIGTERM"):
@@ -50,7 +50,7 @@ def test_told_to_end_like_another_that_was_faster(pair: tuple[SchedulerConnectio
 
 
 def test_ones_own_failure_stays_what_it_was(
-    pair: tuple[SchedulerConnection, SchedulerClient], capsys: pytest.CaptureFixture[str]
+    pair: tuple[SchedulerConnection, OrdinaryClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
     membership, other = pair
     membership.fail(SIGTERMException())
@@ -60,7 +60,23 @@ def test_ones_own_failure_stays_what_it_was(
     assert other.first_failure(5.0) is not None
 
 
-def test_what_came_from_another_is_not_told_again(pair: tuple[SchedulerConnection, SchedulerClient]) -> None:
+def test_what_came_from_another_is_not_told_again(pair: tuple[SchedulerConnection, OrdinaryClient]) -> None:
     membership, other = pair
     membership.fail(WorkerFailedError("Stage 0 of pipeline 1 failed first"))
-    assert other.first_failure(5.0) is None
+    assert other.first_failure(0.5) is None
+
+
+def test_a_standing_scheduler_serves_one_fit_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with serving(AllReduceModels(), 1, 1) as server:
+        where = SchedulerAddress(server.address, None)
+        for run in (5, 6, 7):
+            with closing(
+                SchedulerConnection(Mesh.build(1, 1), AllReduceModels(), run, where, str, 5.0, lambda: None)
+            ) as membership:
+                membership.client.join()
+                membership.client.ready(0)
+                assert membership.client.group().members == (Worker(0, 0),)
+                membership.client.leave()
+        assert server.service.refused == {}
+        assert server.service.failure is None

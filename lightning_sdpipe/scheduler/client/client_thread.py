@@ -1,4 +1,4 @@
-"""The thread under an elastic worker's conversation with the scheduler: its socket, its clock, and its lifeline.
+"""The thread under a worker's conversation with the scheduler: its socket, its clock, and its lifeline.
 
 A lifeline is a connection that does nothing but close when the process ends.
 
@@ -15,17 +15,19 @@ import socket as sockets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import zmq
 
 from lightning_sdpipe.errors import MustEndError, RefusedError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.membership.members import Epoch
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client import conversation as c
+from lightning_sdpipe.scheduler.client import effects as f
 from lightning_sdpipe.scheduler.client.connection import Connection
+from lightning_sdpipe.scheduler.client.conversation import Conversation
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +64,6 @@ class Lifeline:
             return False
         except OSError:
             return True
-
-    def farewell(self) -> None:
-        """The process goes as it should."""
-        with contextlib.suppress(OSError):
-            self.socket.send(b".")
-        self.close()
 
     def close(self) -> None:
         """Which says that the process has ended; safe to call twice."""
@@ -131,13 +127,16 @@ class ClientThread:
     """Owns ``connection``, to the scheduler at ``address``, and ``talk``; waits last ``timeout`` seconds at most."""
 
     def __init__(
-        self, connection: Connection, address: str, talk: c.Conversation, told: Callbacks, timeout: float
+        self, connection: Connection, address: str, talk: Conversation, told: Callbacks, timeout: float
     ) -> None:
-        self.timeout = timeout
-        self._connection, self._address, self._talk, self._told = connection, address, talk, told
-        self._changed = threading.Condition()
-        """Guards the conversation, and what became of the asks that are waited for."""
-        self._outcomes: dict[c.Key, e.Reply | Exception | None] = {}
+        self.timeout, self.talk, self.told = timeout, talk, told
+        self.on_invitation: Callable[[Group, int | None], None] = _nothing
+        """Called in the thread, too, for a group that the worker is a passive member of, with the last iteration that
+        had been answered before, None if none had since the worker joined."""
+        self.changed = threading.Condition()
+        """Guards the conversation, and what became of what is waited for; told of all that is heard."""
+        self._connection, self._address = connection, address
+        self._outcomes: dict[f.Key, e.Reply | Exception | None] = {}
         self._lifeline: Lifeline | None = None
         self._heard_at: float | None = None
         self._closed = False
@@ -145,19 +144,20 @@ class ClientThread:
         os.set_blocking(self._awake, False)
         os.set_blocking(self._wake, False)
         self._poller = zmq.Poller()
-        self._thread = threading.Thread(target=self._run, name="scheduler membership", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="scheduler client", daemon=True)
 
     def start(self) -> None:
         """Begin to beat."""
         self._thread.start()
 
     @contextlib.contextmanager
-    def talking(self) -> Iterator[c.Conversation]:
+    def talking(self) -> Iterator[Conversation]:
         """The conversation, for this thread alone; what is due then is said at once."""
-        with self._changed:
-            yield self._talk
-            due = self._talk.deadline
-        if due <= time.monotonic():
+        with self.changed:
+            before = self.talk.deadline
+            yield self.talk
+            due = self.talk.deadline
+        if due < before or due <= time.monotonic():
             self._rouse()
 
     def ask(
@@ -175,17 +175,17 @@ class ClientThread:
             CancelledError: ``cancelled`` said so, which is looked at often.
             SchedulerError: it was refused, or did not come.
         """
-        seconds, worker, departs = self.timeout if timeout is None else timeout, self._talk.worker, kind is e.Depart
+        seconds, worker, departs = self.timeout if timeout is None else timeout, self.talk.worker, kind is e.Depart
         with self.talking() as talk:
             self._check(departs)
             key = talk.ask(kind, *fields)
             self._outcomes[key] = None
-        with self._changed:
+        with self.changed:
             try:
                 until = time.monotonic() + seconds
                 while (outcome := self._outcomes[key]) is None and (left := until - time.monotonic()) > 0:
                     self._check(departs)
-                    self._changed.wait(left if cancelled is None else min(left, GLANCE))
+                    self.changed.wait(left if cancelled is None else min(left, GLANCE))
                     if cancelled is not None and cancelled():
                         raise CancelledError(f"worker {worker} need no longer wait for {what}")
             finally:
@@ -200,7 +200,7 @@ class ClientThread:
 
     def check(self) -> None:
         """Raise WorkerFailedError if the process must end, or the run is over."""
-        with self._changed:
+        with self.changed:
             self._check(departs=False)
 
     def close(self) -> None:
@@ -214,11 +214,11 @@ class ClientThread:
         os.close(self._awake)
 
     def _check(self, departs: bool) -> None:
-        stop = self._talk.stop
+        stop = self.talk.stop
         if stop is not None and not departs:
             if stop.run:
                 raise RunOverError(stop.reason, stop.failed)
-            raise MustEndError(self._talk.worker.pipeline, stop.reason)
+            raise MustEndError(self.talk.worker.pipeline, stop.reason)
 
     def _silence(self) -> str:
         """What is known about why no answer came."""
@@ -245,11 +245,13 @@ class ClientThread:
         poller.register(self._awake, zmq.POLLIN)
         try:
             while not self._closed:
-                with self._changed:
-                    requests = self._talk.due(time.monotonic())
-                    deadline = self._talk.deadline
+                with self.changed:
+                    requests = self.talk.due(time.monotonic())
+                    effects = self.talk.given_up()
+                    deadline = self.talk.deadline
                 for request in requests:
                     self._connection.send(m.encode(request))  # unsent: repeated, or told again
+                self.carry_out(effects)
                 wait = max(0.0, deadline - time.monotonic())
                 events = dict(poller.poll(int(wait * 1000) + 1))
                 if self._awake in events:
@@ -274,52 +276,61 @@ class ClientThread:
             if self._heard_at is None:
                 self._connection.established()
             self._heard_at = time.monotonic()
-            if isinstance(reply, m.Refused):  # it speaks another version, and says so
-                reply = e.Denial(reply.reason)
-            if isinstance(reply, e.ElasticReply):
-                with self._changed:
-                    effects = self._talk.hear(reply)
-                    self._changed.notify_all()
-                for effect in effects:
-                    self._carry_out(effect)
+            if reply is not None:
+                with self.changed:
+                    effects = self.talk.hear(reply)
+                    self.changed.notify_all()
+                self.carry_out(effects)
 
-    def _carry_out(self, effect: c.Effect) -> None:
-        match effect:
-            case c.Replied(key, reply):
-                self._came(key, reply)
-            case c.NotGranted(key, reason):
-                self._came(key, RefusedError(f"the scheduler at {self._address} refused: {reason}"))
-            case c.EpochBegan(epoch):
-                self._told.epoch(epoch)
-            case c.GroupBroke(sequence):
-                self._told.broke(sequence)
-            case c.Connect(port, nonce):
-                self._connect(port, nonce)
-            case c.MustStop(reason, run=False):
-                self._told.ended(reason)
-            case c.MustStop(reason, failed=failed):
-                self._told.over(reason, failed)
+    def carry_out(self, effects: Sequence[f.Effect]) -> None:
+        """Of what was heard over this line, and what was heard of the run's end over the training thread's."""
+        for effect in effects:
+            match effect:
+                case f.Replied(key, reply):
+                    self._came(key, reply)
+                case f.NotGranted(key, reason):
+                    self._came(key, RefusedError(f"the scheduler at {self._address} refused: {reason}"))
+                case f.EpochBegan(epoch):
+                    self.told.epoch(epoch)
+                case f.GroupBroke(sequence):
+                    self.told.broke(sequence)
+                case f.Connect(port, nonce):
+                    self._connect(port, nonce)
+                case f.MustStop(reason, run=False):
+                    self.told.ended(reason)
+                case f.MustStop(reason, failed=failed):
+                    self.told.over(reason, failed)
+                case m.Invitation(group, after):
+                    self.on_invitation(group, after)
+                case m.Lost(worker, reason):
+                    log.warning("worker %s %s; the others go on without it", worker, reason)
+                case f.Unheard(beats):
+                    log.warning(
+                        "worker %s: the scheduler at %s has not answered %d heartbeats; who needs a group waits up to "
+                        "%g s, and it can be started again at the same address",
+                        *(self.talk.worker, self._address, beats, self.timeout),
+                    )
 
-    def _came(self, key: c.Key, outcome: e.Reply | Exception) -> None:
-        with self._changed:
+    def _came(self, key: f.Key, outcome: e.Reply | Exception) -> None:
+        with self.changed:
             if key in self._outcomes:
                 self._outcomes[key] = outcome
             elif isinstance(outcome, Exception):  # of what was only told
                 log.error("%s", outcome)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _connect(self, port: int, nonce: bytes) -> None:
         self._drop_lifeline()
         self._lifeline = open_lifeline(self._address, port, nonce)
         if self._lifeline is not None:
             self._poller.register(self._lifeline.socket.fileno(), zmq.POLLIN)
-            with self._changed:
-                self._talk.lifeline(there=True)
+            with self.changed:
+                self.talk.lifeline(there=True)
 
     def _drop_lifeline(self) -> None:
         if self._lifeline is not None:
             self._poller.unregister(self._lifeline.socket.fileno())
             self._lifeline.close()
             self._lifeline = None
-            with self._changed:
-                self._talk.lifeline(there=False)
+            with self.changed:
+                self.talk.lifeline(there=False)

@@ -1,10 +1,13 @@
-"""What a process of an elastic run says, repeats and believes: no clock, socket, thread or random number.
+"""What a worker's process says, repeats and believes: no socket, thread or random number, and no clock but the one that
+it is given.
 
 Its owner serialises the calls, carries out the effects, and says what time it is::
 
     key = talk.ask(e.Meet, "pause/1", b"")           # or tell(...), of which nothing but that it was heard comes back
     for send in talk.due(now): ...                   # first times, repetitions, beats; again at talk.deadline
     for effect in talk.hear(reply): ...              # Replied(key, reply) among them
+    send(talk.training.ask(m.Ready, iteration))      # the training thread's, over a line of its own
+    for effect in talk.hear_training(reply): ...     # Came(m.Ready, answer) among them
 
 Rules:
 
@@ -16,17 +19,17 @@ Rules:
    started again. What was told to the one before is forgotten, but for the newest checkpoint.
 4. A transfer is heard of once: a snapshot that was taken or dropped is not asked for again by a message that was
    overtaken, nor is a state that this process has answered for.
-5. When the process must end, or the run is over, everything open but a departure is closed, and nothing is said any
-   more but that and beats.
+5. When the process must end, or the run is over, nothing is said any more but a departure and beats.
+6. A scheduler that answers no beats is missed; one that ends with a ``host`` has taken the run with it.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeVar
 
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Met
@@ -34,84 +37,38 @@ from lightning_sdpipe.membership.stuck import MEETINGS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client import effects as f
+from lightning_sdpipe.scheduler.client.training_asks import TrainingAsks
 
-FIRST_BEAT = 0.25
-"""Seconds between beats before the scheduler has said how many it wants."""
-PROBE = 0.05
-"""The same, while the scheduler seems to be away, so that one that is started again hears of the run soon."""
+FIRST_BEAT, PROBE = 0.25, 0.05
+"""Seconds between beats, before the scheduler has said how many it wants, and while it seems to be away."""
+SOONEST = 1 / 8
+"""The same, however much there is to tell of updates."""
 REPEAT_AFTER = 0.5
 """Seconds after which an unanswered request is repeated."""
 REMEMBERED = 1024
 """Groups of which it is known that their result is in the model."""
 TRANSFERS = 64
 """Last ones of which it is known that they are dealt with."""
-MET = 8
-"""Last meetings that are reported to a scheduler which was started again."""
-
-Key: TypeAlias = tuple[str, str | int]
+MET, INVITED = 8, 64
+"""Last meetings that a scheduler is told which was started again, and last invitations that are known when repeated."""
+LAST_BEAT = 12
+"""Beats without an answer, after which a scheduler that is not restarted is given up, and any other is missed."""
 
 _ANSWERS: dict[type[e.Request], tuple[type[e.Reply], ...]] = {
     e.Enrol: (e.Start, e.Get),
     e.TellReceived: (e.Start, e.Get),
     e.Meet: (e.HasMet,),
-    e.AskRegroup: (e.Regroup, e.Skip),
-    e.Fetch: (e.Values,),
-    e.Add: (e.Sum,),
-    e.Remove: (e.Sum,),
+    e.AskRegroup: (e.Again,),
+    e.Store: (e.Stored,),
 }
 """What answers a request; any other one is noted."""
 _DECIDED_LATER = e.Enrol | e.TellReceived | e.Meet | e.AskRegroup
 """Their answers name what they belong to; the rest are answered by number."""
 
 
-@dataclass(frozen=True)
-class Replied:
-    """What was asked for under ``key`` came."""
-
-    key: Key
-    reply: e.Reply
-
-
-@dataclass(frozen=True)
-class NotGranted:
-    """What was asked or told under ``key`` cannot be."""
-
-    key: Key
-    reason: str
-
-
-@dataclass(frozen=True)
-class EpochBegan:
-    """The members have changed."""
-
-    epoch: Epoch
-
-
-@dataclass(frozen=True)
-class GroupBroke:
-    """Another member did not get the result of the group ``sequence``, and this one does not have it either."""
-
-    sequence: int
-
-
-@dataclass(frozen=True)
-class Connect:
-    """A lifeline is to be opened, in place of the one before."""
-
-    port: int
-    nonce: bytes
-
-
-@dataclass(frozen=True)
-class MustStop:
-    """This process must end; or the ``run`` is over, perhaps since it ``failed``."""
-
-    reason: str
-    run: bool
-    failed: bool
-
-
-Effect: TypeAlias = Replied | NotGranted | EpochBegan | GroupBroke | Connect | MustStop
+_Request = TypeVar("_Request", bound=e.FromWorker)
 
 
 class _Open:
@@ -127,24 +84,46 @@ class _Open:
 
 
 class Conversation:
-    """One process's: of ``worker`` in the start ``incarnation`` of its pipeline's job; see the module's text."""
+    """One process's: of ``worker`` in the start ``incarnation`` of its job; see the module's text.
 
-    def __init__(self, worker: Worker, incarnation: int) -> None:
-        self.worker, self.incarnation = worker, incarnation
+    Args:
+        worker: it.
+        incarnation: of its job.
+        mesh: the stages and pipelines of the run, which the scheduler must serve; not checked without.
+        host: the worker whose process the scheduler ends with, and which has failed if the scheduler answers no
+            beats; None for a scheduler that may be started again.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        incarnation: int,
+        mesh: tuple[int, int] | None = None,
+        host: Worker | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.worker, self.incarnation, self._host = worker, incarnation, host
+        self.training = TrainingAsks(worker, self._make, mesh, clock)
+        """What the thread asks that trains."""
+        self._unanswered = 0.0
+        """Beats in a row; far below 0 when that has been said."""
+        self._invitations: deque[m.Invitation] = deque(maxlen=INVITED)
         self.epoch = Epoch(0, (), "nobody has come yet")
         """The newest that was heard of."""
         self.held_up = ""
         """Why no turn may begin now, if so."""
         self.donations: tuple[str, ...] = ()
         """Transfers for which this pipeline has still to copy its state; only stage 0 hears of any."""
-        self.stop: MustStop | None = None
+        self.stop: f.MustStop | None = None
         self.limit = math.inf
         """Seconds after which a transfer that does not move is given up, as the scheduler says."""
         self.updates = -1
         """That this worker has made, for people."""
         self._number = 0
-        self._open: dict[Key, _Open] = {}
-        self._introduction: e.Request | None = None
+        self._open: dict[f.Key, _Open] = {}
+        self._first: list[e.Request | m.Request] = []
+        """To be said before all else."""
         self._enrolment: e.Enrol | None = None
         self._member = False
         self.held: tuple[int, ...] = ()
@@ -162,16 +141,16 @@ class Conversation:
         self._asked_for: set[int] = set()
         """Groups that broke, and whose result this worker does not have yet."""
         self._published: e.Publish | None = None
-        self._beat_at, self._beat_every = -math.inf, FIRST_BEAT
+        self._beaten = self._beat_at = -math.inf
+        self._beat_every = FIRST_BEAT
         self._nonce = b""
-        self._away = False
+        self.away = False
         """Was there a lifeline that is gone?"""
 
     # ------------------------------------------------------------------ what it says
 
-    def ask(self, kind: Callable[..., e.Request], *fields: object) -> Key:
-        """Ask, from the next :meth:`due` on, until :class:`Replied` or :class:`NotGranted` names the key, or
-        :meth:`forget`.
+    def ask(self, kind: Callable[..., e.Request], *fields: object) -> f.Key:
+        """Ask, from the next :meth:`due` on, until ``Replied`` or ``NotGranted`` names the key, or :meth:`forget`.
 
         Raises:
             SchedulerError: that is being asked already.
@@ -182,7 +161,7 @@ class Conversation:
         """Say it until it was heard."""
         self._say(self._make(kind, *fields), told=True)
 
-    def forget(self, key: Key) -> str:
+    def forget(self, key: f.Key) -> str:
         """Ask no longer; what the scheduler said that is missing."""
         request = self._open.pop(key, None)
         return "" if request is None else request.waits_for
@@ -213,38 +192,53 @@ class Conversation:
 
     def lifeline(self, there: bool) -> None:
         """It is there, or gone: then the scheduler may be, too, and is looked for."""
-        self._away = not there
+        self.away = not there
         if not there:
             self._beat_at = -math.inf
+
+    def beat_soon(self) -> None:
+        """There is much to tell."""
+        self._beat_at = min(self._beat_at, self._beaten + SOONEST)
 
     @property
     def deadline(self) -> float:
         """When something is due."""
-        if self._introduction is not None:
-            return -math.inf
-        return min([self._beat_at, *(request.at for request in self._open.values())])
+        at = (request.at for request in self._open.values())
+        return -math.inf if self._first else min([self._beat_at, *at])
 
-    def due(self, now: float) -> list[e.Request]:
+    def due(self, now: float) -> list[e.Request | m.Request]:
         """What is to be said now."""
-        said: list[e.Request] = []
-        if self._introduction is not None:
-            said.append(self._introduction)
-            self._introduction = None
+        said, self._first = self._first, []
         if now >= self._beat_at:
             said.append(self._beat())
-            self._beat_at = now + (min(PROBE, self._beat_every) if self._away else self._beat_every)
+            self._beaten = now
+            self._beat_at = now + (min(PROBE, self._beat_every) if self.away else self._beat_every)
         for request in self._open.values():
             if now >= request.at:
                 said.append(request.request)
                 request.at = now + REPEAT_AFTER
         return said
 
+    def given_up(self) -> list[f.Effect]:
+        """What follows from the silence after beats; to be asked after :meth:`due`."""
+        if self._unanswered < LAST_BEAT or not self._nonce:
+            return []
+        self._unanswered = -math.inf
+        if self._host is None:
+            return [f.Unheard(LAST_BEAT)]
+        return self._ends(f.MustStop("it ended without a word, and the scheduler with it", True, True, self._host))
+
     # ----------------------------------------------------------------- what it hears
 
-    def hear(self, reply: e.Reply) -> list[Effect]:
+    def hear_training(self, reply: m.Reply | e.Reply) -> list[f.Effect]:
+        """What follows from ``reply``, which came over the training thread's line."""
+        return self.hear(reply) if isinstance(reply, e.Over | e.MustEnd) else [*self.training.hear(reply)]
+
+    def hear(self, reply: m.Reply | e.Reply) -> list[f.Effect]:
         """What follows from ``reply``; nothing from one that is repeated, or was overtaken."""
+        self._unanswered = 0
         match reply:
-            case e.Noted(number=number) | e.Values(number=number) | e.Sum(number=number):
+            case e.Noted(number=number) | e.Stored(number=number):
                 return self._answered(
                     reply, lambda of: of.request.number == number and not isinstance(of.request, _DECIDED_LATER)
                 )
@@ -271,42 +265,49 @@ class Conversation:
                 if answered := self._answered(reply, lambda of: getattr(of.request, "key", None) == met.key):
                     self._met.append(met)
                 return answered
-            case e.Regroup(sequence=sequence) | e.Skip(sequence=sequence):
+            case e.Again(sequence=sequence, group=group):
                 answered = self._answered(
                     reply, lambda of: isinstance(of.request, e.AskRegroup) and of.request.group.sequence == sequence
                 )
                 if answered:
                     self._settle(sequence)
-                    if isinstance(reply, e.Regroup):
-                        self._regrouped.append((sequence, reply.group))
+                    if group is not None:
+                        self._regrouped.append((sequence, group))
                 return answered
             case e.Broke(sequence=sequence):
                 if sequence in self._completed:
                     self.tell(e.TellCompleted, sequence)
                 else:
                     self._asked_for.add(sequence)
-                    return [GroupBroke(sequence)]
-            case e.Denial(reason=reason, number=number):
+                    return [f.GroupBroke(sequence)]
+            case e.Refused(reason=reason, number=number):
                 return self._denied(reason, number)
             case e.MustEnd(reason=reason):
-                return self._ends(MustStop(reason, run=False, failed=True))
-            case e.Over(reason=reason, failed=failed):
-                return self._ends(MustStop(reason, run=True, failed=failed))
+                return self._ends(f.MustStop(reason, run=False, failed=True))
+            case e.Over(reason=reason, failed=failed, worker=worker):
+                return self._ends(f.MustStop(reason, True, failed, worker))
+            case m.Invitation() if reply not in self._invitations:
+                self._invitations.append(reply)
+                return [reply]
+            case m.Lost():
+                return [reply]
+            case m.AskLeases() if (book := self.training.book()) is not None:
+                self._first.append(book)
             case e.Line(port=port, nonce=nonce, beat=beat, limit=limit) if nonce != self._nonce:
                 self._nonce, self._beat_every, self.limit = nonce, beat, limit
-                return [Connect(port, nonce)]
-            case e.Stranger() if self.stop is None:
-                self._introduce()
+                return [f.Connect(port, nonce)]
+            case e.Stranger(known=known) if self.stop is None:
+                self._introduce(known)
         return []
 
     # ---------------------------------------------------------------------- inside
 
-    def _make(self, kind: Callable[..., e.Request], *fields: object) -> e.Request:
+    def _make(self, kind: Callable[..., _Request], *fields: object) -> _Request:
         self._number += 1
         return kind(self.worker, self.incarnation, self._number, *fields)
 
-    def _say(self, request: e.Request, told: bool) -> Key:
-        key: Key = ("number", request.number)
+    def _say(self, request: e.Request, told: bool) -> f.Key:
+        key: f.Key = ("number", request.number)
         match request:
             case e.Enrol():
                 key, self._enrolment = ("enrol", ""), request
@@ -331,37 +332,37 @@ class Conversation:
             self._open[key] = _Open(request, told)
         return key
 
-    def _answered(self, reply: e.Reply, belongs: Callable[[_Open], bool]) -> list[Effect]:
-        kind, found = type(reply), list[Effect]()
+    def _answered(self, reply: e.Reply, belongs: Callable[[_Open], bool]) -> list[f.Effect]:
+        kind, found = type(reply), list[f.Effect]()
         for key, request in list(self._open.items()):
             if kind in _ANSWERS.get(type(request.request), (e.Noted,)) and belongs(request):
                 del self._open[key]
                 if not request.told:
-                    found.append(Replied(key, reply))
+                    found.append(f.Replied(key, reply))
         return found
 
-    def _denied(self, reason: str, number: int) -> list[Effect]:
+    def _denied(self, reason: str, number: int) -> list[f.Effect]:
         """0: whatever waits for others."""
         opened = [(key, request.request) for key, request in self._open.items()]
         hit = [key for key, of in opened if (of.number == number if number else isinstance(of, _DECIDED_LATER))]
         for key in hit:
             del self._open[key]
-        return [NotGranted(key, reason) for key in hit]
+        return [f.NotGranted(key, reason) for key in hit]
 
-    def _ends(self, stop: MustStop) -> list[Effect]:
+    def _ends(self, stop: f.MustStop) -> list[f.Effect]:
         if self.stop is not None:
             return []
-        self.stop, self._introduction = stop, None
+        self.stop, self._first = stop, []
         self._open = {key: request for key, request in self._open.items() if isinstance(request.request, e.Depart)}
         return [stop]
 
-    def _epoch_began(self, epoch: Epoch) -> list[Effect]:
+    def _epoch_began(self, epoch: Epoch) -> list[f.Effect]:
         if epoch.number <= self.epoch.number:
             return []
         self.epoch = epoch
         if not self._since and any(member.incarnation == self.incarnation for member in epoch.members):
             self._since = epoch.number
-        return [EpochBegan(epoch)]
+        return [f.EpochBegan(epoch)]
 
     def _deal_with(self, transfer: str) -> None:
         self._dealt_with.append(transfer)
@@ -373,7 +374,13 @@ class Conversation:
         while len(self._completed) > REMEMBERED:
             self._completed.popitem(last=False)
 
-    def _introduce(self) -> None:
+    def _introduce(self, known: bool) -> None:
+        join = self.training.join_again()
+        if not known:
+            self._enrol_again()
+        self._first += () if join is None else (join,)
+
+    def _enrol_again(self) -> None:
         for key in [key for key, request in self._open.items() if request.told]:
             del self._open[key]
         self._dealt_with.extend(self.donations)
@@ -381,13 +388,13 @@ class Conversation:
         if self._enrolment is None:
             return
         fingerprint = self._enrolment.fingerprint
-        if self._member:
-            before = tuple(self._met), self._since, tuple(self._regrouped)
-            self._introduction = self._make(e.Resume, fingerprint, self.epoch, self.held, *before)
+        if self._member and self.epoch.number:
+            before = tuple(self._met), self._since, tuple(self._regrouped), self.training.heard
+            self._first = [self._make(e.Resume, fingerprint, self.epoch, self.held, *before)]
             if self._published is not None:
                 self._say(self._published, told=True)
         else:
-            self._introduction = self._make(e.Enrol, fingerprint)
+            self._first = [self._make(e.Enrol, fingerprint)]
         for request in self._open.values():
             request.at = -math.inf
 
@@ -395,4 +402,6 @@ class Conversation:
         missed_in, misses = self._misses
         enrolled, held, number = self._enrolment is not None, bool(self.held_up), self.epoch.number
         seen = self._exchange, self._left, misses if missed_in == number else ()
-        return self._make(e.Beat, self.held, number, enrolled, held, *seen, self.updates)
+        training = self.training.joined, self.training.rows.take(), self.training.leases.progress()
+        self._unanswered += 1
+        return self._make(e.Beat, self.held, number, enrolled, held, *seen, self.updates, *training)

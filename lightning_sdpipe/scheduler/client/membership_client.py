@@ -1,4 +1,4 @@
-"""A worker's side of an elastic run: how it comes, meets the others, tries again, gives its state, and goes.
+"""A worker's side of a run: how it comes, meets the others, tries again, gives its state, and goes.
 
 In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pipeline's first stage, equal on all)::
 
@@ -15,7 +15,7 @@ In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pi
     client.snapshot_taken(transfer, n)                     # the state after n updates is copied for that transfer
     client.meet(key, value)                                # waits for all replicas of the stage: Met
     client.completed(sequence)                             # the result of that group is in the model; cheap
-    client.broken(group, together=False)                   # it is not: waits for a Group to try again in, or Skip
+    client.broken(group, together=False)                   # it is not: waits for a Group to try again in, or a source
     client.store                                           # the key-value store
     client.depart(finished=True); client.failed(reason); client.close()
 
@@ -24,8 +24,8 @@ What it says, repeats and believes is a :class:`~lightning_sdpipe.scheduler.clie
 Every method may be called from any thread. Whatever waits ends after its timeout with a SchedulerError that says what
 the scheduler was waiting for, with :class:`MustEndError` when this process was declared lost, or with
 :class:`RunOverError`. Groups of readies and leases come from
-:class:`~lightning_sdpipe.scheduler.client.client.SchedulerClient`, made with ``incarnation=`` of the same number; their
-``Group.epoch`` names a process group that all members hold. ``SchedulerClient.serves`` is (M, N) after its ``greet``.
+:class:`~lightning_sdpipe.scheduler.client.client.SchedulerClient`, made with this ``line``; their ``Group.epoch`` names
+a process group that all members hold.
 
 A scheduler that is started again hears of the run from its members by itself.
 """
@@ -41,12 +41,13 @@ from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, Receive
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.client_thread import Callbacks, CancelledError, ClientThread, RunOverError
 from lightning_sdpipe.scheduler.client.connection import Connection
 from lightning_sdpipe.scheduler.client.conversation import Conversation
 from lightning_sdpipe.scheduler.client.store import StoreClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
-from lightning_sdpipe.scheduler.membership_protocol import Skip, Start
+from lightning_sdpipe.scheduler.membership_protocol import Start
 
 __all__ = [
     "Callbacks",
@@ -55,11 +56,9 @@ __all__ = [
     "MustEndError",
     "Receive",
     "RunOverError",
-    "Skip",
     "Start",
 ]
 
-MOST_REASON = 800
 LAST_WORDS = 1.0
 """Seconds that a failing process spends at most on saying so."""
 
@@ -71,9 +70,12 @@ class MembershipClient:
         address: of the scheduler.
         worker: this one.
         incarnation: of its pipeline's job, above 0.
+        mesh: the stages and pipelines of the run, which the scheduler must serve; not checked without.
         timeout: seconds that a wait lasts at most, unless a method is given another.
         credentials: the worker's keys; None on loopback.
         told: what is called when something happens.
+        host: the worker whose process the scheduler ends with; when it seems to have ended, that worker is taken to
+            have failed. None for a scheduler that may be restarted.
     """
 
     def __init__(
@@ -82,21 +84,25 @@ class MembershipClient:
         worker: Worker,
         incarnation: int,
         *,
+        mesh: tuple[int, int] | None = None,
         timeout: float = 60.0,
         credentials: WorkerKeys | None = None,
         told: Callbacks | None = None,
+        host: Worker | None = None,
     ) -> None:
         self.address, self.worker, self.incarnation = address, worker, incarnation
+        self._host, self.credentials = host, credentials
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._connections: list[Connection] = []
         try:
-            connection = Connection(self._context, address, credentials, e.peer_of(worker, incarnation))
+            connection = self.connect(e.peer_of(worker, incarnation))
         except BaseException:
             self._context.term()
             raise
-        talk = Conversation(worker, incarnation)
-        self._line = ClientThread(connection, address, talk, told or Callbacks(), timeout)
-        self._line.start()
-        self.store = StoreClient(self._line)
+        talk = Conversation(worker, incarnation, mesh, host)
+        self.thread = ClientThread(connection, address, talk, told or Callbacks(), timeout)
+        self.thread.start()
+        self.store = StoreClient(self.thread)
         """Which all processes of the run share."""
 
     # ------------------------------------------------------------ coming and going
@@ -123,27 +129,36 @@ class MembershipClient:
 
     def depart(self, *, finished: bool, timeout: float | None = None) -> None:
         """This process ends: its training has ``finished``, or it was told to. Returns when the scheduler knows."""
-        self._line.ask("the scheduler to hear that it departs", e.Depart, finished, timeout=timeout)
+        talk, what = self.thread.talk, "the scheduler to hear that it departs"
+        ended = None if self._host is None else lambda: talk.away
+        self.thread.ask(what, e.Depart, finished, timeout=timeout, cancelled=ended)
 
     def failed(self, reason: str) -> None:
         """This process ends, since an exception was raised: ``reason`` is its type and text. Never raises."""
         try:
             what = "the scheduler to hear of its failure"
-            self._line.ask(what, e.Depart, False, reason[:MOST_REASON], timeout=LAST_WORDS)
+            self.thread.ask(what, e.Depart, False, reason[: m.MAX_REASON_CHARACTERS], timeout=LAST_WORDS)
         except (SchedulerError, WorkerFailedError):  # the failure that is being reported matters more
             return
 
     def close(self) -> None:
         """End the thread and free the sockets; safe to call twice. The scheduler takes the process for ended."""
-        self._line.close()
+        self.thread.close()
+        for connection in self._connections:
+            connection.close()
         self._context.term()
+
+    def connect(self, name: bytes) -> Connection:
+        """A socket to the scheduler for the thread that asks, known there by ``name``; closed with this."""
+        self._connections.append(Connection(self._context, self.address, self.credentials, name))
+        return self._connections[-1]
 
     # ------------------------------------------------------------------ membership
 
     @property
     def epoch(self) -> Epoch:
         """The newest epoch of membership that was heard of."""
-        with self._line.talking() as talk:
+        with self.thread.talking() as talk:
             return talk.epoch
 
     @property
@@ -153,35 +168,35 @@ class MembershipClient:
         Raises:
             WorkerFailedError: the process must end, or the run is over.
         """
-        self._line.check()
-        with self._line.talking() as talk:
+        self.thread.check()
+        with self.thread.talking() as talk:
             return talk.held_up
 
     @property
     def limit(self) -> float:
         """Seconds after which a transfer that does not move is given up, as the scheduler said."""
-        with self._line.talking() as talk:
-            return min(self._line.timeout, talk.limit)
+        with self.thread.talking() as talk:
+            return min(self.thread.timeout, talk.limit)
 
     def holds(self, epochs: Collection[int]) -> None:
         """This worker has process groups of these epochs, and of no others (any more)."""
-        with self._line.talking() as talk:
+        with self.thread.talking() as talk:
             talk.holds(epochs)
 
     def exchanges(self, exchange: Exchanging | None) -> None:
         """This worker is in ``exchange`` now, or in none; cheap."""
-        with self._line.talking() as talk:
+        with self.thread.talking() as talk:
             talk.exchanges(exchange)
 
     def misses(self, epoch: int, pipelines: Collection[int]) -> None:
         """In that epoch, which tries (:attr:`~lightning_sdpipe.membership.members.Epoch.tries`), this worker cannot
         reach those of its stage in ``pipelines``."""
-        with self._line.talking() as talk:
+        with self.thread.talking() as talk:
             talk.misses(epoch, pipelines)
 
     def has_made(self, updates: int) -> None:
         """How many updates this worker has made, for people; cheap."""
-        with self._line.talking() as talk:
+        with self.thread.talking() as talk:
             talk.updates = updates
 
     # ---------------------------------------------------------------------- states
@@ -189,13 +204,13 @@ class MembershipClient:
     @property
     def donations(self) -> tuple[str, ...]:
         """On stage 0: the transfers for which this pipeline has still to copy its state, between two turns."""
-        with self._line.talking() as talk:
+        with self.thread.talking() as talk:
             return talk.donations
 
     def snapshot_taken(self, transfer: str, update: int) -> None:
         """This worker has copied its state for ``transfer`` when it had made ``update`` updates, as all other stages
         have to. Returns when the scheduler knows."""
-        self._line.ask(f"the scheduler to hear of {transfer}", e.TellSnapshot, transfer, update)
+        self.thread.ask(f"the scheduler to hear of {transfer}", e.TellSnapshot, transfer, update)
 
     def publish(self, path: str, update: int) -> None:
         """Returns if this worker may put a checkpoint of the state after ``update`` updates at ``path``.
@@ -204,11 +219,11 @@ class MembershipClient:
             MustEndError: the run goes on without this process.
             SchedulerError: the scheduler says nothing.
         """
-        self._line.ask(f"the scheduler to let it write {path}", e.Publish, path, update, False)
+        self.thread.ask(f"the scheduler to let it write {path}", e.Publish, path, update, False)
 
     def published(self, path: str, update: int) -> None:
         """That checkpoint is in its place."""
-        with self._line.talking() as talk:
+        with self.thread.talking() as talk:
             talk.tell(e.Publish, path, update, True)
 
     # -------------------------------------------------------------- meeting, trying again
@@ -219,32 +234,32 @@ class MembershipClient:
         Keys are new each time, and equal on all of them. ``value`` is small (at most some kilobytes) and goes to all:
         ``Met.values``, in the order of ``Met.pipelines``. ``Met.past``: they have met there already, without this one.
         """
-        reply = self._line.ask(f"the others at {key}", e.Meet, key, value, timeout=timeout)
+        reply = self.thread.ask(f"the others at {key}", e.Meet, key, value, timeout=timeout)
         assert isinstance(reply, e.HasMet)
         return reply.met
 
     def completed(self, sequence: int) -> None:
         """The result of the group ``sequence`` is in the model."""
-        with self._line.talking() as talk:
+        with self.thread.talking() as talk:
             talk.completed(sequence)
 
-    def broken(self, group: Group, *, together: bool = False, timeout: float | None = None) -> Group | Skip:
+    def broken(self, group: Group, *, together: bool = False, timeout: float | None = None) -> Group | int:
         """The result of ``group`` did not come; say first what process groups are left (:meth:`holds`).
 
         Waits until each other member is gone, has it, or has said the same. Returns a group of those that are left
-        without, to try again in (perhaps only of this worker); or :class:`Skip`, if all members were to have the result
-        or none (``together``) and ``Skip.source`` has it: take that pipeline's state instead.
+        without, to try again in (perhaps only of this worker); or a pipeline, if all members were to have the result or
+        none (``together``), and that one has it: take its state instead.
         """
-        with self._line.talking() as talk:
+        with self.thread.talking() as talk:
             holds = talk.held
         what = f"the other members of group {group.sequence} to try again"
-        reply = self._line.ask(what, e.AskRegroup, group, holds, together, timeout=timeout)
-        assert isinstance(reply, e.Regroup | e.Skip)
-        return reply.group if isinstance(reply, e.Regroup) else reply
+        reply = self.thread.ask(what, e.AskRegroup, group, holds, together, timeout=timeout)
+        assert isinstance(reply, e.Again)
+        return reply.source if reply.group is None else reply.group
 
     def _start_or_receive(
         self, what: str, timeout: float | None, kind: Callable[..., e.Request], *fields: object
     ) -> Start | Receive:
-        reply = self._line.ask(what, kind, *fields, timeout=timeout)
+        reply = self.thread.ask(what, kind, *fields, timeout=timeout)
         assert isinstance(reply, e.Start | e.Get)
         return reply if isinstance(reply, e.Start) else reply.receive

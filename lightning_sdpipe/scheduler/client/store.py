@@ -1,4 +1,4 @@
-"""The scheduler's key-value store, which all processes of an elastic run share; keys are "room/name"."""
+"""The scheduler's key-value store, which all processes of a run share; keys are "room/name"."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ class StoreClient:
 
     def put(self, key: str, value: bytes, timeout: float | None = None) -> None:
         """Set ``key`` for all."""
-        self._line.ask(f"the scheduler to keep {key}", e.Put, key, value, timeout=timeout)
+        self._ask(f"the scheduler to keep {key}", timeout, "put", (key,), value)
 
     def fetch(self, keys: Sequence[str], timeout: float | None = None) -> tuple[bytes | None, ...]:
         """The values of ``keys`` as they are; None where there is none."""
         what = f"the scheduler to say what is at {', '.join(keys)}"
-        reply = self._line.ask(what, e.Fetch, tuple(keys), False, timeout=timeout)
-        assert isinstance(reply, e.Values)
-        return reply.values
+        return self._ask(what, timeout, "fetch", tuple(keys)).values
 
     def wait(
         self, keys: Sequence[str], timeout: float | None = None, cancelled: Callable[[], bool] | None = None
@@ -34,19 +32,20 @@ class StoreClient:
             CancelledError: ``cancelled`` said so, which is looked at often.
         """
         what = f"another worker to set {', '.join(keys)}"
-        reply = self._line.ask(what, e.Fetch, tuple(keys), True, timeout=timeout, cancelled=cancelled)
-        assert isinstance(reply, e.Values)
+        reply = self._ask(what, timeout, "wait", tuple(keys), cancelled=cancelled)
         return tuple(value for value in reply.values if value is not None)
 
     def add(self, key: str, amount: int, timeout: float | None = None) -> int:
         """Add to the number at ``key``, 0 at first; the sum."""
-        return self._sum(f"the scheduler to add to {key}", timeout, e.Add, key, amount)
+        return self._ask(f"the scheduler to add to {key}", timeout, "add", (key,), b"", amount).count
 
     def remove(self, key: str, timeout: float | None = None) -> bool:
         """Forget ``key``; was it there?"""
-        return self._sum(f"the scheduler to forget {key}", timeout, e.Remove, key) > 0
+        return self._ask(f"the scheduler to forget {key}", timeout, "remove", (key,)).count > 0
 
-    def _sum(self, what: str, timeout: float | None, kind: Callable[..., e.Request], *fields: object) -> int:
-        reply = self._line.ask(what, kind, *fields, timeout=timeout)
-        assert isinstance(reply, e.Sum)
-        return reply.value
+    def _ask(
+        self, what: str, timeout: float | None, *fields: object, cancelled: Callable[[], bool] | None = None
+    ) -> e.Stored:
+        reply = self._line.ask(what, e.Store, *fields, timeout=timeout, cancelled=cancelled)
+        assert isinstance(reply, e.Stored)
+        return reply

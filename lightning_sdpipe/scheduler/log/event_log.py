@@ -44,7 +44,7 @@ LIMIT = 256 << 20
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """``event`` happened at ``at``, in seconds of the scheduler's clock, and ``decisions`` or ``leases`` followed, or
-    in an elastic run ``members``."""
+    of membership ``members``."""
 
     at: float
     event: Event | LeaseEvent | MemberEvent
@@ -245,12 +245,11 @@ class Record(msgspec.Struct):
         """A new one for the same workers."""
         return Dealer(self.beginning.num_stages, self.beginning.num_pipelines)
 
-    def membership(self) -> Membership | None:
-        """A new one with the same terms, if the run may have been elastic."""
+    def membership(self) -> Membership:
+        """A new one with the same terms."""
         beginning = self.beginning
-        if beginning.elastic is None:
-            return None
-        return Membership(beginning.num_stages, beginning.elastic, beginning.at)
+        terms = beginning.elastic or ElasticConfig.of_fixed(beginning.num_pipelines)
+        return Membership(beginning.num_stages, terms, beginning.at, beginning.num_pipelines)
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -300,12 +299,12 @@ def _read_file(path: Path, records: list[Record]) -> None:
 def differences(
     policy: Policy, dealer: Dealer, entries: Sequence[Entry], membership: Membership | None = None
 ) -> Iterator[Difference]:
-    """Plays ``entries`` back to ``policy``, ``dealer`` and ``membership``, which must be new; where they decide
-    otherwise, and how."""
+    """Plays ``entries`` back to ``policy``, ``dealer`` and, if that is given, ``membership``, which must be new; where
+    they decide otherwise, and how."""
     for number, entry in enumerate(entries):
         event = entry.event
         if isinstance(event, MemberEvent):
-            members = [] if membership is None else membership.on(event, entry.at)
+            members = entry.members if membership is None else membership.on(event, entry.at)
             if members != entry.members:
                 yield Difference(number, entry, members)
             continue

@@ -52,7 +52,7 @@ def contradiction(request: m.Request | e.Request, num_stages: int, most_pipeline
     match request:
         case m.Join(answers=answers):
             return next(filter(None, (_of_answer(answer, worker, most_pipelines) for answer in answers)), None)
-        case m.AskLease(segment=segment) | m.Heartbeat(dealt=(segment, _)):
+        case m.AskLease(segment=segment) | e.Beat(dealt=(segment, _)):
             return _of_leases(segment, ())
         case m.TellLeases(segment=segment, leases=leases):
             return _of_leases(segment, leases)

@@ -65,7 +65,7 @@ class Regrouping:
         self.open: dict[int, BrokenGroup] = {}
         self.decided: OrderedDict[int, None] = OrderedDict()
         """Those of which it is decided who tries again, though perhaps not yet in which process group."""
-        self._outcomes: OrderedDict[int, dict[Worker, e.Regroup | e.Skip]] = OrderedDict()
+        self._outcomes: OrderedDict[int, dict[Worker, e.Again]] = OrderedDict()
 
     def hear(self, worker: Worker, group: Group, together: bool) -> BrokenGroup | None:
         """``worker`` did not get the result; None if it says so of more groups than it can be in."""
@@ -83,11 +83,11 @@ class Regrouping:
         if broken is not None and worker not in broken.said:
             broken.done.add(worker)
 
-    def outcome(self, worker: Worker, sequence: int) -> e.Regroup | e.Skip | None:
+    def outcome(self, worker: Worker, sequence: int) -> e.Again | None:
         """What ``worker`` was answered."""
         return self._outcomes.get(sequence, {}).get(worker)
 
-    def remember(self, sequence: int, answer: e.Regroup | e.Skip, workers: Sequence[Worker]) -> None:
+    def remember(self, sequence: int, answer: e.Again, workers: Sequence[Worker]) -> None:
         """That is what they were answered."""
         self._outcomes.setdefault(sequence, {}).update(dict.fromkeys(workers, answer))
         while len(self._outcomes) > REMEMBERED:
@@ -97,7 +97,7 @@ class Regrouping:
         """An earlier scheduler has said who tries that one again: all are to hear the same."""
         self.open.pop(sequence, None)
         self._is_decided(sequence)
-        self.remember(sequence, e.Regroup(sequence, group), group.members)
+        self.remember(sequence, e.Again(sequence, group), group.members)
 
     def _is_decided(self, sequence: int) -> None:
         self.decided[sequence] = None
@@ -235,7 +235,7 @@ class GroupDelivery:
         elif kept.broken is None:
             self._groups.send(group)
         else:
-            self._tell_outcome(kept.broken, e.Regroup(kept.broken.sequence, group), group.members)
+            self._tell_outcome(kept.broken, e.Again(kept.broken.sequence, group), group.members)
 
     def _say_met(self, kept: _KeptMet) -> bool:
         there = [worker for worker, incarnation in kept.who.items() if self._here.get(worker) == incarnation]
@@ -258,10 +258,12 @@ class GroupDelivery:
         if group.sequence in self._regrouping.decided:
             return e.Waits(request.number, "it waits for a process group of those that try again")
         if worker not in group.members or len(group.members) < 2:
-            return e.Denial(f"worker {worker} is no member of {group}, or the only one, so it cannot have broken")
+            reason = f"worker {worker} is no member of {group}, or the only one, so it cannot have broken"
+            return e.Refused(request.number, reason)
         broken = self._regrouping.hear(worker, group, request.together)
         if broken is None:
-            return e.Denial(f"worker {worker} says of more than {MOST_OPEN} groups at once that they broke")
+            reason = f"worker {worker} says of more than {MOST_OPEN} groups at once that they broke"
+            return e.Refused(request.number, reason)
         undecided = broken.undecided(self.is_gone)
         for other in undecided:
             self._outbox.say(e.peer_of(other, self._here[other]), e.Broke(group.sequence))
@@ -283,7 +285,7 @@ class GroupDelivery:
     def _settle(self, broken: BrokenGroup, now: float) -> None:
         group = broken.group
         if broken.together and broken.done:
-            self._tell_outcome(group, e.Skip(group.sequence, min(broken.done).pipeline), sorted(broken.said))
+            self._tell_outcome(group, e.Again(group.sequence, None, min(broken.done).pipeline), sorted(broken.said))
             return
         if broken.said and not any(self.is_gone(worker, group.epoch) for worker in group.members):
             self._unreachable(group.stage, sorted(worker.pipeline for worker in broken.said), False, now)
@@ -294,7 +296,7 @@ class GroupDelivery:
         again = self._groups.regroup(group, members, weights, now)
         self._say_or_keep(self._process_groups.keepable(again, now, group))
 
-    def _tell_outcome(self, group: Group, message: e.Regroup | e.Skip, workers: Sequence[Worker]) -> None:
+    def _tell_outcome(self, group: Group, message: e.Again, workers: Sequence[Worker]) -> None:
         self._regrouping.remember(group.sequence, message, workers)
         for worker in workers:
             if worker in self._here:

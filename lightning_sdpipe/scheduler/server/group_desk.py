@@ -12,7 +12,6 @@ from lightning_sdpipe.policies.events import (
     Joined,
     Left,
     Lost,
-    Progress,
     Ready,
     Regrouped,
     Tick,
@@ -24,11 +23,11 @@ from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status import Overview
 from lightning_sdpipe.scheduler.server.contradictions import Extent
-from lightning_sdpipe.scheduler.server.lifelines import Lines
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver, PolicyFailed
 from lightning_sdpipe.scheduler.server.process_groups import ProcessGroupRegistry
 from lightning_sdpipe.scheduler.server.recovery import Recovery
+from lightning_sdpipe.scheduler.server.row_desk import RowDesk
 from lightning_sdpipe.scheduler.server.session import (
     COMPUTING,
     FALLS_SILENT,
@@ -54,8 +53,8 @@ class GroupDesk:
         extent: which workers there may be.
         overview: is widened with the run.
         outbox: takes the answers.
-        lines: by which the processes of an ordinary run are known to live.
-        process_groups: of an elastic run, whose groups go out when their members share one; None in any other.
+        process_groups: of an elastic run, whose groups go out when their members share one.
+        rows: keeps what workers tell of their updates.
     """
 
     def __init__(
@@ -65,9 +64,10 @@ class GroupDesk:
         extent: Extent,
         overview: Overview,
         outbox: Outbox,
-        lines: Lines,
-        process_groups: ProcessGroupRegistry | None,
+        process_groups: ProcessGroupRegistry,
+        rows: RowDesk,
     ) -> None:
+        self.rows = rows
         self.sessions = Sessions()
         self.recovery = recovery
         self.extent = extent
@@ -75,7 +75,6 @@ class GroupDesk:
         self._driver = driver
         self._overview = overview
         self._outbox = outbox
-        self._lines = lines
         self._process_groups = process_groups
 
     @property
@@ -86,19 +85,13 @@ class GroupDesk:
     # -------------------------------------------------------- coming and going
 
     def join_anew(self, request: m.Join, peer: bytes, now: float) -> None:
-        """The first join of a session; an older session of the worker ends."""
+        """The first join of a start of the worker; the session of an older one ends."""
         worker = request.worker
         self.extent.check_mesh(request)
         self.extent.check_exists(worker)
-        before = self.sessions.get(worker)
-        if before is not None and before.active:
-            logger.warning("worker %s came back as a new client; the old one never left", worker)
-            self.leave(before, now)
-        session = self.sessions.begin(worker, request.session, now, request.elastic)
+        self.departs(worker, now)
+        session = self.sessions.begin(worker, request.incarnation, now)
         session.received.is_new(request.number, peer)
-        if self._lines.port and not request.elastic:
-            nonce = self._lines.give(worker, session.id, elastic=False)
-            self._outbox.say(peer, e.Line(self._lines.port, nonce))
         if self.failure is None:
             self.recovery.joins(worker, request.heard is not None, now)
         self.join(session, request, peer, now)
@@ -106,10 +99,10 @@ class GroupDesk:
     def join(self, session: Session, request: m.Join, peer: bytes, now: float) -> None:
         """A client joins, for the first time or again."""
         if self.failure is not None:
-            self._outbox.say(peer, m.Abort(self.failure))
+            self._outbox.say(peer, self.failure.said())
             return
         if request.number < session.received.left_at:
-            return  # the heartbeats' socket was slower than the leave that came after
+            return  # the other socket was slower than the leave that came after
         if not session.active:
             self.extent.check_mesh(request)
             self.let_time_pass(now)
@@ -122,15 +115,15 @@ class GroupDesk:
                 self.recovery.forget(session.worker)
             self._carry_out(decisions, now)
             self.recovery.keep(request.answers, session.worker)
-        self._outbox.say(peer, m.Acknowledged(request.number, session.invitations))
+        self._outbox.say(peer, e.Noted(request.number, session.invitations))
 
-    def leave_unseen(self, request: m.Leave, peer: bytes, now: float) -> None:
+    def leave_unseen(self, request: m.Leave, now: float) -> None:
         """A client leaves that this scheduler has never seen. A join that it sent before may still be on its way by its
         other socket, or be kept until its process group is there: the leave outdates it."""
-        worker, id = request.worker, request.session
+        worker = request.worker
         if self.sessions.get(worker) is None and self.failure is None:
             self.extent.check_exists(worker)
-            session = self.sessions.begin(worker, id, now, elastic=peer == m.routing_id(worker, id))
+            session = self.sessions.begin(worker, request.incarnation, now)
             session.received.left_at = request.number
             self.recovery.joins(worker, True, now)
 
@@ -144,28 +137,23 @@ class GroupDesk:
         session.answer = session.answered = None
         self._carry_out(decisions, now)
 
-    def process_ended(self, worker: Worker, id: int) -> None:
-        """The process of that session is no more, and has not said farewell: a run whose workers are fixed is over."""
+    def departs(self, worker: Worker, now: float) -> None:
+        """Its process ends."""
         session = self.sessions.get(worker)
-        if session is not None and session.id == id and self.failure is None:
-            failure = m.Failure(worker, "its process ended without a word (its connection closed)")
-            self.fail(failure)
-            for other in self.sessions:  # which may wait for a tensor of that one
-                self._outbox.say(other.heartbeat_peer, m.Abort(failure))
+        if session is not None and session.active:
+            self.leave(session, now)
 
-    def lose_silent(self, silent: Sequence[tuple[Worker, float]], now: float) -> None:
-        """These were silent for so many seconds, which is too long; the others hear of those that took part."""
-        for worker, seconds in silent:
-            session = self.sessions[worker]
-            if not session.active:
-                continue
-            logger.warning("worker %s was silent for %.1f s: the others go on without it", worker, seconds)
-            decisions = self._drop(session, Lost(worker), FALLS_SILENT, now)
-            lost = m.Lost(worker, seconds)
-            for other in self.sessions:
-                if other.active:
-                    self._outbox.say(other.peer, lost)
-            self._carry_out(decisions, now)
+    def lose_silent(self, worker: Worker, reason: str, now: float) -> None:
+        """It was silent for too long; the others hear of it if it took part."""
+        session = self.sessions.get(worker)
+        if session is None or not session.active:
+            return
+        decisions = self._drop(session, Lost(worker), FALLS_SILENT, now)
+        lost = m.Lost(worker, reason)
+        for other in self.sessions:
+            if other.active:
+                self._outbox.say(other.member_peer, lost)
+        self._carry_out(decisions, now)
 
     def lose(self, pipeline: int, left: bool, now: float) -> None:
         """``pipeline`` of an elastic run is gone: it has left, or is lost."""
@@ -201,15 +189,15 @@ class GroupDesk:
         self.extent.num_pipelines = num_pipelines
         self._overview.widen(num_pipelines)
 
-    def fail(self, failure: m.Failure, teller: bytes | None = None) -> None:
-        """The run is over; every client hears of the first failure, and so does ``teller``."""
+    def fail(self, failure: m.Failure) -> None:
+        """The run is over; every worker hears of the first failure."""
         if self.failure is None:
             self.failure = failure
             logger.error("%s; the run is over", failure)
-        abort = m.Abort(self.failure)
-        peers = {session.peer for session in self.sessions} | ({teller} if teller is not None else set())
-        for peer in sorted(peers):
-            self._outbox.say(peer, abort)
+        over = self.failure.said()
+        for session in self.sessions:
+            self._outbox.say(session.peer, over)
+            self._outbox.say(session.member_peer, over)
 
     # ----------------------------------------------------------------- readies
 
@@ -221,13 +209,15 @@ class GroupDesk:
         """
         iteration, recovery = request.iteration, self.recovery
         if self.failure is not None:
-            self._outbox.say(peer, m.Abort(self.failure))
+            self._outbox.say(peer, self.failure.said())
         elif session.state is not COMPUTING:
             if not session.active:
-                self._outbox.say(peer, m.Unknown(request.number))
+                self._outbox.say(peer, e.Stranger(known=True))
             elif session.iteration != iteration:
                 raise RefusedEvent(f"iteration {session.iteration} waits for an answer")
-            # else it asks again; the answer is on its way to be decided
+            else:  # it asks again; the answer is on its way to be decided
+                missing = [other for other in self.computing(session.worker.stage) if other != session.worker]
+                self._outbox.say(peer, e.Waits(request.number, named(missing)))
         elif session.answer is not None and session.iteration == iteration:
             self._outbox.say(peer, session.answer)
         elif recovery.holds:
@@ -239,18 +229,25 @@ class GroupDesk:
         else:
             self._decide_ready(session, iteration, now)
 
-    def hear_beat(
-        self, session: Session, request: m.Heartbeat, progress: Progress | None, peer: bytes, now: float
-    ) -> bool:
-        """A client lives, and says how fast it is. False if it takes itself for a participant and is none."""
-        session.beats = True
-        if request.joined and not session.active and request.number > session.received.left_at:
-            self._outbox.say(peer, m.Unknown(request.number))
-            return False
-        if progress is not None and session.active:
+    def hear_beat(self, beat: e.Beat, peer: bytes, now: float) -> None:
+        """A worker lives, and says how fast it is; one that takes itself for a participant, and is none, is told."""
+        worker = beat.worker
+        session = self.sessions.of(worker, beat.incarnation)
+        progress = self.rows.hear(beat, session is not None, peer, now)
+        if session is None and not beat.joined:
+            self.recovery.joins(worker, False, now)  # it waits for no group
+        if session is not None:
+            session.heard = now
+        if session is None or not session.active:
+            if beat.joined and (session is None or beat.number > session.received.left_at):
+                self._outbox.say(peer, e.Stranger(known=True))
+        elif progress is not None:
             self.let_time_pass(now)
             self._carry_out(self._driver.tell(progress, now), now)
-        return True
+
+    def computing(self, stage: int) -> list[Worker]:
+        """The active workers of ``stage`` that are not ready."""
+        return [session.worker for session in self.sessions.of_stage(stage) if session.state is COMPUTING]
 
     def end_recovery(self, now: float) -> None:
         """All are back, or the grace has passed: what was held is decided."""
@@ -327,9 +324,7 @@ class GroupDesk:
         for group in decisions:
             if verbose:
                 logger.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason)
-            if self._process_groups is None:
-                self.send(group)
-            elif (ready := self._process_groups.ready_to_go(group, now)) is not None:
+            if (ready := self._process_groups.ready_to_go(group, now)) is not None:
                 self.send(ready)
 
     def _answer_and_invite(self, sessions: list[Session], group: Group) -> None:
@@ -342,10 +337,15 @@ class GroupDesk:
         for session in sessions:
             if session.worker in group.passive:
                 session.invitations += 1
-                self._outbox.say(session.heartbeat_peer, m.Invitation(group, session.answered))
+                self._outbox.say(session.member_peer, m.Invitation(group, session.answered))
             else:
                 self._answer(session, answer)
 
     def _answer(self, session: Session, answer: m.Answer) -> None:
         session.is_answered(answer)
         self._outbox.say(session.peer, answer)
+
+
+def named(workers: Collection[Worker]) -> str:
+    """For people."""
+    return ", ".join(map(str, workers)) or "nobody"

@@ -54,29 +54,31 @@ class KeyValueStore:
         self._waiting: dict[Asker, Waiting] = {}
         self._sums: OrderedDict[Asker, int] = OrderedDict()
 
-    def handle(self, peer: bytes, request: e.Put | e.Fetch | e.Add | e.Remove, outbox: Outbox, now: float) -> None:
+    def handle(self, peer: bytes, request: e.Store, outbox: Outbox, now: float) -> None:
         """Answer a worker's ``request``, and those that waited for what it sets."""
-        say, number = outbox.say, request.number
-        answered = []
+        number, keys = request.number, request.keys
+        answered: list[Answer] = []
         try:
-            match request:
-                case e.Put(key=key, value=value):
-                    answered = self.put(key, value)
-                    say(peer, e.Noted(number))
-                case e.Add(key=key, amount=amount):
-                    total, answered = self.add(key, amount, (peer, number))
-                    say(peer, e.Sum(number, total))
-                case e.Remove(key=key):
-                    say(peer, e.Sum(number, int(self.remove(key))))
-                case e.Fetch(keys=keys, waits=waits):
-                    values = self.wait((peer, number), keys, now) if waits else self.get(keys)
-                    if values is not None:
-                        say(peer, e.Values(number, values))
+            if request.verb in ("fetch", "wait"):
+                values = self.wait((peer, number), keys, now) if request.verb == "wait" else self.get(keys)
+                reply = None if values is None else e.Stored(number, values)
+            elif len(keys) != 1:
+                raise StoreFull(f"{len(keys)} keys where one is to be set")
+            elif request.verb == "put":
+                answered, reply = self.put(keys[0], request.value), e.Stored(number)
+            elif request.verb == "add":
+                total, answered = self.add(keys[0], request.amount, (peer, number))
+                reply = e.Stored(number, (), total)
+            else:
+                reply = e.Stored(number, (), int(self.remove(keys[0])))
         except StoreFull as error:
             outbox.ignore("refused", peer, str(error))
-            say(peer, e.Denial(f"the key-value store refuses {error}", number))
+            outbox.say(peer, e.Refused(number, f"the key-value store refuses {error}"))
+            return
+        if reply is not None:
+            outbox.say(peer, reply)
         for (asker, asked), found in answered:
-            say(asker, e.Values(asked, found))
+            outbox.say(asker, e.Stored(asked, found))
 
     def put(self, key: str, value: bytes) -> list[Answer]:
         """Sets ``key``; who waited for it, if it was the last one, is answered.

@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 from lightning_sdpipe.dealing.leases import Asked, Expected, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
+from lightning_sdpipe.scheduler.server.group_desk import GroupDesk, named
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver
-from lightning_sdpipe.scheduler.server.session import COMPUTING
 
 
 class LeaseDesk:
@@ -40,24 +40,27 @@ class LeaseDesk:
         worker, segment, failure = request.worker, request.segment, self._groups.failure
         self._groups.extent.check_exists(worker)
         if failure is not None:
-            self._outbox.say(peer, m.Abort(failure))
+            self._outbox.say(peer, failure.said())
         elif (lease := self._dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
             self._outbox.say(peer, m.Dealt(lease))
         elif self._dealer.asks_for_book(worker, segment):
             self._outbox.say(peer, m.AskLeases())
         else:
+            again = worker in self._asking
             self._asking[worker] = peer, segment, request.ordinal
             try:
                 self.deal(Asked(worker, segment, request.ordinal, request.done), now)
             except RefusedEvent:
                 del self._asking[worker]
                 raise
+            if again and worker in self._asking:
+                self._outbox.say(peer, e.Waits(request.number, named(self._missing(worker))))
 
-    def hear_beat(self, heartbeat: m.Heartbeat, peer: bytes, now: float) -> None:
+    def hear_beat(self, beat: e.Beat, peer: bytes, now: float) -> None:
         """A worker says how much of its batches it has trained."""
-        if heartbeat.dealt is None or self._groups.failure is not None:
+        if beat.dealt is None or self._groups.failure is not None:
             return
-        worker, (segment, done) = heartbeat.worker, heartbeat.dealt
+        worker, (segment, done) = beat.worker, beat.dealt
         self._groups.extent.check_exists(worker)
         if self._dealer.asks_for_book(worker, segment):
             self._outbox.say(peer, m.AskLeases())
@@ -77,14 +80,10 @@ class LeaseDesk:
                 self._outbox.say(peer, m.Dealt(lease))
                 del self._asking[worker]
 
-    def missing(self, asker: Worker) -> tuple[Worker, ...]:
-        """Return those that ``asker`` may wait for: of its stage; for a lease of others too, with a session or
-        without."""
-        sessions = self._groups.sessions.of_stage(asker.stage)
-        workers = {session.worker for session in sessions if session.state is COMPUTING}
-        if asker in self._asking:
-            workers.update(self._dealer.behind(), self._dealer.untold())
-        return tuple(sorted(workers - {asker}))
+    def _missing(self, asker: Worker) -> list[Worker]:
+        """Those that ``asker`` may wait for, of all stages, with a session or without."""
+        workers = {*self._groups.computing(asker.stage), *self._dealer.behind(), *self._dealer.untold()}
+        return sorted(workers - {asker})
 
     def members_are(self, pipelines: Collection[int], now: float) -> None:
         """These train; all others have returned their leases."""

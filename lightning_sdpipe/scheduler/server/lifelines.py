@@ -2,8 +2,8 @@
 
 libzmq connects again by itself and does not say when a peer is gone, so the kernel is asked: it closes the connections
 of a process however that ends, within milliseconds. Who connects says the nonce that it got over ZeroMQ, encrypted
-with the keys of the run, and at last :data:`FAREWELL` if it goes as it should; nothing else is read, and nothing is
-ever sent. A connection that says anything else, or nothing in time, is closed, so strangers hold few descriptors.
+with the keys of the run; nothing else is read, and nothing is ever sent. A connection that says anything else, or
+nothing in time, is closed, so strangers hold few descriptors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ import zmq
 from lightning_sdpipe.policies.events import Worker
 
 NONCE_BYTES = 16
-FAREWELL = b"."
-"""Before it closes: the process needs the connection no longer."""
 MOST_LINES = 1 << 16
 SPEAKS_WITHIN = 10.0
 """Seconds from the connection to the nonce."""
@@ -39,12 +37,12 @@ class Lines:
     def __init__(self) -> None:
         self.port = 0
         """Where :class:`Lifelines` listens; 0 until it does."""
-        self._given: OrderedDict[bytes, tuple[Worker, int, bool]] = OrderedDict()
+        self._given: OrderedDict[bytes, tuple[Worker, int]] = OrderedDict()
 
-    def give(self, worker: Worker, number: int, elastic: bool) -> bytes:
-        """The nonce of that process, which is known by its session, or in an elastic run by its incarnation."""
+    def give(self, worker: Worker, incarnation: int) -> bytes:
+        """The nonce of that process."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self._given[nonce] = worker, number, elastic
+        self._given[nonce] = worker, incarnation
         while len(self._given) > MOST_LINES:
             self._given.popitem(last=False)
         return nonce
@@ -53,14 +51,14 @@ class Lines:
         """Was ``nonce`` given to a process, whose connection has not closed yet?"""
         return nonce in self._given
 
-    def take(self, nonce: bytes) -> tuple[Worker, int, bool] | None:
+    def take(self, nonce: bytes) -> tuple[Worker, int] | None:
         """To which process ``nonce`` was given, whose connection is closed."""
         return self._given.pop(nonce, None)
 
     def forget(self, pipeline: int, incarnation: int) -> None:
         """That start of ``pipeline`` is over."""
-        for nonce, (worker, number, elastic) in [*self._given.items()]:
-            if elastic and (worker.pipeline, number) == (pipeline, incarnation):
+        for nonce, (worker, number) in [*self._given.items()]:
+            if (worker.pipeline, number) == (pipeline, incarnation):
                 del self._given[nonce]
 
 
@@ -151,7 +149,7 @@ class Lifelines:
             del self._silent[connection]
             self._nonces[connection] = data
             return b""
-        nonce = b"" if data == FAREWELL else self._nonces.get(connection, b"")
+        nonce = self._nonces.get(connection, b"")
         self._drop(connection)
         return nonce
 

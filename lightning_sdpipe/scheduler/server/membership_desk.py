@@ -1,8 +1,8 @@
-"""The scheduler's half of an elastic run: what is heard of membership goes to the core, and what that decides, out.
+"""What is heard of membership goes to the core, and what that decides, out.
 
-What membership means for groups and leases goes to the desks that keep them. Requests of sessions pass
+What membership means for groups and leases goes to the desks that keep them. Requests of training threads pass
 :meth:`MembershipDesk.admits` first, since only members train; those that came too early are kept until they are
-:meth:`~MembershipDesk.due`.
+:meth:`~MembershipDesk.due`. In a fixed roster every process trains that has enrolled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status import Members
@@ -30,15 +29,15 @@ logger = logging.getLogger(__name__)
 
 GONE_IN_STATUS = 64
 """Starts of pipelines that must not come back which a status tells, the last ones."""
+ENDED = "ended (its connection closed)"
 RIVAL_GRACE = 0.5
 """Seconds that a job may be heard of after another has claimed its number, as a process that is about to end is."""
-BEATS_PER_LIMIT = 8
-LONGEST_BEAT = 1.0
+BEATS_PER_LIMIT, LONGEST_BEAT = 8, 1.0
 
 
 class DeferredRequests:
-    """What sessions said too early, before their pipeline was a member or had a process group: the last request of each
-    kind of each worker, in the order in which it made them."""
+    """What training threads said too early, before their pipeline was a member or had a process group: the last request
+    of each kind of each worker, in the order in which it made them."""
 
     def __init__(self) -> None:
         self._kept: dict[Worker, list[tuple[bytes, m.Request]]] = {}
@@ -49,12 +48,10 @@ class DeferredRequests:
 
     def keep(self, peer: bytes, request: m.Request, now: float) -> None:
         """``request`` came from ``peer``; a newer session's takes the place of all that an older one said."""
-        kept = self._kept.setdefault(request.worker, [])
-        kept[:] = [
-            (at, other) for at, other in kept if type(other) is not type(request) and other.session == request.session
-        ]
-        kept.append((peer, request))
+        kept = [*self._kept.get(request.worker, ()), (peer, request)]
         kept.sort(key=lambda pair: pair[1].number)
+        newest = {type(other): (at, other) for at, other in kept if other.incarnation == request.incarnation}
+        self._kept[request.worker] = sorted(newest.values(), key=lambda pair: pair[1].number)
         self._since.setdefault(request.worker, now)
 
     def waited(self, worker: Worker, now: float) -> float:
@@ -111,15 +108,10 @@ class MembershipDesk:
 
     # ------------------------------------------------------------------ inputs
 
-    @property
-    def in_use(self) -> bool:
-        """Is this an elastic run, as far as is known?"""
-        return self._process_groups.in_use
-
     def status(self, now: float) -> Members | None:
-        """Who is in the run; None if nobody has enrolled."""
+        """Who is in the run, if its pipelines come and go; None if nobody has enrolled."""
         core = self.membership
-        if not self.in_use and not core.ever:
+        if not self._process_groups.in_use and (core.terms.fixed or not core.ever):
             return None
         over, resumed = core.ending.over, core.ending.resumed
         buried = core.roster.buried(GONE_IN_STATUS)
@@ -148,20 +140,30 @@ class MembershipDesk:
             self._decide(w.Passed(), now)
         if self._presence.next_look <= now:
             core = self.membership
-            for worker, incarnation, seconds in self._presence.silent(now, core.members, core.roster.claimed):
-                self._decide(w.FellSilent(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
+            fixed = core.terms.fixed
+            members, replaced = ((), ()) if fixed else (core.members, core.roster.claimed)
+            for worker, incarnation, seconds in self._presence.silent(now, members, replaced):
+                if fixed and core.recovering:
+                    self._presence.hear(worker, now)  # it may not know that it is heard
+                else:
+                    self._decide(w.FellSilent(worker, incarnation, f"was silent for {seconds:.1f} s"), now)
+            if fixed:
+                self._leases.end_if_all_wait_for(self._presence.lost, now)
         self._answers.remake(now)
 
     def handle(self, peer: bytes, request: e.Request, now: float) -> None:
         """A message about membership."""
         worker, incarnation, core = request.worker, request.incarnation, self.membership
-        if isinstance(request, e.Enrol | e.Resume):
+        enrolled = isinstance(request, e.Enrol) or (isinstance(request, e.Beat) and request.enrolled)
+        if self._groups.failure is not None and enrolled:
+            self._outbox.say(peer, self._groups.failure.said())
+        elif isinstance(request, e.Enrol | e.Resume):
             self._comes(peer, request, now)
         elif self._presence.incarnations.get(worker) == incarnation:
             self._presence.hear(worker, now)
             if core.doubts(worker, incarnation):
                 since = self._rival_since.setdefault(worker.pipeline, now)
-                if now - since >= RIVAL_GRACE:
+                if now - since >= RIVAL_GRACE or core.is_lost(worker):
                     del self._rival_since[worker.pipeline]
                     self._decide(w.Heard(worker, incarnation), now)
             self._from_one_of_us(peer, request, now)
@@ -170,55 +172,42 @@ class MembershipDesk:
 
     def process_ended(self, worker: Worker, incarnation: int, now: float) -> None:
         """The connection of that process is closed."""
-        self._decide(w.Died(worker, incarnation, "ended (its connection closed)"), now)
+        self._decide(w.Died(worker, incarnation, ENDED), now)
 
     def deliver(self, now: float) -> None:
         """Send the groups and meetings that can go out now."""
         if not self.membership.recovering:
             self._answers.proceed(now)
 
-    # ------------------------------------------------------- requests of sessions
-
-    def hear_failure(self, peer: bytes, request: m.Failed, now: float) -> bool:
-        """A process of the run has failed, and its pipeline goes. False if it is not one that is here."""
-        worker, incarnation, core = request.worker, request.session, self.membership
-        if core.roster.tombstone(worker.pipeline, incarnation) is not None or not core.is_here(worker, incarnation):
-            return False
-        reason = request.reason[: m.MAX_REASON_CHARACTERS]
-        self._outbox.say(peer, m.Abort(m.Failure(worker, reason)))
-        self._decide(w.Failed(worker, incarnation, reason), now)
-        return True
+    # ------------------------------------------------- requests of training threads
 
     def admits(self, peer: bytes, request: m.Request, now: float) -> bool:
         """May the service deal with ``request`` now? If not, it is kept, or refused."""
-        worker, incarnation, core = request.worker, request.session, self.membership
-        if isinstance(request, m.Hello | m.AskFailure | m.AskMissing):
+        worker, incarnation, core = request.worker, request.incarnation, self.membership
+        session = self._groups.sessions.of(worker, incarnation)
+        if session is not None and session.active:
+            return True
+        if isinstance(request, m.Hello) or (core.terms.fixed and self._groups.failure is not None):
             return True
         if (reason := core.roster.tombstone(worker.pipeline, incarnation)) is not None:
             self._outbox.say(peer, e.MustEnd(reason))
             return False
-        if isinstance(request, m.Failed):
-            return not self.in_use
-        is_join = isinstance(request, m.Join)
-        if not (isinstance(request, m.Join) and request.elastic):
-            if not self.in_use and worker not in self._early:
-                return True  # an ordinary run, or one whose workers are still to come back
-            if is_join:
-                refusal = (
-                    "it serves an elastic run, and this worker has not enrolled; set SDPIPE_PIPELINE, or give it a "
-                    "scheduler of its own"
-                )
-                self._outbox.say(peer, m.Refused(request.number, refusal))
-                return False
-        if core.roster.is_member(worker.pipeline, incarnation) and not core.recovering:
+        if self._trains(worker, incarnation):
+            is_join = isinstance(request, m.Join)
             behind_its_join = isinstance(request, m.Ready) and worker in self._early  # else it is told to join again
             if not behind_its_join and (not is_join or self._shares_a_group(worker, now)):
                 return True
-        elif isinstance(request, m.Heartbeat):
-            self._outbox.say(peer, m.Pulse(None))
-            return False
+        elif self._presence.incarnations.get(worker) != incarnation:
+            self._outbox.say(e.peer_of(worker, incarnation), e.Stranger())
         self._early.keep(peer, request, now)
         return False
+
+    def _trains(self, worker: Worker, incarnation: int) -> bool:
+        """May that process be in groups? A lost one is heard of, too."""
+        core = self.membership
+        if core.recovering or not core.terms.fixed:
+            return not core.recovering and core.roster.is_member(worker.pipeline, incarnation)
+        return core.is_here(worker, incarnation)
 
     def due(self, now: float) -> Iterator[tuple[bytes, m.Request]]:
         """Yield the kept requests that can be dealt with, each when what follows from the one before is known."""
@@ -226,11 +215,11 @@ class MembershipDesk:
         if core.recovering:
             return
         for worker, request in self._early.first():
-            if (reason := core.roster.tombstone(worker.pipeline, request.session)) is not None:
+            if (reason := core.roster.tombstone(worker.pipeline, request.incarnation)) is not None:
                 for peer, _ in self._early.take(worker):
                     self._outbox.say(peer, e.MustEnd(reason))
                 continue
-            if not core.roster.is_member(worker.pipeline, request.session):
+            if not self._trains(worker, request.incarnation):
                 continue
             if not isinstance(request, m.Join) or self._shares_a_group(worker, now):
                 yield from self._early.take(worker)
@@ -239,12 +228,9 @@ class MembershipDesk:
 
     def _comes(self, peer: bytes, request: e.Enrol | e.Resume, now: float) -> None:
         worker, incarnation, core = request.worker, request.incarnation, self.membership
-        try:
-            if self._groups.extent.num_pipelines <= worker.pipeline < MOST_PIPELINES:
-                self._groups.widen(worker.pipeline + 1, now)
-        except RefusedEvent as error:
-            self._outbox.say(peer, e.Denial(str(error)))
-            return
+        fixed = w.is_fixed(request.fingerprint)
+        if not fixed and self._groups.extent.num_pipelines <= worker.pipeline < MOST_PIPELINES:
+            self._groups.widen(worker.pipeline + 1, now)
         was_here = self._presence.incarnations.get(worker) == incarnation
         if isinstance(request, e.Enrol):
             self._decide(w.Enrolled(worker, incarnation, request.fingerprint), now)
@@ -257,9 +243,12 @@ class MembershipDesk:
             if not was_here:
                 if isinstance(request, e.Resume):
                     self._answers.regrouped(request.regrouped, now)
+                    self._groups.number_from(request.heard + 1, now)
                 lines = self._presence.lines
-                nonce = lines.give(worker, incarnation, elastic=True)
+                nonce = lines.give(worker, incarnation)
                 self._outbox.say(peer, e.Line(lines.port, nonce, self._beat, self._limit))
+            if isinstance(request, e.Enrol) and fixed and not core.recovering:
+                self._outbox.say(peer, e.Start(core.epoch, fresh=True))
         if isinstance(request, e.Enrol) and not core.roster.is_member(worker.pipeline, incarnation):
             self._outbox.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
 
@@ -284,6 +273,10 @@ class MembershipDesk:
                 if request.misses:
                     self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
                 say(peer, e.Noted(request.number))
+                if self._trains(worker, incarnation):
+                    if worker not in self._early:
+                        self._groups.hear_beat(request, peer, now)
+                    self._leases.hear_beat(request, peer, now)
                 if not core.recovering:
                     if epoch < core.epoch.number and core.roster.is_member(worker.pipeline, incarnation):
                         say(peer, e.NewEpoch(core.epoch))  # it may have been lost
@@ -320,8 +313,12 @@ class MembershipDesk:
             case e.Depart(finished=finished, failed=failed):
                 say(peer, e.Noted(request.number))
                 event = w.Failed(worker, incarnation, failed[: m.MAX_REASON_CHARACTERS]) if failed else None
+                if core.terms.fixed and finished:
+                    self._groups.departs(worker, now)
                 self._decide(event or w.Departed(worker, incarnation, finished), now)
-            case e.Put() | e.Fetch() | e.Add() | e.Remove():
+                if core.terms.fixed and finished:
+                    self._presence.leaves(worker)
+            case e.Store():
                 self._store.handle(peer, request, self._outbox, now)
 
     # --------------------------------------------------------------- decisions
@@ -358,7 +355,7 @@ class MembershipDesk:
             case w.Gone(pipeline, incarnation, reason, was_member, left):
                 logger.warning("pipeline %d is gone: %s", pipeline, reason)
                 gone = self._presence.goes(pipeline, incarnation)
-                for worker in gone:
+                for worker in [] if self.membership.terms.fixed else gone:
                     say(e.peer_of(worker, incarnation), e.MustEnd(reason))
                 self._answers.goes(gone)
                 self._early.forget(gone)
@@ -367,16 +364,23 @@ class MembershipDesk:
                     self._groups.lose(pipeline, left, now)
                     self._leases.forget_asks(pipeline)
             case w.Denied(worker, incarnation, reason):
-                say(e.peer_of(worker, incarnation), e.Denial(reason))
+                say(e.peer_of(worker, incarnation), e.Refused(0, reason))
             case w.Ended(worker, incarnation, reason):
                 say(e.peer_of(worker, incarnation), e.MustEnd(reason))
             case w.Held(reason):
                 logger.warning("%s", f"{reason}; training waits for more" if reason else "there are enough pipelines")
                 self._tell(self.membership.epoch.pipelines, e.Hold(reason))
-            case w.RunOver(reason, failed):
-                self._tell({worker.pipeline for worker in self._presence.incarnations}, e.Over(reason, failed))
+            case w.WentMissing(worker, reason):
+                logger.warning("worker %s %s; the others go on without it", worker, reason)
+                self._groups.lose_silent(worker, reason, now)
+            case w.CameBack(worker):
+                logger.warning("worker %s is heard of again", worker)
+            case w.RunOver(reason, failed, worker):
+                over = e.Over(reason, failed, worker)
+                for each, incarnation in (self._presence.incarnations | self.membership.roster.processes()).items():
+                    say(e.peer_of(each, incarnation), over)
                 if failed:
-                    self._groups.fail(m.Failure(None, reason))
+                    self._groups.fail(m.Failure(worker, reason))
 
     def _tell(self, pipelines: Collection[int], message: e.Reply, stage: int | None = None) -> None:
         for peer in self._presence.peers(pipelines, stage):
@@ -387,6 +391,8 @@ class MembershipDesk:
 
     def _shares_a_group(self, worker: Worker, now: float) -> bool:
         """Does ``worker`` share a process group with those of its stage that take part, or has it waited for long?"""
+        if not self._process_groups.in_use:
+            return True
         others = [other for other in self._groups.sessions.active_in(worker.stage) if other != worker]
         if not others or self._early.waited(worker, now) >= REMAKE_AFTER:
             return True

@@ -43,7 +43,8 @@ class ProcessGroupRegistry:
     @property
     def in_use(self) -> bool:
         """Is this an elastic run, as far as is known?"""
-        return bool(self._presence.incarnations) or self._membership.epoch.number > 0
+        core = self._membership
+        return not core.terms.fixed and (bool(self._presence.incarnations) or core.epoch.number > 0)
 
     def holds(self, worker: Worker, epochs: Iterable[int]) -> None:
         """``worker`` has these now."""

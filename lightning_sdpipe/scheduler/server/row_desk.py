@@ -11,6 +11,7 @@ from collections import deque
 import msgspec
 
 from lightning_sdpipe.policies.events import Progress, Worker
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.event_log import EventLog
 from lightning_sdpipe.scheduler.rows import About, Chunk
@@ -71,17 +72,16 @@ class RowDesk:
         if request.about is not None:
             self._about[request.worker] = request.about
 
-    def hear(self, request: m.Heartbeat | m.Leave, life: int | None, peer: bytes, now: float) -> Progress | None:
-        """What a policy hears of the updates that the session ``life`` tells of; None is one that has not joined. Rows
-        that make no sense are ignored; the rest of the request holds."""
+    def hear(self, request: e.Beat | m.Leave, joined: bool, peer: bytes, now: float) -> Progress | None:
+        """What a policy hears of the updates that a worker tells of, which has ``joined``. Rows that make no sense are
+        ignored; the rest of the request holds."""
         new, worker = request.rows, request.worker
         if new is None:
             return None
-        fault = "rows before it has joined" if life is None else new.fault()
-        if fault is not None or life is None:
+        if (fault := new.fault() if joined else "rows before it has joined") is not None:
             self._outbox.ignore("rows", peer, f"worker {worker} sends {fault}")
             return None
-        chunk = Chunk(worker, life, now - new.ago / 1e6, new.rows, new.dropped)
+        chunk = Chunk(worker, request.incarnation, now - new.ago / 1e6, new.rows, new.dropped)
         self._ring.add(chunk)
         self._log.record_rows(chunk, self._about.get(worker))
         return new.progress(worker)

@@ -16,6 +16,7 @@ from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.credentials import SchedulerKeys, is_loopback
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, Beginning, EventLog
@@ -173,8 +174,8 @@ class Server:
                 for event in self._journal.open():
                     self.service.restore(event, self._clock())
                 self._log.journal = self._journal.write
-            if self._newest is not None and self.service.elastic is not None:
-                self._newest.follow(self.service.elastic, self._clock())
+            if self._newest is not None:
+                self._newest.follow(self.service.members, self._clock())
         except ConfigurationError:
             self.close()
             raise
@@ -258,7 +259,7 @@ class Server:
             request = m.decode_request(frame)
         except m.WrongVersion as error:
             self.service.ignore("other version", peer, str(error))
-            return [(peer, m.Refused(0, str(error)))]  # whatever it understands of this, it sees the version
+            return [(peer, e.Refused(0, str(error)))]  # whatever it understands of this, it sees the version
         except m.MalformedFrame as error:
             self.service.ignore("malformed", peer, str(error))
             return []

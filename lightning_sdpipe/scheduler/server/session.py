@@ -1,4 +1,4 @@
-"""What the scheduler knows of one client of a worker, from its first join to the next client of that worker.
+"""What the scheduler knows of one start of a worker, from its first join to the next start of that worker.
 
     state      | joins      is ready   is held   gets a group   leaves   falls silent
     -----------+---------------------------------------------------------------------
@@ -18,10 +18,8 @@ from collections.abc import Iterator
 from enum import Enum
 
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-
-REMEMBERED = 64
-"""Ended sessions per worker whose messages are still recognised as replays."""
 
 
 class State(Enum):
@@ -87,18 +85,17 @@ class ReceivedRequests:
 
 
 class Session:
-    """One client; ``id`` is the number that it drew for itself."""
+    """One start; ``id`` is its incarnation."""
 
     __slots__ = (
-        *("answer", "answered", "beats", "heard", "heartbeat_peer", "id", "invitations", "iteration", "peer"),
-        *("received", "state", "worker"),
+        *("answer", "answered", "heard", "id", "invitations", "iteration", "member_peer", "peer", "received"),
+        *("state", "worker"),
     )
 
-    def __init__(self, worker: Worker, id: int, now: float, elastic: bool = False) -> None:
+    def __init__(self, worker: Worker, id: int, now: float) -> None:
         self.worker = worker
         self.id = id
-        incarnation = id if elastic else None
-        self.peer, self.heartbeat_peer = m.routing_id(worker, incarnation), m.heartbeat_id(worker, incarnation)
+        self.peer, self.member_peer = m.routing_id(worker, id), e.peer_of(worker, id)
         self.state = AWAY
         self.iteration: int | None = None
         """Of the last ready that was accepted."""
@@ -111,8 +108,6 @@ class Session:
         self.received = ReceivedRequests()
         self.heard = now
         """When anything of it came last."""
-        self.beats = False
-        """Only a client that ever sent a heartbeat can be missed."""
 
     @property
     def active(self) -> bool:
@@ -156,35 +151,27 @@ class Session:
 
 
 class Sessions:
-    """The current session of each worker that ever joined, and which of its earlier ones have ended."""
+    """The current session of each worker that ever joined."""
 
     def __init__(self) -> None:
         self._current: dict[Worker, Session] = {}
-        self._ended: dict[Worker, list[int]] = {}
-        self._owners: dict[bytes, Worker] = {}
 
-    def begin(self, worker: Worker, id: int, now: float, elastic: bool = False) -> Session:
-        """A new client of ``worker`` takes the place of an older one."""
-        before = self._current.get(worker)
-        if before is not None:
-            ended = self._ended.setdefault(worker, [])
-            ended.append(before.id)
-            del ended[:-REMEMBERED]
-            del self._owners[before.peer], self._owners[before.heartbeat_peer]
-        session = self._current[worker] = Session(worker, id, now, elastic)
-        self._owners[session.peer] = self._owners[session.heartbeat_peer] = worker
+    def begin(self, worker: Worker, id: int, now: float) -> Session:
+        """A new start of ``worker`` takes the place of an older one."""
+        session = self._current[worker] = Session(worker, id, now)
         return session
 
-    def has_ended(self, worker: Worker, id: int) -> bool:
-        """Was that an earlier session of ``worker``?"""
-        return id in self._ended.get(worker, ())
-
-    def is_socket_of(self, peer: bytes, worker: Worker, session: int) -> bool:
+    def is_socket_of(self, peer: bytes, worker: Worker, id: int) -> bool:
         """May ``peer`` speak for ``worker`` in that session?"""
-        return self._owners.get(peer) == worker or peer in (
-            *(m.routing_id(worker), m.heartbeat_id(worker)),
-            *(m.routing_id(worker, session), m.heartbeat_id(worker, session)),
-        )
+        session = self._current.get(worker)
+        if session is not None and session.id == id:
+            return peer in (session.peer, session.member_peer)
+        return peer in (m.routing_id(worker, id), e.peer_of(worker, id))
+
+    def of(self, worker: Worker, id: int) -> Session | None:
+        """The session ``id`` of ``worker``, if it is the current one."""
+        session = self._current.get(worker)
+        return session if session is not None and session.id == id else None
 
     def get(self, worker: Worker) -> Session | None:
         """The current session of ``worker``, if it ever joined."""
@@ -214,5 +201,3 @@ class Sessions:
         for worker, session in self._current.items():
             session.validate()
             assert session.worker == worker, session
-            assert session.id not in self._ended.get(worker, ()), session
-            assert self.is_socket_of(session.peer, worker, session.id), session

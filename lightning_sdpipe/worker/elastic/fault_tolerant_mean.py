@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.scheduler.client.membership_client import Skip
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 
@@ -20,8 +19,8 @@ class RegroupService(Protocol):
     def completed(self, sequence: int) -> None:
         """This worker has the result of the group of that number."""
 
-    def broken(self, group: Group) -> Group | Skip:
-        """This worker has not. Those of its members that have not either, and are there."""
+    def broken(self, group: Group) -> Group | int:
+        """This worker has not. Those of its members that have not either, and are there; or a pipeline that has it."""
 
 
 class FaultTolerantMean:

@@ -45,17 +45,14 @@ class ElasticConnection:
         self._watchdog = Watchdog(lambda failure: failure.reason, give_up)
         self._departed = False
         told = Callbacks(told.epoch, told.broke, self._must_end, self._over)
-        self.client = SchedulerClient(
-            scheduler.address, worker, timeout=timeout, credentials=scheduler.keys, incarnation=incarnation
+        self.line = MembershipClient(
+            scheduler.address, worker, incarnation, timeout=timeout, credentials=scheduler.keys, told=told
         )
-        self.client.on_abort = self._watchdog.arm
         try:
+            self.client = SchedulerClient(self.line, timeout)
             self.client.greet()
-            self.line = MembershipClient(
-                scheduler.address, worker, incarnation, timeout=timeout, credentials=scheduler.keys, told=told
-            )
         except BaseException:
-            self.client.close()
+            self.line.close()
             raise
 
     @contextmanager
@@ -91,7 +88,6 @@ class ElasticConnection:
     def close(self) -> None:
         self._watchdog.disarm()
         self.line.close()
-        self.client.close()
 
     def _must_end(self, reason: str) -> None:
         self._watchdog.arm(Failure(self._worker, f"Pipeline {self._worker.pipeline} must end: {reason}"))

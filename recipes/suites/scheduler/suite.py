@@ -23,10 +23,12 @@ from contextlib import ExitStack, contextmanager
 import zmq
 
 from lightning_sdpipe.heterogeneity import Delays
+from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.events import Joined, Left, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import use_keys
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
@@ -244,10 +246,11 @@ def _connected(kind: str, count: int, server: _Server, session: int) -> Iterator
         for worker in workers:
             socket = stack.enter_context(context.socket(zmq.DEALER))
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.ROUTING_ID, m.routing_id(worker))
+            socket.setsockopt(zmq.ROUTING_ID, m.routing_id(worker, session))
             use_keys(socket, server.keys)
             socket.connect(server.address)
             if kind != "echo":
+                _enrol(stack, context, worker, server, session)
                 socket.send(m.encode(m.Join(worker, session, 1, None)))
             sockets.append(socket)
         for socket in sockets if kind != "echo" else []:
@@ -258,9 +261,29 @@ def _connected(kind: str, count: int, server: _Server, session: int) -> Iterator
             _acknowledged(socket, "leave")
 
 
+def _enrol(
+    stack: ExitStack, context: zmq.Context[zmq.Socket[bytes]], worker: Worker, server: _Server, session: int
+) -> None:
+    """In a run of fixed pipelines; the worker finishes when the stack is left."""
+    socket = stack.enter_context(context.socket(zmq.DEALER))
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.ROUTING_ID, e.peer_of(worker, session))
+    use_keys(socket, server.keys)
+    socket.connect(server.address)
+    socket.send(m.encode(e.Enrol(worker, session, 1, FIXED)))
+    if not socket.poll(PATIENCE_MS):
+        raise TimeoutError("the server did not let a worker enrol")
+    stack.callback(_depart, socket, m.encode(e.Depart(worker, session, 2, True)))
+
+
+def _depart(socket: zmq.Socket[bytes], frame: bytes) -> None:
+    socket.send(frame)
+    _acknowledged(socket, "departure")
+
+
 def _acknowledged(socket: zmq.Socket[bytes], what: str) -> None:
-    while socket.poll(PATIENCE_MS):  # a lifeline is offered before
-        if isinstance(m.decode_reply(socket.recv()), m.Acknowledged):
+    while socket.poll(PATIENCE_MS):
+        if isinstance(m.decode_reply(socket.recv()), e.Noted):
             return
     raise TimeoutError(f"the server did not acknowledge a {what}")
 

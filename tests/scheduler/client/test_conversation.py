@@ -1,8 +1,8 @@
-"""What a process of an elastic run says, repeats and believes: scripted times, and any sequence of replies."""
+"""What a worker's process says, repeats and believes: scripted times, and any sequence of replies."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -13,7 +13,9 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.members import Donate, Epoch, Member, Met, Receive
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import conversation as c
+from lightning_sdpipe.scheduler.client import effects as f
 from lightning_sdpipe.scheduler.protocol import decode_reply, encode
 
 ME = Worker(0, 1)
@@ -21,7 +23,7 @@ EPOCH = Epoch(3, (Member(1, 7),), "tested")
 PAIR = Group((Worker(0, 0), ME), (0.5, 0.5), 4, "tested", epoch=3)
 
 
-def kinds(requests: list[e.Request]) -> list[str]:
+def kinds(requests: list[e.Request | m.Request]) -> list[str]:
     return [type(request).__name__ for request in requests]
 
 
@@ -43,7 +45,7 @@ def test_a_request_is_repeated_until_it_is_answered_and_beats_go_on() -> None:
     assert kinds(talk.due(0.5)) == ["Beat", "Meet"]
     talk.hear(e.Waits(1, "it waits for pipeline 0"))
     met = e.HasMet(Met(0, "pause/1", (0, 1), (b"", b""), 0))
-    assert talk.hear(met) == [c.Replied(key, met)]
+    assert talk.hear(met) == [f.Replied(key, met)]
     assert talk.hear(met) == [], "it was answered"
     assert kinds(talk.due(1.0)) == ["Beat"]
 
@@ -63,7 +65,7 @@ def test_a_beat_says_at_once_what_others_wait_for() -> None:
 
 def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() -> None:
     talk = enrolled()
-    assert talk.hear(e.Line(5, b"nonce", 1.0, 30.0)) == [c.Connect(5, b"nonce")]
+    assert talk.hear(e.Line(5, b"nonce", 1.0, 30.0)) == [f.Connect(5, b"nonce")]
     assert talk.hear(e.Line(5, b"nonce", 1.0, 30.0)) == []
     talk.lifeline(there=True)
     talk.due(1.0)
@@ -95,7 +97,7 @@ def test_stage_zero_alone_copies_and_once_however_late_it_is_told() -> None:
     talk.hear(give)
     assert talk.donations == (), "it was told again before it was heard"
     number = talk.due(1.0)[-1].number
-    assert talk.hear(e.Noted(number)) == [c.Replied(key, e.Noted(number))]
+    assert talk.hear(e.Noted(number)) == [f.Replied(key, e.Noted(number))]
     talk.hear(drop)
     talk.hear(give)
     assert talk.donations == ()
@@ -105,10 +107,10 @@ def test_an_answer_to_an_earlier_question_is_none_to_a_later_one() -> None:
     talk = c.Conversation(ME, 7)
     first, second = (e.Get(Receive(1, 0, f"state-1-{number}", 5)) for number in (1, 2))
     key = talk.ask(e.Enrol, {})
-    assert talk.hear(first) == [c.Replied(key, first)]
+    assert talk.hear(first) == [f.Replied(key, first)]
     key = talk.ask(e.TellReceived, "state-1-1", -1, "reset")
     assert talk.hear(first) == []
-    assert talk.hear(second) == [c.Replied(key, second)]
+    assert talk.hear(second) == [f.Replied(key, second)]
 
 
 def test_who_has_the_result_says_so_when_another_misses_it() -> None:
@@ -117,20 +119,20 @@ def test_who_has_the_result_says_so_when_another_misses_it() -> None:
     assert kinds(talk.due(0.2)) == [], "nobody has asked"
     assert talk.hear(e.Broke(4)) == []
     assert kinds(talk.due(0.21)) == ["TellCompleted"]
-    assert talk.hear(e.Broke(5)) == [c.GroupBroke(5)]
+    assert talk.hear(e.Broke(5)) == [f.GroupBroke(5)]
     talk.completed(5)
     assert kinds(talk.due(0.22)) == ["TellCompleted"]
 
 
 def test_what_is_refused_is_not_asked_again_and_the_end_ends_all_but_a_departure() -> None:
     talk = enrolled()
-    put, meet = talk.ask(e.Put, "a/b", b""), talk.ask(e.Meet, "pause", b"")
+    put, meet = talk.ask(e.Store, "put", ("a/b",)), talk.ask(e.Meet, "pause", b"")
     with pytest.raises(SchedulerError, match="already asks for meet pause"):
         talk.ask(e.Meet, "pause", b"")
-    assert talk.hear(e.Denial("too large", talk.due(0.1)[0].number)) == [c.NotGranted(put, "too large")]
-    assert talk.hear(e.Denial("different places")) == [c.NotGranted(meet, "different places")]
+    assert talk.hear(e.Refused(talk.due(0.1)[0].number, "too large")) == [f.NotGranted(put, "too large")]
+    assert talk.hear(e.Refused(0, "different places")) == [f.NotGranted(meet, "different places")]
     talk.ask(e.Meet, "other", b"")
-    assert talk.hear(e.MustEnd("lost")) == [c.MustStop("lost", run=False, failed=True)]
+    assert talk.hear(e.MustEnd("lost")) == [f.MustStop("lost", run=False, failed=True)]
     assert talk.hear(e.Over("all have finished", False)) == [], "the first end counts"
     talk.hear(e.Stranger())
     talk.ask(e.Meet, "more", b"")
@@ -167,8 +169,12 @@ def any_of(kind: Any) -> st.SearchStrategy[Any]:
     raise AssertionError(kind)
 
 
-REPLIES = any_of(msgspec.inspect.type_info(e.Reply))
-LEVELS = (e.Hold, e.Waits, e.Line, e.Stranger, e.Broke)
+REPLIES = st.one_of(
+    any_of(msgspec.inspect.type_info(kind))
+    for kind in (*get_args(m.Reply), *get_args(e.Reply))
+    if kind is not m.StatusReply
+)
+LEVELS = (e.Hold, e.Waits, e.Line, e.Stranger, e.Broke, m.Lost, m.AskLeases)
 """The last counts: beats put right what was overtaken; and what is answered anew each time."""
 
 
@@ -176,8 +182,8 @@ def ask_everything(talk: c.Conversation) -> None:
     talk.ask(e.Enrol, {"model": "linear"})
     talk.ask(e.Meet, "0", b"")
     talk.ask(e.AskRegroup, PAIR, (3,), False)
-    talk.ask(e.Fetch, ("a/b",), True)
-    talk.ask(e.Add, "a/n", 1)
+    talk.ask(e.Store, "wait", ("a/b",))
+    talk.ask(e.Store, "add", ("a/n",), b"", 1)
     talk.ask(e.TellSnapshot, "0", 4)
     talk.tell(e.TellCompleted, 4)
 
@@ -189,13 +195,12 @@ def believed(talk: c.Conversation) -> object:
 @settings(deadline=None)
 @given(st.data())
 def test_no_sequence_of_replies_breaks_a_conversation_and_repeated_ones_change_nothing(data: st.DataObject) -> None:
-    talk, heard = c.Conversation(ME, 7), list[e.Reply]()
+    talk, heard = c.Conversation(ME, 7), list[e.Reply | m.Reply]()
     ask_everything(talk)
     for now in range(data.draw(st.integers(1, 12))):
         reply = decode_reply(encode(data.draw(REPLIES)))
-        assert isinstance(reply, e.ElasticReply)
         for effect in talk.hear(reply):
-            if isinstance(effect, c.Replied):
+            if isinstance(effect, f.Replied):
                 assert effect.key not in talk._open
         heard.append(reply)
         before = believed(talk)

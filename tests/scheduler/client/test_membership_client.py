@@ -33,7 +33,6 @@ from lightning_sdpipe.scheduler.client.membership_client import (
     MustEndError,
     Receive,
     RunOverError,
-    Skip,
     Start,
 )
 from lightning_sdpipe.scheduler.credentials import make_keys
@@ -68,11 +67,7 @@ class Fleet:
         return clients
 
     def session(self, client: MembershipClient) -> SchedulerClient:
-        session = SchedulerClient(
-            self.server.address, client.worker, timeout=10.0, incarnation=client.incarnation, heartbeat=0.1
-        )
-        self.stack.callback(session.close)
-        return session
+        return SchedulerClient(client, 10.0)
 
 
 @contextmanager
@@ -199,9 +194,8 @@ def test_who_is_left_of_a_broken_group_tries_again_and_who_has_its_result_goes_o
         assert again[0].weights == (0.5, 0.5)
         assert again[0].sequence > group.sequence
         clients[0].completed(again[0].sequence)
-        skip = clients[1].broken(again[0], together=True)
-        assert skip == Skip(again[0].sequence, 0)
-        assert [client._line._talk._asked_for for client in clients] == [set(), set(), set()]
+        assert clients[1].broken(again[0], together=True) == 0, "which has it"
+        assert [client.thread.talk._asked_for for client in clients] == [set(), set(), set()]
 
 
 def test_meetings_carry_what_each_says_and_do_not_wait_for_the_dead() -> None:
@@ -271,7 +265,7 @@ def test_silence_is_noticed_too() -> None:
     with running(worker_timeout=0.6, terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         first, second = fleet.start(0, 1)
         silent = threading.Event()
-        second._line._talk.due = lambda now: [] * silent.wait()  # type: ignore[method-assign]
+        second.thread.talk.due = lambda now: [] * silent.wait()  # type: ignore[method-assign]
         wait_for(lambda: first.epoch.lost == (1,))
         assert "silent for" in first.epoch.reason
         silent.set()
@@ -296,7 +290,6 @@ def test_leases_of_the_dead_are_dealt_to_the_living() -> None:
             client.holds([1])
         at_once(*[session.join for session in sessions])
         at_once(*[lambda s=s: s.lease(segment, 0) for s in sessions])  # type: ignore[misc]
-        sessions[1].close()
         clients[1].close()
         trained, ordinal = set[tuple[int, int]](), 1
         lease = sessions[0].lease(segment, 0)
@@ -319,7 +312,7 @@ def test_the_run_is_over_when_all_have_finished_and_nobody_may_come_then() -> No
         first.close()
         time.sleep(0.05)
         assert second.epoch.number == 1, "who has finished is not lost"
-        second._line._told = Callbacks(over=lambda reason, failed: over.set())
+        second.thread.told = Callbacks(over=lambda reason, failed: over.set())
         second.depart(finished=True)
         assert over.wait(5)
         with pytest.raises(SchedulerError, match="the run is over: all pipelines have finished"):

@@ -32,12 +32,11 @@ class ElasticDialogue:
 
     def say(self, kind: type, worker: Worker, incarnation: int, *fields: object, now: float = 0.0) -> list[Addressed]:
         self.number += 1
-        name = e.peer_of if issubclass(kind, e.ElasticRequest) else m.routing_id
-        name = m.heartbeat_id if kind is m.Heartbeat else name
+        name = e.peer_of if issubclass(kind, e.MemberRequest) else m.routing_id
         request = kind(worker, incarnation, self.number, *fields)
         replies = self.service.handle(name(worker, incarnation), request, now)
         self.service.validate()
-        assert not any(isinstance(reply, e.Denial | m.Refused) for _, reply in replies), replies
+        assert not any(isinstance(reply, e.Refused) for _, reply in replies), replies
         return replies
 
     def tick(self, now: float) -> None:
@@ -73,7 +72,7 @@ def test_a_scheduler_without_a_journal_hears_what_a_pipeline_beyond_the_plan_was
     """Though it tells last; and the log plays back."""
     log = EventLog(tmp_path / "log")
     d = ElasticDialogue(log=log)
-    terms = d.service.elastic.membership.terms if d.service.elastic else None
+    terms = d.service.members.membership.terms
     log.open(Beginning(registry.to_plain(T_INF), 1, 2, 0.0, "", terms))
     d.resume(EPOCH, A, B, C)
     for member in (A, B):
@@ -124,8 +123,7 @@ def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_jo
     for stage in (0, 1):
         for member in (A, B):
             d.say(e.Enrol, Worker(stage, member.pipeline), member.incarnation, SAME)
-    d.say(m.Join, Worker(1, 1), B.incarnation, None, False, None, (), True)
-    d.say(m.Heartbeat, Worker(1, 1), B.incarnation, True)
+    d.say(m.Join, Worker(1, 1), B.incarnation, None)
     d.say(e.Depart, Worker(0, 1), B.incarnation, False, "OSError: gone")
     for stage in (0, 1):
         replies = d.say(e.Enrol, Worker(stage, 1), again.incarnation, SAME)
@@ -159,8 +157,8 @@ def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
     epoch = Epoch(4, (A, B), "pipeline 1 has come")
     for member in (A, B):
         d.say(e.Resume, Worker(0, member.pipeline), member.incarnation, SAME, epoch, (), ())
-    d.say(m.Join, Worker(0, 0), A.incarnation, None, True, 3, (), True, 3)
-    d.say(m.Join, Worker(0, 1), B.incarnation, None, True, 3, (), True, 3)
+    d.say(m.Join, Worker(0, 0), A.incarnation, None, True, 3, (), 3)
+    d.say(m.Join, Worker(0, 1), B.incarnation, None, True, 3, (), 3)
     assert d.say(m.Ready, Worker(0, 1), B.incarnation, 4) == [], "it is told to join, which it has done"
     d.say(m.Leave, Worker(0, 1), B.incarnation)
     for member in (A, B):
@@ -182,11 +180,11 @@ def test_a_new_start_of_a_pipeline_is_not_asked_about_groups_of_the_start_before
     d.say(e.TellSnapshot, Worker(0, donate.donor), (A, B)[donate.donor].incarnation, donate.transfer, 3)
     d.say(e.TellReceived, Worker(0, 2), again.incarnation, donate.transfer, 3)
     for member in (A, B):
-        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), True, 4)
+        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), 4)
     replies = d.say(e.AskRegroup, Worker(0, 0), A.incarnation, broke, (), False, now=4.0)
     assert [peer for peer, reply in replies if isinstance(reply, e.Broke)] == [e.peer_of(Worker(0, 1), B.incarnation)]
     replies = d.say(e.TellCompleted, Worker(0, 1), B.incarnation, 9, now=4.0)
-    assert [reply.group.members for _, reply in replies if isinstance(reply, e.Regroup)] == [(Worker(0, 0),)]
+    assert [reply.group.members for _, reply in replies if isinstance(reply, e.Again)] == [(Worker(0, 0),)]
 
 
 def test_members_of_a_broken_group_hear_alike_who_tries_again_though_the_scheduler_died_meanwhile() -> None:
@@ -198,9 +196,9 @@ def test_members_of_a_broken_group_hear_alike_who_tries_again_though_the_schedul
     d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,), False)
     d.say(e.Resume, Worker(0, 0), A.incarnation, SAME, epoch, (5,), (), 1, ((9, again),))
     for member in (A, B):
-        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), True, 4)
+        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), 4)
     replies = d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,), False)
-    assert replies == [(e.peer_of(Worker(0, 1), B.incarnation), e.Regroup(9, again))]
+    assert replies == [(e.peer_of(Worker(0, 1), B.incarnation), e.Again(9, again))]
     for member in (A, B):
         replies = d.say(m.Ready, Worker(0, member.pipeline), member.incarnation, 5)
     replies += d.service.tick(0.0)

@@ -101,14 +101,13 @@ class Members:
         self.number = 0
         for pipeline in range(2):
             self.say(e.Enrol, pipeline, {"model": "a"})
-        assert self.service.elastic is not None
-        self.membership = self.service.elastic.membership
+        self.membership = self.service.members.membership
         assert self.membership.members == [0, 1]
 
     def say(self, kind: type, pipeline: int, *fields: object) -> list[m.Reply | e.Reply]:
         self.number += 1
         worker, incarnation = Worker(0, pipeline), 5 + pipeline
-        peer = (e.peer_of if issubclass(kind, e.ElasticRequest) else m.routing_id)(worker, incarnation)
+        peer = (e.peer_of if issubclass(kind, e.MemberRequest) else m.routing_id)(worker, incarnation)
         replies = self.service.handle(peer, kind(worker, incarnation, self.number, *fields), 0.01 * self.number)
         self.service.validate()
         assert self.service.failure is None
@@ -117,14 +116,12 @@ class Members:
 
 def test_groups_that_never_were_are_not_kept() -> None:
     run, open_at_once = Members(), []
-    elastic = run.service.elastic
-    assert elastic is not None
-    regrouping, both = elastic._answers._regrouping, (Worker(0, 0), Worker(0, 1))
+    regrouping, both = run.service.members._answers._regrouping, (Worker(0, 0), Worker(0, 1))
     for sequence in range(1000, 1000 + 5 * MOST_OPEN):
         replies = run.say(e.AskRegroup, 1, Group(both, (0.5, 0.5), sequence, "made up"), (), False)
         open_at_once.append(len(regrouping.open))
     assert max(open_at_once) == MOST_OPEN
-    assert [type(reply) for reply in replies] == [e.Denial]
+    assert [type(reply) for reply in replies] == [e.Refused]
     run.say(e.Depart, 1, False)
     assert not regrouping.open, "nothing is left of it when it has gone"
     assert run.membership.members == [0], "and the other trains on"
@@ -139,13 +136,9 @@ def test_what_a_faulty_member_says_of_others_is_not_kept() -> None:
 
 
 def test_the_reason_of_a_failure_is_cut() -> None:
-    for failed in (
-        lambda run: run.say(e.Depart, 1, False, "x" * 100_000),
-        lambda run: run.say(m.Failed, 1, "x" * 100_000),
-    ):
-        run = Members()
-        failed(run)
-        assert len(run.membership.roster.tombstone(1, 6) or "") < 2 * m.MAX_REASON_CHARACTERS
+    run = Members()
+    run.say(e.Depart, 1, False, "x" * 100_000)
+    assert len(run.membership.roster.tombstone(1, 6) or "") < 2 * m.MAX_REASON_CHARACTERS
 
 
 def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:

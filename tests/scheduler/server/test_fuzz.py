@@ -11,8 +11,10 @@ import zmq
 from hypothesis import settings
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
+from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.policies import Group, Reason, Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.rows import About, NewRows, UpdateRow
 from tests.scheduler.live_scheduler import clients, serving
@@ -25,6 +27,7 @@ GROUP = Group((A, B), (0.5, 0.5), 3, Reason.ENFORCED)
 ANSWER = m.Answer(GROUP, (4, 5))
 SEGMENT = Segment(1 << 60, 2, 0, 100)
 LEASE = Lease(SEGMENT, 1, 3, 0, 40, 70, 123.5, 2.25)
+ROWS = NewRows((UpdateRow(7, 1, (1,) * 13, 0), UpdateRow(9, 2, (1000,) * 13, 4)), 250, 1)
 REQUESTS = [
     m.Hello(A, 1 << 60, 1, (2, 3)),
     m.Join(A, 1 << 60, 1, None),
@@ -32,13 +35,13 @@ REQUESTS = [
     m.Join(B, 5, 9, (1, 2), about=About("host", "cuda:1", 3)),
     m.Ready(A, 1 << 60, 2, 7),
     m.Leave(B, 5, 6),
-    m.Leave(B, 5, 7, NewRows((UpdateRow(7, 1, (1,) * 13, 0),), 250)),
-    m.Failed(A, 1, 3, "out of memory"),
-    m.AskFailure(A, 1, 4),
-    m.AskMissing(B, 1, 5),
-    m.Heartbeat(A, 1, 6, True),
-    m.Heartbeat(A, 1, 6, True, NewRows((UpdateRow(7, 1, (1,) * 13, 0), UpdateRow(9, 2, (1000,) * 13, 4)), 250, 1)),
-    m.Heartbeat(B, 1, 6, True, None, (SEGMENT, Done(7, 0.25, 0.1))),
+    m.Leave(B, 5, 7, ROWS),
+    e.Depart(A, 1, 3, False, "out of memory"),
+    e.Enrol(B, 1, 4, FIXED),
+    e.Store(B, 1, 5, "put", ("a/b",), b"c"),
+    e.Beat(A, 1, 6, (1, 2), 2, True),
+    e.Beat(A, 1, 6, (), 1, True, joined=True, rows=ROWS),
+    e.Beat(B, 1, 6, (), 1, True, dealt=(SEGMENT, Done(7, 0.25, 0.1))),
     m.AskLease(A, 1, 7, SEGMENT, 3, Done(0)),
     m.TellLeases(B, 1, 8, SEGMENT, (LEASE, LEASE), False, Done(7, 0.25, 0.1)),
     m.AskStatus(),
@@ -46,16 +49,16 @@ REQUESTS = [
 ]
 REPLIES = [
     m.Welcome(1, "{}", (2, 2)),
-    m.Acknowledged(4),
+    e.Noted(4),
     ANSWER,
     m.Answer(Group((A, B), (0.25, 0.75), 3, "its turn", (B,), ((B,), (A,))), (4, None)),
-    m.Refused(3, "no"),
-    m.Unknown(1),
-    m.Missing(4, (A, B)),
-    m.FirstFailure(4, m.Failure(A, "no")),
-    m.Abort(m.Failure(None, "no")),
-    m.Pulse(None),
-    m.Lost(B, 30.5),
+    e.Refused(3, "no"),
+    e.Stranger(known=True),
+    e.Waits(4, "it waits"),
+    e.Over("no", True, A),
+    e.Line(5555, b"nonce", 1.0, 30.0),
+    e.Stored(4, (b"a", None)),
+    m.Lost(B, "was silent"),
     m.Invitation(GROUP),
     m.Dealt(LEASE),
     m.AskLeases(),
@@ -87,12 +90,12 @@ def nonsense(count: int, seed: int, valid: list[bytes]) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("message", REQUESTS, ids=lambda message: type(message).__name__)
-def test_requests_survive_the_wire(message: m.Request) -> None:
+def test_requests_survive_the_wire(message: m.Request | e.Request) -> None:
     assert m.decode_request(m.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", REPLIES, ids=lambda message: type(message).__name__)
-def test_replies_survive_the_wire(message: m.Reply) -> None:
+def test_replies_survive_the_wire(message: m.Reply | e.Reply) -> None:
     assert m.decode_reply(m.encode(message)) == message
 
 
@@ -163,7 +166,7 @@ def test_many_frames_at_a_live_server() -> None:
             assert stranger.poll(30_000)
             reply = m.decode_reply(stranger.recv())
             asked -= isinstance(reply, m.StatusReply)
-            told_the_version += isinstance(reply, m.Refused)
+            told_the_version += isinstance(reply, e.Refused)
             told_rows += isinstance(reply, m.RowsReply)
         assert isinstance(reply, m.StatusReply)
         assert set(reply.status.refused) == {"malformed", "other version", "impersonating"}

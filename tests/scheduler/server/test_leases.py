@@ -22,6 +22,7 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.events import Widened
 from lightning_sdpipe.policies.local_sgd import NoSync
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.recovery_report import HeardLeases
@@ -29,7 +30,7 @@ from lightning_sdpipe.scheduler.log.event_log import Entry, differences, read_lo
 from lightning_sdpipe.scheduler.log.journal import Journal
 from lightning_sdpipe.scheduler.server.server import Files, Server
 from tests.scheduler.live_scheduler import clients, serving
-from tests.scheduler.server.test_service import Dialogue
+from tests.scheduler.server.test_service import Addressed, Dialogue, beats, line
 
 A, B = Worker(0, 0), Worker(0, 1)
 S = Segment(5, 0, 0, 20)
@@ -38,12 +39,12 @@ S = Segment(5, 0, 0, 20)
 def begin(d: Dialogue, segment: Segment = S) -> list[Lease]:
     """Both pipelines tell that they were dealt nothing, and ask."""
     for worker in (A, B):
-        assert d.say(m.AskLease, worker, segment, 0, Done(0)) == [(m.routing_id(worker), m.AskLeases())]
+        assert d.say(m.AskLease, worker, segment, 0, Done(0)) == [(line(worker), m.AskLeases())]
         assert d.say(m.TellLeases, worker, segment, (), False, Done(0)) == []
     return [dealt(d.say(m.AskLease, worker, segment, 0, Done(0))) for worker in (A, B)]
 
 
-def dealt(replies: list[tuple[bytes, m.Reply]]) -> Lease:
+def dealt(replies: list[Addressed]) -> Lease:
     ((_, reply),) = replies
     assert isinstance(reply, m.Dealt)
     return reply.lease
@@ -57,27 +58,26 @@ def test_a_lease_is_answered_once_and_for_all() -> None:
     following = dealt(d.say(m.AskLease, A, S, 1, Done(1, 1.0)))
     assert following.start == 1
     ((_, reply),) = d.say(m.AskLease, A, S, 3, Done(1))
-    assert isinstance(reply, m.Refused)
+    assert isinstance(reply, e.Refused)
     assert "asked for lease 3 of its pipeline, which was dealt 2" in reply.reason
     ((_, reply),) = d.say(m.AskLease, Worker(0, 2), S, 0, Done(0))
-    assert isinstance(reply, m.Refused)
+    assert isinstance(reply, e.Refused)
 
 
 def test_a_heartbeat_says_how_far_a_worker_is_and_brings_the_book() -> None:
     d = Dialogue(NoSync())
     d.join(A)
-    beat = d.say(m.Heartbeat, A, True, None, (S, Done(0)))
-    assert beat == [(b"0.0.heartbeat", m.AskLeases()), (b"0.0.heartbeat", m.Pulse(None))]
+    assert d.beat(A, True, None, (S, Done(0))) == [(beats(A), m.AskLeases())]
     begin_after_beat = d.say(m.TellLeases, A, S, (), False, Done(0))
     assert begin_after_beat == []
-    assert d.say(m.Heartbeat, A, True, None, (S, Done(0))) == [(b"0.0.heartbeat", m.Pulse(None))]
+    assert d.beat(A, True, None, (S, Done(0))) == []
 
 
 def test_the_run_ends_when_all_wait_for_a_worker_that_is_lost() -> None:
     d = Dialogue(NoSync())
     for worker in (A, B):
         d.join(worker)
-        d.say(m.Heartbeat, worker, True, None, (S, Done(0)))
+        d.beat(worker, True, None, (S, Done(0)))
     leases = begin(d)[:1]
 
     def done() -> Done:
@@ -86,14 +86,14 @@ def test_the_run_ends_when_all_wait_for_a_worker_that_is_lost() -> None:
     while replies := d.say(m.AskLease, A, S, len(leases), done()):  # B trains nothing
         leases.append(dealt(replies))
     for now in (2.0, 4.0, 6.0, 8.0, 10.0):
-        d.say(m.Heartbeat, A, True, None, (S, done()), now=now)
+        d.beat(A, True, None, (S, done()), now=now)
         replies = d.tick(now)
         if d.service.failure is not None:
             break
     assert d.service.failure == m.Failure(
         B, "it was silent for 8.0 s, and the others wait for batches that only it may train"
     )
-    assert (m.routing_id(A), m.Abort(d.service.failure)) in replies
+    assert (line(A), d.service.failure.said()) in replies
 
 
 def test_the_run_ends_when_all_wait_for_a_worker_that_died_while_it_waited() -> None:
@@ -101,12 +101,12 @@ def test_the_run_ends_when_all_wait_for_a_worker_that_died_while_it_waited() -> 
     d, segment = Dialogue(NoSync()), Segment(5, 0, 0, 3)
     for worker in (A, B):
         d.join(worker)
-        d.say(m.Heartbeat, worker, True, None, (segment, Done(0)))
+        d.beat(worker, True, None, (segment, Done(0)))
     begin(d, segment)
 
     def asks(worker: Worker, ordinal: int, batches: int, now: float) -> Lease | None:
         replies = d.say(m.AskLease, worker, segment, ordinal, Done(batches, 1.0), now=now)
-        return dealt(replies) if replies else None
+        return next((reply.lease for _, reply in replies if isinstance(reply, m.Dealt)), None)
 
     for batches in (1, 2):
         assert asks(B, batches, batches, float(batches)) is not None
@@ -115,12 +115,12 @@ def test_the_run_ends_when_all_wait_for_a_worker_that_died_while_it_waited() -> 
     assert empty.size == 0
     d.say(m.Leave, B, now=3.0)
     assert asks(B, 4, 3, 3.0) is None
-    replies = d.say(m.Heartbeat, B, False, None, (segment, Done(3, 1.0)), now=4.0)  # and A is late
+    replies = d.beat(B, False, None, (segment, Done(3, 1.0)), now=4.0)  # and A is late
     d.tick(4.0)
     given = [reply.lease for _, reply in replies if isinstance(reply, m.Dealt)]
     assert [(lease.pipeline, lease.home) for lease in given] == [(1, 0)]
     for now in (6.0, 8.0, 10.0, 12.0):
-        d.say(m.Heartbeat, A, True, None, (segment, Done(2, 1.0)), now=now)
+        d.beat(A, True, None, (segment, Done(2, 1.0)), now=now)
         asks(A, 2 if now == 6.0 else 3, 2, now)
         assert d.service.failure is None
         d.tick(now)
@@ -135,9 +135,9 @@ def test_who_waits_for_a_lease_hears_of_those_that_the_scheduler_has_never_seen(
     for worker in (A, B):
         d.say(m.TellLeases, worker, S, (), False, Done(0))
         assert d.say(m.AskLease, worker, S, 0, Done(0)) == []
-    assert d.say(m.AskMissing, A) == [(m.routing_id(A), m.Missing(d.number, (Worker(0, 2),)))]
+    assert d.say(m.AskLease, A, S, 0, Done(0)) == [(line(A), e.Waits(d.number, str(Worker(0, 2))))]
     d.say(m.TellLeases, Worker(0, 2), S, (), False, Done(0))
-    assert d.say(m.AskMissing, A) == [(m.routing_id(A), m.Missing(d.number, ()))], "it has its lease"
+    assert isinstance(dealt(d.say(m.AskLease, A, S, 0, Done(0))), Lease)
 
 
 def train(
@@ -173,7 +173,7 @@ def test_pipelines_are_dealt_epochs_by_a_live_scheduler(tmp_path: Path) -> None:
     got: list[list[Lease]] = [[], []]
     with (
         serving(AllReduceModels(), 1, 2, log=path, journal=tmp_path / "journal") as server,
-        clients(server.address, A, B, heartbeat=0.05) as (a, b),
+        clients(server.address, A, B) as (a, b),
     ):
         for client in (a, b):
             client.join()
@@ -208,7 +208,7 @@ def test_a_scheduler_that_is_started_again_deals_each_batch_once(tmp_path: Path,
     options = {"recovery_grace": 5.0, "journal": tmp_path / "journal" if journal else None}
     with ExitStack() as stack:
         with serving(NoSync(), 1, 2, **options) as server:
-            both = stack.enter_context(clients(server.address, A, B, heartbeat=0.05))
+            both = stack.enter_context(clients(server.address, A, B))
             for client in both:
                 client.join()
         pool = stack.enter_context(ThreadPoolExecutor(2))

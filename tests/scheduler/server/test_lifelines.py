@@ -14,7 +14,8 @@ import pytest
 
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.scheduler.client.client import Failure
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler.client.client_thread import Callbacks
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from tests.scheduler.live_scheduler import clients, serving
 
@@ -22,8 +23,8 @@ A, B = Worker(0, 0), Worker(0, 1)
 JOINS = (
     "import sys, time\n"
     "from lightning_sdpipe.policies import Worker\n"
-    "from lightning_sdpipe.scheduler.client.client import SchedulerClient\n"
-    "client = SchedulerClient(sys.argv[1], Worker(0, 1), heartbeat=0.1)\n"
+    "from tests.scheduler.live_scheduler import OrdinaryClient\n"
+    "client = OrdinaryClient(sys.argv[1], Worker(0, 1), 7)\n"
     "client.join()\n"
     "print(flush=True)\n"
     "time.sleep(60)\n"
@@ -55,11 +56,16 @@ def wait(holds: Callable[[], object], seconds: float = 10.0) -> float:
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_killed_worker_is_named_at_once_and_a_stopped_one_is_not(restarted: bool) -> None:
-    heard: list[Failure] = []
+    heard: list[str] = []
     with ExitStack() as stack:
         with serving(NoSync(), 1, 2) as server:
-            address, beat = server.address, 0.1 if restarted else 5.0
-            (a,) = stack.enter_context(clients(address, A, heartbeat=beat, on_abort=heard.append))
+            address = server.address
+
+            def over(reason: str, failed: bool) -> None:
+                assert failed
+                heard.append(reason)
+
+            (a,) = stack.enter_context(clients(address, A, told=Callbacks(over=over)))
             a.join()
             b = stack.enter_context(joined(address))
             if not restarted:
@@ -70,23 +76,58 @@ def test_a_killed_worker_is_named_at_once_and_a_stopped_one_is_not(restarted: bo
             kill_and_look(b.pid, address, heard)
 
 
-def kill_and_look(pid: int, address: str, heard: list[Failure]) -> None:
+def kill_and_look(pid: int, address: str, heard: list[str]) -> None:
     os.kill(pid, signal.SIGSTOP)
     time.sleep(0.5)
     assert ask_status(address).failure is None
     os.kill(pid, signal.SIGKILL)
     assert wait(lambda: heard) < 0.5
-    assert heard == [Failure(B, "its process ended without a word (its connection closed)")]
-    assert ask_status(address).failure == str(heard[0])
+    assert heard == ["its process ended (its connection closed)"]
+    assert ask_status(address).failure == f"worker {B} failed first: {heard[0]}"
 
 
 def test_a_client_that_is_closed_is_no_failure() -> None:
     with serving(NoSync(), 1, 2) as server, clients(server.address, A) as (a,):
         a.join()
-        for _ in range(2):
-            with clients(server.address, B) as (b,):
-                b.join()
-                assert b._lifeline is not None
-        time.sleep(0.2)
-        assert a.first_failure(5.0) is None
+        with clients(server.address, B) as (b,):
+            b.join()
+        assert a.first_failure(0.2) is None
+        assert server.service.failure is None
+
+
+TRAINS = (
+    "import sys, time\n"
+    "from lightning_sdpipe.policies import Worker\n"
+    "from tests.scheduler.live_scheduler import OrdinaryClient\n"
+    "client = OrdinaryClient(sys.argv[1], Worker(0, 1), 7)\n"
+    "client.join()\n"
+    "for iteration in range(100):\n"
+    "    client.ready(iteration)\n"
+    "    print(client.group().sequence, flush=True)\n"
+    "    time.sleep(0.01)\n"
+    "client.leave()\n"
+    "client.close()\n"
+)
+
+
+def test_a_worker_that_is_stopped_for_longer_than_the_limit_loses_no_iteration() -> None:
+    """The other one goes on meanwhile, and they meet again."""
+    with (
+        serving(SemiDecentralized(window=0.05, connectivity=None), 1, 2, worker_timeout=0.8) as server,
+        clients(server.address, A) as (a,),
+        subprocess.Popen([sys.executable, "-c", TRAINS, server.address], stdout=subprocess.PIPE) as b,
+    ):
+        assert b.stdout is not None
+        a.join()
+        sequences = [int(b.stdout.readline()) for _ in range(20)]
+        os.kill(b.pid, signal.SIGSTOP)
+        states = server.service.groups.sessions
+        wait(lambda: not states.takes_part(B))
+        a.ready(0)
+        assert a.group().members == (A,)
+        os.kill(b.pid, signal.SIGCONT)
+        sequences += map(int, b.stdout.read().split())
+        assert b.wait(20) == 0
+        assert sequences == sorted(set(sequences))
+        assert len(sequences) == 100
         assert server.service.failure is None

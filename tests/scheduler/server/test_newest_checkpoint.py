@@ -32,8 +32,7 @@ class Scheduler:
     def __init__(self, directory: Path, resume: bool) -> None:
         service = SchedulerService(SemiDecentralized(), 1, 1, elastic=ElasticConfig(settle=0.0, resume=resume))
         self.decided: list[MemberDecision] = []
-        assert service.elastic is not None
-        self.elastic, self.now = service.elastic, 0.0
+        self.elastic, self.now = service.members, 0.0
         self.elastic.on_decided = lambda now, event, decisions: self.decided.extend(decisions)
         NewestCheckpoint(directory / "journal").follow(self.elastic, 0.0)
 

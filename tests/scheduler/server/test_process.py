@@ -19,7 +19,8 @@ from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.policies import Group, Reason, Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
+from lightning_sdpipe.scheduler.client.client_thread import Callbacks
 from lightning_sdpipe.scheduler.client.connection import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.server import process
@@ -119,7 +120,7 @@ def test_training_goes_on_when_a_killed_scheduler_is_restarted(monkeypatch: pyte
         return groups
 
     with (
-        clients(first.address, *workers, heartbeat=0.05, credentials=first.credentials) as made,
+        clients(first.address, *workers, credentials=first.credentials) as made,
         ThreadPoolExecutor(len(workers)) as pool,
     ):
         for client in made:
@@ -158,3 +159,17 @@ def test_an_embedded_scheduler_speaks_only_to_its_keys(bind: str) -> None:
             if stranger is not None or "127.0.0.1" in bind:
                 with pytest.raises(SchedulerError, match=r"asks for a key|has another key|does not let this key in"):
                     ask_status(address, credentials=stranger)
+
+
+def test_the_worker_with_whose_process_the_scheduler_ends_is_named_within_a_second() -> None:
+    over: list[float] = []
+    with SchedulerProcess.embedded(AllReduceModels(), 1, 2) as scheduler:
+        told = Callbacks(over=lambda reason, failed: over.append(time.monotonic()))
+        with clients(scheduler.address, W(0, 1), credentials=scheduler.credentials, host=W(0, 0), told=told) as (b,):
+            b.join()
+            while b.line.thread._lifeline is None:
+                time.sleep(0.01)
+            scheduler.signal(signal.SIGKILL)
+            killed = time.monotonic()
+            assert b.first_failure(10.0) == Failure(W(0, 0), "it ended without a word, and the scheduler with it")
+            assert over[0] - killed < 1.0

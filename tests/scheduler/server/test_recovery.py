@@ -6,8 +6,10 @@ from itertools import permutations
 
 import pytest
 
+from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import recovery_report
 from lightning_sdpipe.scheduler.client.recovery_report import MEMBERS_IN_REPORT, HeardAnswers
@@ -48,7 +50,7 @@ def test_an_answer_is_kept_until_each_other_member_was_in_a_later_group() -> Non
 
 def test_a_report_fits_into_a_request(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     full = answer(1, *range(MEMBERS_IN_REPORT))
-    join = m.Join(Worker(0, 0), (1 << 63) - 1, 1 << 40, (8, 512), True, 1 << 40, (full,))
+    join = m.Join(Worker(0, 0), (1 << 62) - 1, 1 << 40, (8, 512), True, 1 << 40, (full,))
     assert len(m.encode(join)) < m.MAX_REQUEST_BYTES
     monkeypatch.setattr(recovery_report, "MEMBERS_IN_REPORT", 5)
     heard = HeardAnswers(Worker(0, 0))
@@ -73,18 +75,19 @@ def test_members_of_a_group_go_on_alike_in_whatever_order_they_come_back(order: 
     for worker in sorted(everybody, key=lambda worker: worker not in HELD):
         heard = decided and worker.stage == 1 and worker not in HELD
         answers, answered = ((told,), 4) if heard else ((), 3)
-        join = m.Join(worker, 7, 1, None, True, 9, answers, False, answered)
-        replies += service.handle(m.routing_id(worker), join, 0.0)
+        service.handle(e.peer_of(worker, 7), e.Enrol(worker, 7, 1, FIXED), 0.0)
+        join = m.Join(worker, 7, 1, None, True, 9, answers, answered)
+        replies += service.handle(m.routing_id(worker, 7), join, 0.0)
     for worker in order:
-        replies += service.handle(m.routing_id(worker), m.Ready(worker, 7, 2, 4), 0.0)
+        replies += service.handle(m.routing_id(worker, 7), m.Ready(worker, 7, 2, 4), 0.0)
     replies += service.tick(0.0)
     service.validate()
     assert service.failure is None
     answer_of = {peer: reply.group for peer, reply in replies if isinstance(reply, m.Answer)}
-    first, second = (answer_of[m.routing_id(Worker(0, i))] for i in (0, 1))
+    first, second = (answer_of[m.routing_id(Worker(0, i), 7)] for i in (0, 1))
     if decided:
         assert [first.members, second.members] == [(Worker(0, 0),), (Worker(0, 1),)]
-        assert answer_of[m.routing_id(Worker(1, 0))] == told.group
+        assert answer_of[m.routing_id(Worker(1, 0), 7)] == told.group
     else:
         assert first == second
         assert first.members == (Worker(0, 0), Worker(0, 1))

@@ -7,39 +7,78 @@ from typing import Any
 
 import pytest
 
+from lightning_sdpipe.dealing.leases import Done, Segment
+from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.policies import Decision, Group, GroupPolicy, PolicyConfig, Reason, Worker, registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.rows import NewRows
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 from tests.scheduler.rows import rows
 
 A, B = Worker(0, 0), Worker(0, 1)
-Addressed = tuple[bytes, m.Reply]
+Addressed = tuple[bytes, m.Reply | e.Reply]
+
+
+def line(worker: Worker, incarnation: int = 7) -> bytes:
+    """By which its training is answered."""
+    return m.routing_id(worker, incarnation)
+
+
+def beats(worker: Worker, incarnation: int = 7) -> bytes:
+    """By which its other thread is."""
+    return e.peer_of(worker, incarnation)
 
 
 class Dialogue:
-    """Talks to a service as workers would; numbers the requests, and has it look for contradictions in itself."""
+    """Talks to a service as workers would, which enrol before they say anything; numbers the requests, and has it look
+    for contradictions in itself."""
 
     def __init__(self, config: PolicyConfig | None = None, workers: int = 2, **options: Any) -> None:
         self.service = SchedulerService(config or AllReduceModels(), 1, workers, worker_timeout=8.0, **options)
         self.number = 0
+        self.enrolled: set[tuple[Worker, int]] = set()
 
-    def say(self, kind: type, worker: Worker, *fields: Any, now: float = 0.0, session: int = 7) -> list[Addressed]:
+    def enrol(self, worker: Worker, incarnation: int, now: float) -> None:
+        if (worker, incarnation) not in self.enrolled:
+            self.enrolled.add((worker, incarnation))
+            self.number += 1
+            self.hear(beats(worker, incarnation), e.Enrol(worker, incarnation, self.number, FIXED), now)
+
+    def say(self, kind: type, worker: Worker, *fields: Any, now: float = 0.0, incarnation: int = 7) -> list[Addressed]:
+        self.enrol(worker, incarnation, now)
         self.number += 1
-        identity = m.heartbeat_id(worker) if kind is m.Heartbeat else m.routing_id(worker)
-        return self.hear(identity, kind(worker, session, self.number, *fields), now)
+        name = beats if issubclass(kind, e.MemberRequest) else line
+        return self.hear(name(worker, incarnation), kind(worker, incarnation, self.number, *fields), now)
 
     def join(
-        self, worker: Worker, *answers: m.Answer, now: float = 0.0, session: int = 7, **fields: Any
+        self, worker: Worker, *answers: m.Answer, now: float = 0.0, incarnation: int = 7, **fields: Any
     ) -> list[Addressed]:
+        self.enrol(worker, incarnation, now)
         self.number += 1
         heard = max((answer.group.sequence for answer in answers), default=-1) if fields.get("resumed") else None
-        request = m.Join(worker, session, self.number, **{"mesh": None, "heard": heard, "answers": answers, **fields})
-        return self.hear(m.routing_id(worker), request, now)
+        values = {"mesh": None, "heard": heard, "answers": answers, **fields}
+        request = m.Join(worker, incarnation, self.number, **values)
+        return self.hear(line(worker, incarnation), request, now)
 
-    def hear(self, identity: bytes, request: m.Request, now: float = 0.0) -> list[Addressed]:
+    def beat(
+        self,
+        worker: Worker,
+        joined: bool,
+        rows: NewRows | None = None,
+        dealt: tuple[Segment, Done] | None = None,
+        now: float = 0.0,
+    ) -> list[Addressed]:
+        """What it is told, but for that the beat was heard."""
+        known = self.service.members.membership.epoch.number
+        beliefs = (), known, True, False, None, (-1, -1), (), -1, joined, rows, dealt
+        replies = self.say(e.Beat, worker, *beliefs, now=now)
+        return [(peer, reply) for peer, reply in replies if reply != e.Noted(self.number)]
+
+    def hear(self, identity: bytes, request: m.Request | e.Request, now: float = 0.0) -> list[Addressed]:
         replies = self.service.handle(identity, request, now)
         self.service.validate()
         return replies
@@ -52,8 +91,8 @@ class Dialogue:
     def states(self) -> list[str]:
         return [row.state for row in self.service.status(0.0).workers()]
 
-    def acknowledged(self, worker: Worker) -> list[Addressed]:
-        return [(m.routing_id(worker), m.Acknowledged(self.number))]
+    def noted(self, worker: Worker, incarnation: int = 7) -> list[Addressed]:
+        return [(line(worker, incarnation), e.Noted(self.number))]
 
 
 def group(*members: Worker, sequence: int, reason: Reason = Reason.EVERYBODY_CAME) -> Group:
@@ -63,54 +102,79 @@ def group(*members: Worker, sequence: int, reason: Reason = Reason.EVERYBODY_CAM
 def test_repeating_a_request_is_harmless() -> None:
     d = Dialogue()
     for worker in (A, B, A):
-        assert d.join(worker) == d.acknowledged(worker)
+        assert d.join(worker) == d.noted(worker)
     assert d.say(m.Ready, A, 4) == []
-    assert d.say(m.Ready, A, 4) == []
+    assert d.say(m.Ready, A, 4) == [(line(A), e.Waits(d.number, str(B)))], "which is who is missing"
     answers = d.say(m.Ready, B, 5)
     expected = m.Answer(group(A, B, sequence=0), (4, 5))
-    assert answers == [(b"0.0", expected), (b"0.1", expected)]
+    assert answers == [(line(A), expected), (line(B), expected)]
     assert d.say(m.Ready, A, 4) == answers[:1], "the answer may have been lost"
     for _ in range(2):
-        assert d.say(m.Leave, A) == d.acknowledged(A)
+        assert d.say(m.Leave, A) == d.noted(A)
     assert d.service.refused == {}
 
 
 def test_a_frame_that_was_seen_before_changes_nothing() -> None:
     d = Dialogue()
     d.join(A)
-    leave = m.Leave(A, 7, 2)
-    d.number = 2
-    assert len(d.hear(b"0.0", leave)) == 1
+    d.number += 1
+    leave = m.Leave(A, 7, d.number)
+    assert len(d.hear(line(A), leave)) == 1
     d.join(A)
-    assert d.hear(b"0.0", leave) == []
-    assert d.say(m.Heartbeat, A, True) == [(b"0.0.heartbeat", m.Pulse(None))]
+    assert d.hear(line(A), leave) == []
+    assert d.beat(A, True) == []
     assert d.service.refused == {"replayed": 1}
 
 
-def test_frames_of_an_ended_session_change_nothing() -> None:
+def test_one_start_of_a_worker_does_not_speak_in_another_that_lives() -> None:
     d = Dialogue()
-    d.join(A, session=1)
-    assert d.join(A, session=2) == d.acknowledged(A)
-    for kind, fields in ((m.Join, (None,)), (m.Ready, (0,)), (m.Leave, ()), (m.Failed, ("no",))):
-        assert d.say(kind, A, *fields, session=1) == []
+    d.join(A)
+    assert d.join(A, incarnation=8) == [(beats(A, 8), e.Stranger())], "it has not been let in"
+    for kind, fields in ((m.Ready, (0,)), (m.Leave, ()), (e.Depart, (False, "no"))):
+        d.say(kind, A, *fields, incarnation=8)
+    assert d.states() == ["computing"]
     assert d.service.failure is None
-    assert d.service.refused == {"replayed": 4}
+    d.beat(A, True, now=0.1)
+    d.number += 1
+    d.hear(beats(A, 9), e.Enrol(A, 9, d.number, FIXED), 0.2)
+    for now in (0.3, 1.0):
+        replies = d.say(e.Beat, A, (), 0, True, now=now)
+    assert [(peer, reply.reason[:44]) for peer, reply in replies if isinstance(reply, e.Refused)] == [
+        (beats(A, 9), "pipeline 0 is trained by another job, which ")
+    ]
+
+
+def test_a_run_that_has_finished_makes_room_for_the_next_one() -> None:
+    d = Dialogue()
+    for run in (7, 8, 9):
+        for worker in (A, B):
+            assert d.join(worker, incarnation=run) == d.noted(worker, run)
+        d.say(m.Ready, A, 0, incarnation=run)
+        answers = d.say(m.Ready, B, 0, incarnation=run)
+        assert [peer for peer, reply in answers if isinstance(reply, m.Answer)] == [line(A, run), line(B, run)]
+        d.say(e.Depart, A, True, incarnation=run)
+        told = d.say(e.Depart, B, True, incarnation=run)
+        assert {(peer, reply.failed) for peer, reply in told if isinstance(reply, e.Over)} == {
+            (beats(A, run), False),
+            (beats(B, run), False),
+        }
+    assert d.service.refused == {}
 
 
 def test_nobody_speaks_for_another() -> None:
     d = Dialogue()
     d.join(A)
     d.join(B)
-    for identity in (b"0.1", b"0.1.heartbeat", b"0.0.", b"\x00\x01", b""):
+    for identity in (line(B), beats(B), line(A, 8), b"0.0", b"\x00\x01", b""):
         assert d.hear(identity, m.Leave(A, 7, 50)) == []
-    assert d.service.refused == {"impersonating": 5}
-    assert d.say(m.AskMissing, B) == [(b"0.1", m.Missing(d.number, (A,)))], "who has not left"
+    assert d.service.refused == {"impersonating": 6}
+    assert d.states() == ["computing", "computing"], "it has not left"
 
 
 def test_a_worker_that_does_not_exist_is_refused() -> None:
     d = Dialogue()
     ((_, reply),) = d.join(Worker(0, 2))
-    assert isinstance(reply, m.Refused)
+    assert isinstance(reply, e.Refused)
     assert "does not exist" in reply.reason
     assert d.states() == []
 
@@ -121,30 +185,20 @@ def test_a_second_ready_is_refused_while_the_first_waits() -> None:
     d.join(B)
     d.say(m.Ready, A, 0)
     ((_, reply),) = d.say(m.Ready, A, 1)
-    assert reply == m.Refused(d.number, "iteration 0 waits for an answer")
-
-
-def test_a_restarted_worker_takes_the_place_of_the_old_one() -> None:
-    d = Dialogue()
-    d.join(A)
-    d.join(B)
-    d.say(m.Ready, A, 0)
-    assert d.join(A, session=8) == d.acknowledged(A)
-    assert d.say(m.Ready, B, 0) == []
-    assert len(d.say(m.Ready, A, 0, session=8)) == 2
+    assert reply == e.Refused(d.number, "iteration 0 waits for an answer")
 
 
 def test_a_scheduler_that_is_cut_off_from_all_calls_nobody_lost() -> None:
     d = Dialogue()
     for worker in (A, B):
         d.join(worker)
-        d.say(m.Heartbeat, worker, True)
-    d.say(m.Heartbeat, A, True, now=4.0)
+        d.beat(worker, True)
+    d.beat(A, True, now=4.0)
     for now in (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0):
         assert d.tick(now) == []
-    d.say(m.Heartbeat, A, True, now=15.0)
+    d.beat(A, True, now=15.0)
     assert d.tick(16.0) == []
-    d.say(m.Heartbeat, B, True, now=17.0)
+    d.beat(B, True, now=17.0)
     for now in (18.0, 20.0, 22.0):
         assert d.tick(now) == []
 
@@ -153,37 +207,29 @@ def test_a_silent_worker_is_lost_and_may_come_back() -> None:
     d = Dialogue()
     for worker in (A, B):
         d.join(worker)
-        d.say(m.Heartbeat, worker, True)
+        d.beat(worker, True)
     d.say(m.Ready, A, 0, now=4.0)
-    d.say(m.Heartbeat, A, True, now=7.0)
+    d.beat(A, True, now=7.0)
     assert d.service.deadline() == 2.0
     for now in (2.0, 4.0, 6.0, 7.5):
         assert d.tick(now) == []
-    d.say(m.Heartbeat, A, True, now=8.5)
+    d.beat(A, True, now=8.5)
     assert d.tick(9.0) == [
-        (b"0.0", m.Lost(B, 9.0)),
-        (b"0.0", m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,))),
+        (beats(A), m.Lost(B, "was silent for 9.0 s")),
+        (line(A), m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,))),
     ]
     assert d.states() == ["computing", "lost"]
-    ((_, reply),) = d.say(m.Heartbeat, B, True, now=10.0)
-    assert reply == m.Unknown(d.number)
-    assert d.join(B, resumed=True, now=10.0) == d.acknowledged(B)
+    assert d.beat(B, True, now=10.0) == [(beats(B), e.Stranger(known=True))]
+    assert d.join(B, resumed=True, now=10.0) == d.noted(B)
     assert d.states() == ["computing", "computing"]
-
-
-def test_a_worker_without_heartbeats_is_never_missed() -> None:
-    d = Dialogue()
-    d.join(A)
-    for now in range(100):
-        assert d.tick(float(now)) == []
 
 
 def test_a_scheduler_that_was_held_up_blames_nobody() -> None:
     d = Dialogue()
     d.join(A)
-    d.say(m.Heartbeat, A, True)
+    d.beat(A, True)
     assert d.tick(100.0) == []
-    d.say(m.Heartbeat, A, True, now=100.1)  # it lay unread
+    d.beat(A, True, now=100.1)  # it lay unread
     assert d.tick(102.0) == []
     assert d.states() == ["computing"]
 
@@ -192,11 +238,11 @@ def test_a_late_rejoin_does_not_undo_a_leave() -> None:
     """The heartbeats' socket may be slower than the training's."""
     d = Dialogue()
     d.join(A)
-    d.say(m.Heartbeat, A, True)
+    d.beat(A, True)
     late = m.Join(A, 7, 10, None, True)
     d.number = 10
     d.say(m.Leave, A)
-    assert d.hear(b"0.0.heartbeat", late) == []
+    assert d.hear(beats(A), late) == []
     assert d.states() == ["away"]
 
 
@@ -205,7 +251,7 @@ def test_a_late_rejoin_does_not_undo_a_leave_of_which_a_new_scheduler_heard_firs
     late = m.Join(B, 7, 1, None, True, 3)
     d.number = 1
     d.say(m.Leave, B)
-    assert d.hear(b"0.1.heartbeat", late) == []
+    assert d.hear(beats(B), late) == []
     d.join(A, resumed=True)
     d.say(m.Ready, A, 5)
     assert [reply.group.members for _, reply in d.tick(0.0) if isinstance(reply, m.Answer)] == [(A,)]
@@ -217,7 +263,7 @@ def test_a_new_scheduler_does_not_wait_for_a_worker_that_stays_away() -> None:
     d = Dialogue()
     d.join(A, resumed=True)
     d.say(m.Ready, A, 5)
-    d.say(m.Heartbeat, B, False)
+    d.beat(B, False)
     assert [reply.group.members for _, reply in d.tick(0.0) if isinstance(reply, m.Answer)] == [(A,)]
 
 
@@ -225,14 +271,15 @@ def test_the_first_failure_reaches_all_and_stays_the_first() -> None:
     d = Dialogue()
     d.join(A)
     d.join(B)
-    abort = m.Abort(m.Failure(B, "out of memory"))
-    assert d.say(m.Failed, B, "out of memory") == [(b"0.0", abort), (b"0.1", abort)]
-    assert d.say(m.Failed, A, "lost its neighbour") == [(b"0.0", abort), (b"0.1", abort)]
-    assert d.say(m.Ready, A, 0) == [(b"0.0", abort)]
-    assert d.say(m.Heartbeat, A, True) == [(b"0.0.heartbeat", m.Pulse(abort.failure))]
-    assert d.say(m.AskFailure, Worker(0, 1)) == [(b"0.1", m.FirstFailure(d.number, abort.failure))]
-    ((_, reply),) = d.say(m.Hello, A, None, session=8)
-    assert isinstance(reply, m.Refused)
+    over = e.Over("out of memory", True, B)
+    everywhere = {(name(worker), over) for worker in (A, B) for name in (line, beats)}
+    assert set(d.say(e.Depart, B, False, "out of memory")) == everywhere | {(beats(B), e.Noted(d.number))}
+    assert d.say(e.Depart, A, False, "lost its neighbour") == [(beats(A), e.Noted(d.number))]
+    assert d.service.failure == m.Failure(B, "out of memory")
+    assert d.say(m.Ready, A, 0) == [(line(A), over)]
+    assert d.beat(A, True) == [(beats(A), over)]
+    ((_, reply),) = d.say(m.Hello, A, None, incarnation=8)
+    assert isinstance(reply, e.Refused)
     assert "failed first: out of memory; start it again for the next run" in reply.reason
 
 
@@ -242,8 +289,8 @@ class TestRestart:
     def restarted(self) -> Dialogue:
         """The old one answered A and B with group 41 and died before B heard of it."""
         d = Dialogue()
-        assert d.say(m.Ready, A, 6) == [(b"0.0", m.Unknown(1))]
-        assert d.join(A, m.Answer(group(A, B, sequence=41), (5, 5)), resumed=True) == d.acknowledged(A)
+        assert d.say(m.Ready, A, 6) == [(line(A), e.Stranger(known=True))]
+        assert d.join(A, m.Answer(group(A, B, sequence=41), (5, 5)), resumed=True) == d.noted(A)
         assert d.say(m.Ready, A, 6) == []
         return d
 
@@ -253,15 +300,15 @@ class TestRestart:
         assert d.say(m.Ready, B, 5) == []
         assert d.service.deadline() < 0.0, "it is due at once"
         same = m.Answer(group(A, B, sequence=41), (5, 5))
-        assert d.tick(0.0) == [(b"0.1", same)]
+        assert d.tick(0.0) == [(line(B), same)]
         new = m.Answer(group(A, B, sequence=42), (6, 6))
-        assert d.say(m.Ready, B, 6) == [(b"0.0", new), (b"0.1", new)]
+        assert d.say(m.Ready, B, 6) == [(line(A), new), (line(B), new)]
 
     def test_who_does_not_come_back_is_waited_for_no_longer_than_the_grace(self) -> None:
         d = self.restarted()
         assert d.tick(9.9) == []
         ((identity, answer),) = d.tick(10.0)
-        assert identity == b"0.0"
+        assert identity == line(A)
         assert answer == m.Answer(group(A, sequence=42), (6,))
 
     def test_it_waits_for_nobody_else_once_all_are_back(self) -> None:
@@ -270,21 +317,21 @@ class TestRestart:
         d.say(m.Ready, A, 0)
         d.join(B, resumed=True)
         ((identity, _),) = d.tick(0.0)
-        assert identity == b"0.0"
+        assert identity == line(A)
 
     def test_a_new_client_is_not_given_what_another_one_had_missed(self) -> None:
         d = self.restarted()
         assert d.tick(10.0) != []
-        assert d.join(B, now=11.0, session=9) == d.acknowledged(B)
+        assert d.join(B, now=11.0, incarnation=9) == d.noted(B, 9)
         assert d.say(m.Ready, A, 7, now=11.0) == []
-        answers = d.say(m.Ready, B, 5, now=11.0, session=9)
+        answers = d.say(m.Ready, B, 5, now=11.0, incarnation=9)
         assert {reply.group.sequence for _, reply in answers} == {43}, "5 is another ready than that of group 41"
 
     def test_who_comes_back_after_the_grace_is_still_given_what_it_had_missed(self) -> None:
         d = self.restarted()
         assert d.tick(10.0) != []
         d.join(B, resumed=True, now=11.0)
-        assert d.say(m.Ready, B, 5, now=11.0) == [(b"0.1", m.Answer(group(A, B, sequence=41), (5, 5)))]
+        assert d.say(m.Ready, B, 5, now=11.0) == [(line(B), m.Answer(group(A, B, sequence=41), (5, 5)))]
 
     def test_who_left_while_it_was_held_is_not_answered(self) -> None:
         d = self.restarted()
@@ -367,13 +414,15 @@ class TestAPolicyThatFails:
         d.join(A)
         d.join(B)
         replies = d.say(m.Ready, A, 0)
-        assert [(peer, type(reply)) for peer, reply in replies] == [(b"0.0", m.Abort), (b"0.1", m.Abort)]
+        assert {peer for peer, reply in replies if isinstance(reply, e.Over)} == {
+            *(line(A), beats(A), line(B), beats(B))
+        }
         failure = d.service.failure
         assert failure is not None
         assert re.search(f"the scheduler failed first: its policy tests.*Unruly failed on.*{message}", str(failure))
-        assert d.say(m.Ready, B, 0) == [(b"0.1", m.Abort(failure))]
-        assert d.say(m.Leave, A) == d.acknowledged(A)
-        assert d.say(m.Heartbeat, B, True) == [(b"0.1.heartbeat", m.Pulse(failure))]
+        assert d.say(m.Ready, B, 0) == [(line(B), failure.said())]
+        assert d.say(m.Leave, A) == d.noted(A)
+        assert d.beat(B, True) == [(beats(B), failure.said())]
 
     def test_when_time_passes(self) -> None:
         d = Dialogue(Unruly("time"))
@@ -381,10 +430,10 @@ class TestAPolicyThatFails:
         assert d.say(m.Ready, A, 0, now=1.0) == []
         assert d.service.deadline() == 2.0
         assert [stage.groups[0].pipelines for stage in d.service.status(1.0).stages] == [[0]], "from the log"
-        ((peer, reply),) = d.tick(2.0)
-        assert peer == b"0.0"
-        assert isinstance(reply, m.Abort)
-        assert "failed on Tick(): ZeroDivisionError: division by zero" in reply.failure.reason
+        replies = d.tick(2.0)
+        assert [peer for peer, _ in replies] == [line(A), beats(A)]
+        assert "failed on Tick(): ZeroDivisionError: division by zero" in str(d.service.failure)
+        assert d.tick(2.0) == []
         assert d.service.deadline() == 4.0, "it is not due again and again"
         assert d.tick(3.0) == []
 
@@ -395,13 +444,14 @@ def test_the_status_of_thousands_of_workers_is_a_fraction_of_the_largest_reply()
         service = SchedulerService(config, stages, pipelines)
         workers = [Worker(j, i) for j in range(stages) for i in range(pipelines)]
         for worker in workers:
-            service.handle(m.routing_id(worker), m.Join(worker, 1, 1, None), 0.0)
+            service.handle(beats(worker, 1), e.Enrol(worker, 1, 1, FIXED), 0.0)
+            service.handle(line(worker, 1), m.Join(worker, 1, 1, None), 0.0)
         for k in range(4):
             for worker in workers:
-                service.handle(m.routing_id(worker), m.Ready(worker, 1, 2 + k, k), k + 0.5)
+                service.handle(line(worker, 1), m.Ready(worker, 1, 2 + k, k), k + 0.5)
         for worker in workers:
-            beat = m.Heartbeat(worker, 1, 9, True, rows(3, 4, 123_456, 12_300))
-            service.handle(m.heartbeat_id(worker), beat, 5.0)
+            beat = e.Beat(worker, 1, 9, (), 1, True, joined=True, rows=rows(3, 4, 123_456, 12_300))
+            service.handle(beats(worker, 1), beat, 5.0)
         frame = m.encode(m.StatusReply(service.status(6.0)))
         assert len(frame) < m.MAX_REPLY_BYTES / 8
         reply = m.decode_reply(frame)
@@ -430,7 +480,7 @@ def test_another_mesh_is_refused_by_name() -> None:
     d = Dialogue()
     for kind in (m.Hello, m.Join):
         ((_, reply),) = d.say(kind, A, (4, 2))
-        assert isinstance(reply, m.Refused)
+        assert isinstance(reply, e.Refused)
         assert (
             "a run of 1 stages × 2 pipelines, and worker (stage 0, pipeline 0) belongs to one of 4 × 2" in reply.reason
         )
@@ -444,11 +494,11 @@ def test_who_was_lost_after_it_was_answered_gets_the_same_answer() -> None:
     d = Dialogue()
     for worker in (A, B):
         d.join(worker)
-        d.say(m.Heartbeat, worker, True)
+        d.beat(worker, True)
     d.say(m.Ready, A, 0)
     answers = d.say(m.Ready, B, 0)
     for now in (2.0, 4.0, 6.0, 8.0):
-        d.say(m.Heartbeat, A, True, now=now)
+        d.beat(A, True, now=now)
         d.tick(now)
     assert d.states() == ["computing", "lost"]
     d.join(B, resumed=True, now=9.0)

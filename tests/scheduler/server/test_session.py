@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.status import ACTIVE, STATES
 from lightning_sdpipe.scheduler.server import session
@@ -64,16 +65,19 @@ def test_what_it_knows_is_checked_for_contradictions() -> None:
         one.validate()
 
 
-def test_only_the_sockets_of_the_newest_start_of_a_worker_are_remembered() -> None:
+def test_only_its_two_sockets_speak_for_a_start_of_a_worker() -> None:
     sessions = session.Sessions()
-    for id in range(1, 200):
-        one = sessions.begin(W, id, 0.0, elastic=True)
-        assert sessions.is_socket_of(one.peer, W, 0)
-    assert sessions.begin(W, 200, 0.0).peer == m.routing_id(W)
-    assert set(sessions._owners) == {m.routing_id(W), m.heartbeat_id(W)}
+    for id in (1, 2):
+        one = sessions.begin(W, id, 0.0)
+        for known in (id, 3):
+            assert sessions.is_socket_of(m.routing_id(W, known), W, known)
+            assert sessions.is_socket_of(e.peer_of(W, known), W, known)
+            assert not sessions.is_socket_of(m.routing_id(W, 4), W, known)
+    assert sessions.of(W, 1) is None
+    assert sessions.of(W, 2) is one
 
 
 def test_each_number_counts_once_on_each_socket() -> None:
     received = session.ReceivedRequests()
-    for peer in (b"0.1", b"0.1.heartbeat"):
+    for peer in (b"0.1.7", b"0.1.member.7"):
         assert [received.is_new(n, peer) for n in (1, 1, 3, 2, 4)] == [True, False, True, False, True]

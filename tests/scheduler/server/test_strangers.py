@@ -71,7 +71,6 @@ def test_another_account_of_the_machine_gains_nothing_and_the_run_goes_on() -> N
         with serving(NoSync(), 1, 2, keys=keys, elastic=ElasticConfig(settle=0.0)) as server:
             member = MembershipClient(server.address, Worker(0, 0), 100, credentials=own, timeout=20)
             assert isinstance(member.enrol({"model": "a"}), Start)
-            assert server.service.elastic is not None
             lifelines = server.service.lines.port
 
             def enrol(pipeline: int, incarnation: int, credentials: WorkerKeys | None) -> object:

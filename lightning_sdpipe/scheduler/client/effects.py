@@ -1,0 +1,90 @@
+"""What a process of a run is to do after it has heard, or not heard, something of the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lightning_sdpipe.membership.members import Epoch
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler import protocol as m
+
+Key: TypeAlias = tuple[str, str | int]
+Kind: TypeAlias = type[m.Request]
+
+
+@dataclass(frozen=True)
+class Replied:
+    """What was asked for under ``key`` came."""
+
+    key: Key
+    reply: e.Reply
+
+
+@dataclass(frozen=True)
+class NotGranted:
+    """What was asked or told under ``key`` cannot be."""
+
+    key: Key
+    reason: str
+
+
+@dataclass(frozen=True)
+class EpochBegan:
+    """The members have changed."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class GroupBroke:
+    """Another member did not get the result of the group ``sequence``, and this one does not have it either."""
+
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Connect:
+    """A lifeline is to be opened, in place of the one before."""
+
+    port: int
+    nonce: bytes
+
+
+@dataclass(frozen=True)
+class MustStop:
+    """This process must end; or the ``run`` is over, perhaps since it ``failed``, through ``worker`` or none."""
+
+    reason: str
+    run: bool
+    failed: bool
+    worker: Worker | None = None
+
+
+@dataclass(frozen=True)
+class Unheard:
+    """A scheduler that may be started again has answered none of the last ``beats``."""
+
+    beats: int
+
+
+@dataclass(frozen=True)
+class Send:
+    """``request`` is to be sent over the line that is spoken of."""
+
+    request: m.Request
+
+
+@dataclass(frozen=True)
+class Came:
+    """What was asked for by the open request of that kind came, or it is refused."""
+
+    kind: Kind
+    reply: m.Reply | e.Reply
+
+
+Effect: TypeAlias = (
+    Replied | NotGranted | EpochBegan | GroupBroke | Connect | MustStop | Unheard | Send | Came | m.Invitation | m.Lost
+)
+"""An invitation is to be followed; of a lost worker people hear."""
