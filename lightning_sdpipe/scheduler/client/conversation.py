@@ -41,16 +41,12 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import effects as f
 from lightning_sdpipe.scheduler.client.training_asks import TrainingAsks
 
-FIRST_BEAT, PROBE = 0.25, 0.05
-"""Seconds between beats, before the scheduler has said how many it wants, and while it seems to be away."""
-SOONEST = 1 / 8
-"""The same, however much there is to tell of updates."""
+FIRST_BEAT, PROBE, SOONEST = 0.25, 0.05, 0.125
+"""Seconds between beats: before the scheduler says how many it wants, while it seems away, and with much to tell."""
 REPEAT_AFTER = 0.5
 """Seconds after which an unanswered request is repeated."""
-REMEMBERED = 1024
-"""Groups of which it is known that their result is in the model."""
-TRANSFERS = 64
-"""Last ones of which it is known that they are dealt with."""
+REMEMBERED, TRANSFERS = 1024, 64
+"""Groups whose result is known to be in the model, and last transfers that are known to be dealt with."""
 MET, INVITED = 8, 64
 """Last meetings that a scheduler is told which was started again, and last invitations that are known when repeated."""
 LAST_BEAT = 12
@@ -66,7 +62,6 @@ _ANSWERS: dict[type[e.Request], tuple[type[e.Reply], ...]] = {
 """What answers a request; any other one is noted."""
 _DECIDED_LATER = e.Enrol | e.TellReceived | e.Meet | e.AskRegroup
 """Their answers name what they belong to; the rest are answered by number."""
-
 
 _Request = TypeVar("_Request", bound=e.FromWorker)
 
@@ -120,12 +115,11 @@ class Conversation:
         """Seconds after which a transfer that does not move is given up, as the scheduler says."""
         self.updates = -1
         """That this worker has made, for people."""
-        self._number = 0
+        self._number, self._member, self._nonce = 0, False, b""
         self._open: dict[f.Key, _Open] = {}
         self._first: list[e.Request | m.Request] = []
         """To be said before all else."""
         self._enrolment: e.Enrol | None = None
-        self._member = False
         self.held: tuple[int, ...] = ()
         """Epochs of whose members this worker has a process group."""
         self._exchange: Exchanging | None = None
@@ -141,9 +135,7 @@ class Conversation:
         self._asked_for: set[int] = set()
         """Groups that broke, and whose result this worker does not have yet."""
         self._published: e.Publish | None = None
-        self._beaten = self._beat_at = -math.inf
-        self._beat_every = FIRST_BEAT
-        self._nonce = b""
+        self._beaten, self._beat_at, self._beat_every = -math.inf, -math.inf, FIRST_BEAT
         self.away = False
         """Was there a lifeline that is gone?"""
 
@@ -211,8 +203,8 @@ class Conversation:
         said, self._first = self._first, []
         if now >= self._beat_at:
             said.append(self._beat())
-            self._beaten = now
-            self._beat_at = now + (min(PROBE, self._beat_every) if self.away else self._beat_every)
+            self._beaten, wait = now, min(PROBE, self._beat_every) if self.away else self._beat_every
+            self._beat_at = now + wait
         for request in self._open.values():
             if now >= request.at:
                 said.append(request.request)
