@@ -79,7 +79,7 @@ def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -
         a.group()
         b.group()
         a.ready(5)
-        a.first_failure(10.0)  # answered after the ready was
+        a.first_failure(1.0)  # by when the ready was heard
         assert main(["status", server.address]) == 0
         page = capsys.readouterr().out
         assert page.splitlines()[:4] == [
