@@ -50,7 +50,7 @@ class Dealer:
         self.segment: Segment | None = None
         self._previous: tuple[Segment, dict[int, list[Lease]]] | None = None
         """Answers of the segment before, which may have been lost on their way."""
-        self._recovering = False
+        self._recovering = self._restarted = False
         self._over = False
 
     def on(self, event: LeaseEvent, now: float) -> list[Lease]:
@@ -96,10 +96,16 @@ class Dealer:
 
     def answer(self, pipeline: int, segment: Segment, ordinal: int) -> Lease | None:
         """What was decided on that ask, if it was."""
-        leases = self._accounts[pipeline].leases if segment == self.segment else []
-        if self._previous is not None and segment == self._previous[0]:
-            leases = self._previous[1].get(pipeline, [])
-            if ordinal == len(leases):  # it has all that it needs, and has not asked since
+        if segment == self.segment:
+            leases = self._accounts[pipeline].leases
+        else:
+            previous, before = self._previous or (None, {})
+            unknown = self._restarted and previous is None and not self._is_newer(segment)
+            if segment != previous and not unknown:
+                return None
+            leases = before.get(pipeline, [])
+            # It has all that it needs, and has not asked since. A restarted scheduler may know less of that than it.
+            if ordinal == len(leases) or (self._restarted and ordinal > len(leases)):
                 stop, end = segment.stop, float(self._num_pipelines * segment.stop)
                 home = pipeline % self._num_pipelines
                 return Lease(segment, pipeline, ordinal, home, stop, stop, end, 0.0, over=True)
@@ -186,7 +192,7 @@ class Dealer:
             raise RefusedEvent(f"worker {worker} asked for lease {ordinal} of its pipeline, which was dealt {known}")
 
     def _begin(self, segment: Segment, now: float) -> None:
-        self._recovering = self._recovering or self.segment is None
+        self._recovering = self._restarted = self._recovering or self.segment is None
         if self.segment is not None:
             self._previous = self.segment, {i: account.leases for i, account in enumerate(self._accounts)}
         self.segment, self._over, self._retired = segment, False, 0

@@ -224,6 +224,23 @@ def test_a_scheduler_that_was_restarted_at_the_end_hears_that_it_was_the_end() -
     assert lease.over
 
 
+@pytest.mark.parametrize("heard", [None, 0])
+def test_a_stage_whose_book_comes_too_late_for_a_restarted_scheduler_hears_that_its_segment_is_over(
+    heard: int | None,
+) -> None:
+    """The first stages have been told so before, and go on; what stage 1 of pipeline 1 was dealt is lost on its way."""
+    desk = Desk(2, stages=2)
+    if heard is not None:
+        desk.tell(heard, stage=1, batches=8)
+    desk.segment = NEXT
+    for pipeline in range(2):
+        desk.tell(pipeline)
+    late = desk.dealer.answer(1, S, 2)
+    assert late is not None
+    assert (late.ordinal, late.size, late.over) == (2, 0, True)
+    assert desk.dealer.answer(1, NEXT, 0) is None
+
+
 def test_a_pipeline_beyond_the_shards_trains_of_those_of_others() -> None:
     desk = Desk(2)
     desk.begin()
