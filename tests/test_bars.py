@@ -58,7 +58,7 @@ SHAPES = {
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (671, 8),
     "data": (475, 6),
-    "dealing": (435, 5),
+    "dealing": (440, 5),
     "exchange": (2181, 32),
     "heterogeneity": (443, 8),
     "loop": (2504, 25),

@@ -17,7 +17,7 @@ from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.scheduler_connection import connect, start_scheduler
+from lightning_sdpipe.worker.scheduler_connection import SchedulerConnection
 from tests.workers import run_workers
 
 WORKERS, ITERATIONS = 4, 12
@@ -31,8 +31,8 @@ def train(rank: int, method: SyncMethod, starts: float, learn: bool) -> tuple[fl
     groups = ProcessGroups.open(mesh, TIMEOUT)
     parameter = nn.Parameter(torch.full((5,), starts * rank))
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
-    embedded, where = start_scheduler(method.policy, mesh, "tcp://127.0.0.1:*")
-    client = connect(where, mesh, 20, lambda _: None)
+    membership = SchedulerConnection(mesh, method.policy, 5, None, lambda: "tcp://127.0.0.1:*", 20.0, lambda: None)
+    client = membership.client
     try:
         sync = method.build(Replica(client, groups, flatten([parameter, frozen]), [], [parameter], TIMEOUT))
         rendezvous = Rendezvous(sync)
@@ -51,9 +51,7 @@ def train(rank: int, method: SyncMethod, starts: float, learn: bool) -> tuple[fl
         rendezvous.pause(position=4)
         dist.barrier()
     finally:
-        client.close()
-        if embedded is not None:
-            embedded.close()
+        membership.close()
     assert sync.statistics.groups == ITERATIONS
     assert (frozen == ITERATIONS).all()
     return starts * rank, ended, parameter.detach()
