@@ -33,6 +33,7 @@ class RunState:
         self._entry = EntryRules(num_stages, terms)
         self._returning: MemberRecovery | None = None
         self._reach = Reach(terms.apart)
+        self._due: float | None = None
 
     @property
     def recovering(self) -> bool:
@@ -95,7 +96,12 @@ class RunState:
         return self.missing()
 
     def deadline(self) -> float:
-        """When a :class:`Passed` is due."""
+        """When a :class:`Passed` is due. It is asked for after each message, and only events of members change it."""
+        if self._due is None:
+            self._due = self._next_due()
+        return self._due
+
+    def _next_due(self) -> float:
         if self._returning is not None:
             return self._returning.until
         if self.ending.over is not None:
