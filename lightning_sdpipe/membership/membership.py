@@ -56,8 +56,7 @@ class Membership(RunState):
 
     def on(self, event: MemberEvent, now: float) -> list[MemberDecision]:
         """``event`` happened at ``now``; what follows. No event is refused by an exception."""
-        self._due = None
-        decisions = self._on(event, now)
+        self._due, decisions = None, self._on(event, now)
         if self.recovering:
             return decisions
         decisions += self.ending.are_lost(self.epoch)
