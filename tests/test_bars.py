@@ -70,7 +70,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "policies": (2382, 25),
     "recipes": (7220, 105),
     "scheduler": (5141, 45),
-    "seeing": (478, 5),
+    "seeing": (479, 5),
     "simulate": (640, 6),
     "strategy": (902, 6),
     "supervision": (1329, 14),

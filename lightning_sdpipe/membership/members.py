@@ -1,4 +1,4 @@
-"""What is said about who is in a run: what pipelines tell, and what is decided about them.
+"""What is said about the members of a run: what pipelines tell, and what is decided about them.
 
 A *pipeline* is the unit that comes and goes. An *incarnation* is one start of its job: a number that its first stage
 drew, the same for all stages. An *epoch of membership* is a list of members; a new one begins whenever that changes.

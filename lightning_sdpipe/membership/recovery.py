@@ -78,7 +78,7 @@ class MemberRecovery:
         return [_ends(member, reason, roster, False)]
 
     def end(self, roster: Roster, now: float) -> tuple[list[w.MemberDecision], list[Worker]]:
-        """Bring those into ``roster`` that are back, and say which are gone; and who is silent in a fixed one."""
+        """Bring those into ``roster`` that are back, and say which are gone, and which are silent in a fixed one."""
         decisions: list[w.MemberDecision] = []
         silent: list[Worker] = []
         for member in self.epoch.members:

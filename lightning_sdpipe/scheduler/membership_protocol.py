@@ -1,4 +1,4 @@
-"""What travels between a worker's process and the scheduler about who is in the run, and what each believes.
+"""What travels between a worker's process and the scheduler about the members of the run, and what each believes.
 
 Requests carry the incarnation of the worker's job, and a number that grows. Every one may be repeated: it is answered
 again, or changes nothing. Replies without a number are sent unasked, or answer what is decided later; these name what

@@ -195,7 +195,7 @@ class RowsReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="row
 Request: TypeAlias = Hello | Join | Ready | Leave | AskLease | TellLeases
 Reply: TypeAlias = Welcome | Answer | Lost | Invitation | Dealt | AskLeases | StatusReply | RowsReply
 Question: TypeAlias = AskStatus | AskRows
-"""Of somebody who is no worker."""
+"""Of a program that is no worker."""
 
 _PREFIX = bytes([VERSION])
 _encoder = msgspec.msgpack.Encoder()

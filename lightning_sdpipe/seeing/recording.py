@@ -30,7 +30,7 @@ class Series:
     ``ends`` are seconds of the scheduler's clock, ``us`` microseconds of each phase, ``core`` those without a core.
     """
 
-    life: int = 0
+    life: int
     ends: list[float] = field(default_factory=list)
     us: list[tuple[float, ...]] = field(default_factory=list)
     core: list[float] = field(default_factory=list)
@@ -40,9 +40,7 @@ class Series:
         return len(self.ends)
 
     def add(self, chunk: Chunk) -> None:
-        """The next rows."""
-        if chunk.life != self.life:
-            self.__init__(chunk.life)  # type: ignore[misc]
+        """The next rows, of the same life."""
         self.dropped += chunk.dropped
         end = chunk.at - sum(sum(row.us) for row in chunk.rows) / 1e6
         for row in chunk.rows:
@@ -130,7 +128,7 @@ def of_scheduler(address: str, keys: WorkerKeys | None, timeout: float) -> tuple
         for i in stage.active()
     }
     about = dict(reply.workers)
-    return Recording(len(status.stages), reply.now, _series(chunks), active, about, lost, status.failure), status
+    return Recording(len(status.stages), reply.now, series_of(chunks), active, about, lost, status.failure), status
 
 
 def of_log(path: Path) -> Recording:
@@ -152,14 +150,18 @@ def of_log(path: Path) -> Recording:
     taking_part = ever - left or ever
     now = max([entry.at for entry in record.entries] + [update.rows.at for update in record.updates], default=0.0)
     about = {update.rows.worker: update.about for update in record.updates if update.about is not None}
-    series = _series(update.rows for update in record.updates)
+    series = series_of(update.rows for update in record.updates)
     lost = f"its first {record.beginning.after} events, which are in no file any more" if record.beginning.after else ""
     return Recording(record.beginning.num_stages, now, series, dict.fromkeys(taking_part, now), about, lost, over=True)
 
 
-def _series(chunks: Iterable[Chunk]) -> dict[Worker, Series]:
+def series_of(chunks: Iterable[Chunk]) -> dict[Worker, Series]:
+    """What they tell of each worker's newest life, since a restarted worker is another one."""
     found: dict[Worker, Series] = {}
     for chunk in chunks:
         if not any(len(row.us) != len(PHASES) for row in chunk.rows):
-            found.setdefault(chunk.worker, Series()).add(chunk)
+            series = found.get(chunk.worker)
+            if series is None or series.life != chunk.life:
+                series = found[chunk.worker] = Series(chunk.life)
+            series.add(chunk)
     return found

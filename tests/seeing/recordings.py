@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.scheduler.rows import About, Chunk
-from lightning_sdpipe.seeing.recording import Recording, Series
+from lightning_sdpipe.seeing.recording import Recording, series_of
 from tests.scheduler.rows import one_row
 
 HEARTBEAT = 16  # updates
@@ -48,10 +48,7 @@ def recording(
     over: bool = False,
 ) -> Recording:
     """Up to the last of their updates, unless it is ``now``."""
-    series = {}
-    for worker, told in workers.items():
-        for chunk in told:
-            series.setdefault(worker, Series()).add(chunk)
+    series = series_of(chunk for told in workers.values() for chunk in told)
     end = max((each.ends[-1] for each in series.values()), default=0.0)
     stages = 1 + max((worker.stage for worker in workers), default=0)
     taking_part = dict.fromkeys(workers if active is None else active, joined)

@@ -190,3 +190,11 @@ def test_slow_updates_and_pauses_are_waited_for() -> None:
     after_a_pause = recording(alive(), now=500.0, joined=498.0)
     assert blind(after_a_pause) == []
     assert blind(recording(alive(), active=(), now=500.0)) == [], "all are at validation"
+
+
+def test_a_worker_that_was_started_again_is_compared_by_its_new_updates_only() -> None:
+    """Its first life was slow."""
+    again = [*chunks(A, [90.0] * 96), *chunks(A, [50.0] * 96, life=2)]
+    run = recording({A: again, B: chunks(B, [50.0] * 192)})
+    assert len(run.series[A]) == 96
+    assert compute_straggler(run) == []

@@ -306,8 +306,8 @@ class ClientThread:
                     log.warning("worker %s %s; the others go on without it", worker, reason)
                 case f.Unheard(beats):
                     log.warning(
-                        "worker %s: the scheduler at %s has not answered %d heartbeats; who needs a group waits up to "
-                        "%g s, and it can be started again at the same address",
+                        "worker %s: the scheduler at %s has not answered %d beats; a worker that needs a group waits "
+                        "up to %g s, and it can be started again at the same address",
                         *(self.talk.worker, self._address, beats, self.timeout),
                     )
 

@@ -202,7 +202,7 @@ def ask(
     credentials: WorkerKeys | None = None,
     timeout: float = 5.0,
 ) -> _Answer:
-    """What the scheduler at ``address`` answers to somebody who is no worker.
+    """What the scheduler at ``address`` answers to a program that is no worker.
 
     Raises:
         SchedulerError: it does not answer in time, or what answers is no scheduler of this version.

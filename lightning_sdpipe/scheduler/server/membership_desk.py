@@ -109,7 +109,7 @@ class MembershipDesk:
     # ------------------------------------------------------------------ inputs
 
     def status(self, now: float) -> Members | None:
-        """Who is in the run, if its pipelines come and go; None if nobody has enrolled."""
+        """The members of the run, if its pipelines come and go; None if no worker has enrolled."""
         core = self.membership
         if not self._process_groups.in_use and (core.terms.fixed or not core.ever):
             return None

@@ -68,7 +68,7 @@ class RowDesk:
         self._about: dict[Worker, About] = {}
 
     def introduce(self, request: m.Join) -> None:
-        """A worker says who it is."""
+        """A worker says what people know it by."""
         if request.about is not None:
             self._about[request.worker] = request.about
 

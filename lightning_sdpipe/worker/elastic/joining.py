@@ -207,7 +207,7 @@ class Fit:
                 f"All pipelines were lost, and the run goes on from {path} (--resume), which is not there on this "
                 "machine. Write checkpoints to a file system that all machines share."
             )
-        log.warning("Nobody was left of the run: it goes on from %s.", path)
+        log.warning("No pipeline was left of the run: it goes on from %s.", path)
         lightning_internals.resume_from_file(self.trainer, path)
 
     def begin_together(self, meetings: Barriers, groups: ProcessGroups, data_seed: int) -> int:
