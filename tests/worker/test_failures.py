@@ -200,7 +200,7 @@ def test_a_signal_to_the_first_process_or_to_all_ends_all(tmp_path: Path, number
 def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(fault: str) -> None:
     """Also when they end first, while it waits for them, and take longer than it waits."""
     process, marker = start("tests.scripts.endings", "popen", fault, "2")
-    printed = printed_by(process, marker, 50)
+    printed = printed_by(process, marker, 100)
     assert process.returncode == 143, printed
     assert "Traceback" not in printed
     assert processes_of(marker) == {}
