@@ -36,10 +36,13 @@ LEAST_SECONDS = 1.0
 class Dealer:
     """Deals one segment after the other to ``num_pipelines`` pipelines of ``num_stages`` stages each.
 
-    In an elastic run there may be more pipelines than home shards: those have none of their own.
+    In an elastic run there may be more pipelines than home shards: those have none of their own. Of what a pipeline has
+    trained when it goes, the last ``in_doubt`` batches are dealt again: others may not have them in their models, and
+    know those that they have.
     """
 
-    def __init__(self, num_stages: int, num_pipelines: int) -> None:
+    def __init__(self, num_stages: int, num_pipelines: int, in_doubt: int = 0) -> None:
+        self._in_doubt = in_doubt
         self._num_stages = num_stages
         self._num_pipelines = num_pipelines
         self._accounts = [PipelineProgress() for _ in range(num_pipelines)]
@@ -232,7 +235,7 @@ class Dealer:
 
     def _take_back(self, pipeline: int) -> None:
         account = self._numbered(pipeline)
-        trained = account.finished(self._num_stages)
+        trained = max(0, account.finished(self._num_stages) - self._in_doubt)
         self._retired += trained
         for lease in account.leases:
             kept = min(lease.size, trained)

@@ -1,7 +1,10 @@
-"""All-reduce of models as a policy: in every iteration, all active workers of a stage form one group."""
+"""All-reduce as policies: in every iteration, all workers of a stage that take part form one group."""
 
 from __future__ import annotations
 
+from lightning_sdpipe.policies.decisions import Decision, Reason
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig
 
@@ -18,3 +21,31 @@ class AllReducePolicy(LocalSGDPolicy):
 
     def __init__(self, num_stages: int, num_pipelines: int) -> None:
         super().__init__(num_stages, num_pipelines, every=1)
+
+
+class AllPresent(PolicyConfig, frozen=True):
+    """Rounds of gradients of all pipelines that are there: what :class:`lightning_sdpipe.AllReduce` does in an elastic
+    run. Replicas are equal after each round, so every pipeline is in every one."""
+
+    @property
+    def keeps_equal(self) -> bool:
+        return True
+
+    def make_policy(self, num_stages: int, num_pipelines: int) -> AllPresentPolicy:
+        return AllPresentPolicy(num_stages, num_pipelines)
+
+
+class AllPresentPolicy(GroupPolicy):
+    """A group goes out when all active workers of its stage wait. No stage follows another: the stages of a pipeline
+    take part from the same round on, and a stage that went on alone would have a model of its own."""
+
+    def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
+        return self._release(worker.stage, Reason.EVERYBODY_CAME)
+
+    def worker_left(self, worker: Worker, now: float) -> list[Decision]:
+        return self._release(worker.stage, Reason.WORKER_LOST)
+
+    def _release(self, stage: int, reason: Reason) -> list[Decision]:
+        if not self.participants.everybody_waits(stage):
+            return []
+        return [self.participants.group(stage, list(self.participants.waiting[stage]), reason)]

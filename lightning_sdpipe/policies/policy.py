@@ -63,6 +63,12 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 10, "rounds"
 
     @property
+    def keeps_equal(self) -> bool:
+        """Are replicas equal after every group? Then those of a segment begin it together, and a newcomer is in the
+        first group after its state was copied."""
+        return False
+
+    @property
     def announces(self) -> When:
         """When a worker says that it is ready: before its last backward (SDPipe §4) or within it, or after the
         optimizer's step."""

@@ -21,6 +21,7 @@ from lightning_sdpipe.policies.policy import Policy, PolicyConfig, check_integer
 BUILT_IN: Mapping[str, str] = {
     "semi_decentralized": "lightning_sdpipe.policies.semi_decentralized:SemiDecentralized",
     "all_reduce": "lightning_sdpipe.policies.all_reduce:AllReduceModels",
+    "all_present": "lightning_sdpipe.policies.all_reduce:AllPresent",
     "local_sgd": "lightning_sdpipe.policies.local_sgd:LocalSGD",
     "partial_reduce": "lightning_sdpipe.policies.partial_reduce:PartialReduce",
     "ad_psgd": "lightning_sdpipe.policies.ad_psgd:ADPSGD",

@@ -217,11 +217,11 @@ class Broke(MemberReply, frozen=True, gc=False, tag="broke"):
 
 
 class Again(MemberReply, frozen=True, gc=False, tag="again"):
-    """Try the group ``sequence`` again in ``group``; or, without one, do not: ``source``, a pipeline, has its result,
-    and gives its state."""
+    """Try the group ``sequence`` again in ``group``. Or, with a ``source``, do not: that pipeline has its result, and
+    gives it to the other members of ``group`` in the process group of its epoch; the source is told the same."""
 
     sequence: int
-    group: Group | None
+    group: Group
     source: int = -1
 
 

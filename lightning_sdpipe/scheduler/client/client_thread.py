@@ -99,12 +99,14 @@ def _nothing(*_: object) -> None:
 @dataclass(frozen=True)
 class Callbacks:
     """What is called in the client's thread, and must return quickly: for each new epoch, when another member did not
-    get the result of a group, when this process must end, and when the run is over."""
+    get the result of a group, when this process must end, when the run is over, and when this worker is to hand over the
+    result of the group of that number to the other members of one."""
 
     epoch: Callable[[Epoch], None] = _nothing
     broke: Callable[[int], None] = _nothing
     ended: Callable[[str], None] = _nothing
     over: Callable[[str, bool], None] = _nothing
+    hands_over: Callable[[int, Group], None] = _nothing
 
 
 def open_lifeline(address: str, port: int, nonce: bytes) -> Lifeline | None:
@@ -294,6 +296,8 @@ class ClientThread:
                     self.told.epoch(epoch)
                 case f.GroupBroke(sequence):
                     self.told.broke(sequence)
+                case f.HandOver(sequence, group):
+                    self.told.hands_over(sequence, group)
                 case f.Connect(port, nonce):
                     self._connect(port, nonce)
                 case f.MustStop(reason, run=False):

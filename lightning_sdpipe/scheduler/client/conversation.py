@@ -257,14 +257,13 @@ class Conversation:
                 if answered := self._answered(reply, lambda of: getattr(of.request, "key", None) == met.key):
                     self._met.append(met)
                 return answered
-            case e.Again(sequence=sequence, group=group):
-                answered = self._answered(
-                    reply, lambda of: isinstance(of.request, e.AskRegroup) and of.request.group.sequence == sequence
-                )
-                if answered:
+            case e.Again(sequence=sequence, group=group, source=source):
+                if source == self.worker.pipeline:
+                    return [f.HandOver(sequence, group)]  # again if the others have not heard of it
+                answered = self._answered(reply, lambda of: of is self._open.get(("regroup", sequence)))
+                if answered and source < 0:  # else it has the result when that has come
                     self._settle(sequence)
-                    if group is not None:
-                        self._regrouped.append((sequence, group))
+                    self._regrouped.append((sequence, group))
                 return answered
             case e.Broke(sequence=sequence):
                 if sequence in self._completed:

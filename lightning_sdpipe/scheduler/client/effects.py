@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_sdpipe.membership.members import Epoch
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
@@ -42,6 +43,14 @@ class GroupBroke:
     """Another member did not get the result of the group ``sequence``, and this one does not have it either."""
 
     sequence: int
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """This worker has the result of the group ``sequence``, and gives it to the other members of ``group``."""
+
+    sequence: int
+    group: Group
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,17 @@ class Came:
 
 
 Effect: TypeAlias = (
-    Replied | NotGranted | EpochBegan | GroupBroke | Connect | MustStop | Unheard | Send | Came | m.Invitation | m.Lost
+    Replied
+    | NotGranted
+    | EpochBegan
+    | GroupBroke
+    | HandOver
+    | Connect
+    | MustStop
+    | Unheard
+    | Send
+    | Came
+    | m.Invitation
+    | m.Lost
 )
 """An invitation is to be followed; of a lost worker people hear."""

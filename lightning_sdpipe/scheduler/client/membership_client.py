@@ -15,7 +15,8 @@ In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pi
     client.snapshot_taken(transfer, n)                     # the state after n updates is copied for that transfer
     client.meet(key, value)                                # waits for all replicas of the stage: Met
     client.completed(sequence)                             # the result of that group is in the model; cheap
-    client.broken(group, together=False)                   # it is not: waits for a Group to try again in, or a source
+    client.broken(group)                                   # it is not: waits for a Group to try again in
+    client.regroup(group)                                  # the same for a result of all or none, which may be given
     client.store                                           # the key-value store
     client.depart(finished=True); client.failed(reason); client.close()
 
@@ -243,19 +244,26 @@ class MembershipClient:
         with self.thread.talking() as talk:
             talk.completed(sequence)
 
-    def broken(self, group: Group, *, together: bool = False, timeout: float | None = None) -> Group | int:
+    def broken(self, group: Group, timeout: float | None = None) -> Group:
         """The result of ``group`` did not come; say first what process groups are left (:meth:`holds`).
 
         Waits until each other member is gone, has it, or has said the same. Returns a group of those that are left
-        without, to try again in (perhaps only of this worker); or a pipeline, if all members were to have the result or
-        none (``together``), and that one has it: take its state instead.
+        without, to try again in (perhaps only of this worker).
         """
+        return self._regroup(group, False, timeout).group
+
+    def regroup(self, group: Group, timeout: float | None = None) -> e.Again:
+        """As :meth:`broken`, where all members are to have the result or none: perhaps a ``source`` has it, and gives
+        it to those without. If that breaks, too, ask about the same group again."""
+        return self._regroup(group, True, timeout)
+
+    def _regroup(self, group: Group, together: bool, timeout: float | None) -> e.Again:
         with self.thread.talking() as talk:
             holds = talk.held
         what = f"the other members of group {group.sequence} to try again"
         reply = self.thread.ask(what, e.AskRegroup, group, holds, together, timeout=timeout)
         assert isinstance(reply, e.Again)
-        return reply.source if reply.group is None else reply.group
+        return reply
 
     def _start_or_receive(
         self, what: str, timeout: float | None, kind: Callable[..., e.Request], *fields: object

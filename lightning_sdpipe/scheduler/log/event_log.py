@@ -243,7 +243,9 @@ class Record(msgspec.Struct):
 
     def dealer(self) -> Dealer:
         """A new one for the same workers."""
-        return Dealer(self.beginning.num_stages, self.beginning.num_pipelines)
+        beginning = self.beginning
+        in_doubt = int(registry.from_plain(beginning.policy).keeps_equal)
+        return Dealer(beginning.num_stages, beginning.num_pipelines, in_doubt)
 
     def membership(self) -> Membership:
         """A new one with the same terms."""

@@ -7,7 +7,8 @@ made again among those that are left.
 What becomes of a group whose members did not average: decided when each is gone, has the result, or has said no.
 
 Models: those without the result try again among themselves; who has it goes on with it. Gradients of a round
-(``together``) would make replicas differ then, so those without take the state of one that has it.
+(``together``) would make replicas differ then, so one that has their mean hands it over, bit for bit, in a process group
+that it shares with those without. They ask again if that breaks, too.
 """
 
 from __future__ import annotations
@@ -87,6 +88,11 @@ class Regrouping:
         """What ``worker`` was answered."""
         return self._outcomes.get(sequence, {}).get(worker)
 
+    def forget(self, worker: Worker, sequence: int) -> None:
+        """What ``worker`` was to be handed over did not come: it is to be decided again."""
+        self.decided.pop(sequence, None)
+        self._outcomes.get(sequence, {}).pop(worker, None)
+
     def remember(self, sequence: int, answer: e.Again, workers: Sequence[Worker]) -> None:
         """That is what they were answered."""
         self._outcomes.setdefault(sequence, {}).update(dict.fromkeys(workers, answer))
@@ -125,6 +131,14 @@ class Regrouping:
 
 
 @dataclass
+class _HandedOver:
+    """A broken group whose result some have, until ``until`` without a process group that they share with the others."""
+
+    broken: BrokenGroup
+    until: float
+
+
+@dataclass
 class _KeptMet:
     met: Met
     until: float
@@ -157,6 +171,7 @@ class GroupDelivery:
         self._regrouping = Regrouping()
         self._stuck = Stuck(limit)
         self._met: list[_KeptMet] = []
+        self._handed: dict[int, _HandedOver] = {}
 
     def goes(self, workers: Sequence[Worker]) -> None:
         """They are gone, and with them their pipeline."""
@@ -169,9 +184,9 @@ class GroupDelivery:
         """When somebody has waited for a process group for long, or in an exchange."""
         return min([self._stuck.due, *(kept.until for kept in self._waiting())])
 
-    def _waiting(self) -> list[KeptGroup | _KeptMet]:
+    def _waiting(self) -> list[KeptGroup | _KeptMet | _HandedOver]:
         """For a process group."""
-        return [*self._process_groups.kept.values(), *self._met]
+        return [*self._process_groups.kept.values(), *self._met, *self._handed.values()]
 
     def beats(self, beat: e.Beat, now: float) -> None:
         """What a worker says of its process groups and its exchange."""
@@ -186,6 +201,10 @@ class GroupDelivery:
             for kept in self._process_groups.kept.values()
         ]
         waiting += [(kept.until, kept.met.stage, kept.met.pipelines) for kept in self._met]
+        waiting += [
+            (kept.until, kept.broken.group.stage, sorted(worker.pipeline for worker in kept.broken.said))
+            for kept in self._handed.values()
+        ]
         if (first := min(waiting, default=None)) is not None and first[0] <= now:
             for kept in self._waiting():
                 kept.until = now + REMAKE_AFTER
@@ -213,6 +232,9 @@ class GroupDelivery:
         self._met = [meeting for meeting in self._met if not self._say_met(meeting)]
         for broken in list(self._regrouping.settled(self.is_gone, takes_part)):
             self._settle(broken, now)
+        for sequence, handed in list(self._handed.items()):
+            if self._hand_over(handed.broken, now):
+                del self._handed[sequence]
 
     # ------------------------------------------------------------------ groups
 
@@ -253,7 +275,13 @@ class GroupDelivery:
         worker, group = request.worker, request.group
         self._process_groups.holds(worker, request.holds)
         answered = self._regrouping.outcome(worker, group.sequence)
-        if answered is not None:
+        if answered is not None and answered.source >= 0:
+            assert answered.group is not None
+            if answered.group.epoch in request.holds:
+                self._tell(answered, Worker(group.stage, answered.source))  # it may not have heard
+                return answered
+            self._regrouping.forget(worker, group.sequence)
+        elif answered is not None:
             return answered
         if group.sequence in self._regrouping.decided:
             return e.Waits(request.number, "it waits for a process group of those that try again")
@@ -285,7 +313,9 @@ class GroupDelivery:
     def _settle(self, broken: BrokenGroup, now: float) -> None:
         group = broken.group
         if broken.together and broken.done:
-            self._tell_outcome(group, e.Again(group.sequence, None, min(broken.done).pipeline), sorted(broken.said))
+            if not any(self.is_gone(worker, group.epoch) for worker in group.members):
+                self._unreachable(group.stage, sorted(worker.pipeline for worker in broken.said), False, now)
+            self._handed[group.sequence] = _HandedOver(broken, now + REMAKE_AFTER)
             return
         if broken.said and not any(self.is_gone(worker, group.epoch) for worker in group.members):
             self._unreachable(group.stage, sorted(worker.pipeline for worker in broken.said), False, now)
@@ -296,8 +326,33 @@ class GroupDelivery:
         again = self._groups.regroup(group, members, weights, now)
         self._say_or_keep(self._process_groups.keepable(again, now, group))
 
+    def _hand_over(self, broken: BrokenGroup, now: float) -> bool:
+        """One that has the result gives it to those without, if they share a process group; is there no more to do?"""
+        group = broken.group
+        for who in (broken.said, broken.done):
+            who -= {worker for worker in who if self.is_gone(worker, group.epoch)}
+        if not broken.said:
+            return True
+        if not broken.done:
+            self._settle(broken, now)
+            return True
+        source = min(broken.done)
+        members = tuple(sorted({source, *broken.said}))
+        epoch = self._process_groups.common(members)
+        if epoch is None:
+            return False
+        weights = tuple(float(worker == source) for worker in members)
+        given = Group(members, weights, group.sequence, group.reason, epoch=epoch)
+        again = e.Again(group.sequence, given, source.pipeline)
+        self._tell(again, source)
+        self._tell_outcome(group, again, sorted(broken.said))
+        return True
+
+    def _tell(self, message: e.Again, worker: Worker) -> None:
+        if worker in self._here:
+            self._outbox.say(e.peer_of(worker, self._here[worker]), message)
+
     def _tell_outcome(self, group: Group, message: e.Again, workers: Sequence[Worker]) -> None:
         self._regrouping.remember(group.sequence, message, workers)
         for worker in workers:
-            if worker in self._here:
-                self._outbox.say(e.peer_of(worker, self._here[worker]), message)
+            self._tell(message, worker)

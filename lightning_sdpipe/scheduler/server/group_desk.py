@@ -117,6 +117,14 @@ class GroupDesk:
             self.recovery.keep(request.answers, session.worker)
         self._outbox.say(peer, e.Noted(request.number, session.invitations))
 
+    def expect(self, worker: Worker, incarnation: int, now: float) -> None:
+        """``worker`` takes part from now on, and will join: the others of its stage wait for it."""
+        self.departs(worker, now)
+        session = self.sessions.begin(worker, incarnation, now)
+        decisions = self._driver.tell(Joined(worker), now)
+        session.move(JOINS)
+        self._carry_out(decisions, now)
+
     def leave_unseen(self, request: m.Leave, now: float) -> None:
         """A client leaves that this scheduler has never seen. A join that it sent before may still be on its way by its
         other socket, or be kept until its process group is there: the leave outdates it."""

@@ -24,6 +24,7 @@ from lightning_sdpipe.scheduler.server.lease_desk import LeaseDesk
 from lightning_sdpipe.scheduler.server.liveness import Liveness
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, ProcessGroupRegistry
+from lightning_sdpipe.scheduler.server.setting_out import DeferredRequests, SettingOut
 
 logger = logging.getLogger(__name__)
 
@@ -35,44 +36,6 @@ RIVAL_GRACE = 0.5
 BEATS_PER_LIMIT, LONGEST_BEAT = 8, 1.0
 
 
-class DeferredRequests:
-    """What training threads said too early, before their pipeline was a member or had a process group: the last request
-    of each kind of each worker, in the order in which it made them."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Worker, list[tuple[bytes, m.Request]]] = {}
-        self._since: dict[Worker, float] = {}
-
-    def __contains__(self, worker: Worker) -> bool:
-        return worker in self._kept
-
-    def keep(self, peer: bytes, request: m.Request, now: float) -> None:
-        """``request`` came from ``peer``; a newer session's takes the place of all that an older one said."""
-        kept = [*self._kept.get(request.worker, ()), (peer, request)]
-        kept.sort(key=lambda pair: pair[1].number)
-        newest = {type(other): (at, other) for at, other in kept if other.incarnation == request.incarnation}
-        self._kept[request.worker] = sorted(newest.values(), key=lambda pair: pair[1].number)
-        self._since.setdefault(request.worker, now)
-
-    def waited(self, worker: Worker, now: float) -> float:
-        """Seconds since its first one."""
-        return now - self._since.get(worker, now)
-
-    def first(self) -> list[tuple[Worker, m.Request]]:
-        """Of each worker."""
-        return [(worker, requests[0][1]) for worker, requests in self._kept.items()]
-
-    def take(self, worker: Worker) -> list[tuple[bytes, m.Request]]:
-        """They are due."""
-        self._since.pop(worker, None)
-        return self._kept.pop(worker, [])
-
-    def forget(self, workers: Iterable[Worker]) -> None:
-        """They are gone."""
-        for worker in workers:
-            self.take(worker)
-
-
 class MembershipDesk:
     """Args:
     membership: decides who is in the run.
@@ -82,6 +45,7 @@ class MembershipDesk:
     presence: which processes are there.
     outbox: takes the answers.
     limit: seconds of silence after which a process is taken for dead.
+    together: are replicas equal in every round?
     """
 
     def __init__(
@@ -93,6 +57,7 @@ class MembershipDesk:
         presence: Liveness,
         outbox: Outbox,
         limit: float,
+        together: bool = False,
     ) -> None:
         self.membership = membership
         self.on_decided: Callable[[float, w.MemberEvent, list[w.MemberDecision]], None] = lambda *_: None
@@ -102,6 +67,7 @@ class MembershipDesk:
         self._store = KeyValueStore()
         self._answers = GroupDelivery(groups, process_groups, presence.incarnations, self._unreachable, outbox, limit)
         self._early = DeferredRequests()
+        self._setting_out = SettingOut(membership, groups, presence, self._early, together)
         self._rival_since: dict[int, float] = {}
         self._update = -1
         """How far the furthest member is."""
@@ -195,7 +161,7 @@ class MembershipDesk:
         if self._trains(worker, incarnation):
             is_join = isinstance(request, m.Join)
             behind_its_join = isinstance(request, m.Ready) and worker in self._early  # else it is told to join again
-            if not behind_its_join and (not is_join or self._shares_a_group(worker, now)):
+            if not behind_its_join and (not is_join or self._may_join(request, now)):
                 return True
         elif self._presence.incarnations.get(worker) != incarnation:
             self._outbox.say(e.peer_of(worker, incarnation), e.Stranger())
@@ -214,6 +180,7 @@ class MembershipDesk:
         core = self.membership
         if core.recovering:
             return
+        together = self._setting_out.due()
         for worker, request in self._early.first():
             if (reason := core.roster.tombstone(worker.pipeline, request.incarnation)) is not None:
                 for peer, _ in self._early.take(worker):
@@ -221,7 +188,7 @@ class MembershipDesk:
                 continue
             if not self._trains(worker, request.incarnation):
                 continue
-            if not isinstance(request, m.Join) or self._shares_a_group(worker, now):
+            if not isinstance(request, m.Join) or worker.stage in together or self._may_join(request, now):
                 yield from self._early.take(worker)
 
     # ------------------------------------------------------------------- coming
@@ -328,6 +295,7 @@ class MembershipDesk:
         self.on_decided(now, event, decisions)
         for decision in decisions:
             self._carry_out(decision, now)
+        self._setting_out.follow(now)
 
     def _carry_out(self, decision: w.MemberDecision, now: float) -> None:
         say = self._outbox.say
@@ -388,6 +356,9 @@ class MembershipDesk:
 
     def _unreachable(self, stage: int, pipelines: Sequence[int], waited: bool, now: float) -> None:
         self._decide(w.Unreachable(stage, tuple(pipelines), waited), now)
+
+    def _may_join(self, request: m.Join, now: float) -> bool:
+        return not self._setting_out.waits(request) and self._shares_a_group(request.worker, now)
 
     def _shares_a_group(self, worker: Worker, now: float) -> bool:
         """Does ``worker`` share a process group with those of its stage that take part, or has it waited for long?"""

@@ -87,7 +87,7 @@ class SchedulerService:
         self.log.remember(EVENTS_PER_WORKER * num_stages * num_pipelines)
         self.log.tell(self.overview)
         policy = registry.build(config, num_stages, num_pipelines)
-        self._driver = PolicyDriver(policy, Dealer(num_stages, num_pipelines), self.log)
+        self._driver = PolicyDriver(policy, Dealer(num_stages, num_pipelines, int(config.keeps_equal)), self.log)
         self._started = now
         self._outbox = Outbox()
         everybody = [Worker(j, i) for i in range(num_pipelines) for j in range(num_stages)]
@@ -102,7 +102,14 @@ class SchedulerService:
         self.groups = GroupDesk(self._driver, recovery, self._extent, self.overview, self._outbox, process_groups, rows)
         self.leases = LeaseDesk(self._driver, self.groups, self._outbox)
         self.members = MembershipDesk(
-            membership, self.groups, self.leases, process_groups, presence, self._outbox, worker_timeout
+            membership,
+            self.groups,
+            self.leases,
+            process_groups,
+            presence,
+            self._outbox,
+            worker_timeout,
+            config.keeps_equal,
         )
         self.members.on_decided = self.log.record_members
 
@@ -152,6 +159,8 @@ class SchedulerService:
                 self._dispatch_due(now)
             elif self.members.admits(peer, request, now):
                 self._dispatch(peer, request, now)
+            else:
+                self._dispatch_due(now)
         except RefusedEvent as error:
             self._refuse(request, peer, str(error))
         except Exception as error:

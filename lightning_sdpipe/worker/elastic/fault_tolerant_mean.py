@@ -19,8 +19,8 @@ class RegroupService(Protocol):
     def completed(self, sequence: int) -> None:
         """This worker has the result of the group of that number."""
 
-    def broken(self, group: Group) -> Group | int:
-        """This worker has not. Those of its members that have not either, and are there; or a pipeline that has it."""
+    def broken(self, group: Group) -> Group:
+        """This worker has not. Those of its members that have not either, and are there."""
 
 
 class FaultTolerantMean:
@@ -93,6 +93,4 @@ class _FaultTolerantPending:
     def _regroup(self) -> None:
         self.abort()
         self._epochs.wait_for_newest()
-        again = self._line.broken(self._group)
-        if isinstance(again, Group):
-            self._begin(again)
+        self._begin(self._line.broken(self._group))

@@ -124,6 +124,20 @@ def test_who_has_the_result_says_so_when_another_misses_it() -> None:
     assert kinds(talk.due(0.22)) == ["TellCompleted"]
 
 
+def test_a_result_that_is_handed_over_is_there_when_it_has_come_and_its_source_hears_of_it() -> None:
+    talk = enrolled()
+    key, given = talk.ask(e.AskRegroup, PAIR, (), True), msgspec.structs.replace(PAIR, epoch=5)
+    talk.due(0.1)
+    again = e.Again(PAIR.sequence, given, 0)
+    assert talk.hear(again) == [f.Replied(key, again)]
+    assert talk.hear(e.Broke(PAIR.sequence)) == [f.GroupBroke(PAIR.sequence)], "it has still to come"
+    talk.completed(PAIR.sequence)
+    assert talk.hear(e.Broke(PAIR.sequence)) == []
+    assert kinds(talk.due(0.2)) == ["TellCompleted"]
+    mine = e.Again(PAIR.sequence, given, ME.pipeline)
+    assert talk.hear(mine) == [f.HandOver(PAIR.sequence, given)]
+
+
 def test_what_is_refused_is_not_asked_again_and_the_end_ends_all_but_a_departure() -> None:
     talk = enrolled()
     put, meet = talk.ask(e.Store, "put", ("a/b",)), talk.ask(e.Meet, "pause", b"")
@@ -174,7 +188,7 @@ REPLIES = st.one_of(
     for kind in (*get_args(m.Reply), *get_args(e.Reply))
     if kind is not m.StatusReply
 )
-LEVELS = (e.Hold, e.Waits, e.Line, e.Stranger, e.Broke, m.Lost, m.AskLeases)
+LEVELS = (e.Hold, e.Waits, e.Line, e.Stranger, e.Broke, e.Again, m.Lost, m.AskLeases)
 """The last counts: beats put right what was overtaken; and what is answered anew each time."""
 
 

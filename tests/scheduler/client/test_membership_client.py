@@ -194,7 +194,10 @@ def test_who_is_left_of_a_broken_group_tries_again_and_who_has_its_result_goes_o
         assert again[0].weights == (0.5, 0.5)
         assert again[0].sequence > group.sequence
         clients[0].completed(again[0].sequence)
-        assert clients[1].broken(again[0], together=True) == 0, "which has it"
+        given = clients[1].regroup(again[0])
+        assert (given.sequence, given.source) == (again[0].sequence, 0), "which has it"
+        assert [worker.pipeline for worker in given.group.members] == [0, 1]
+        assert again[0].sequence not in clients[1].thread.talk._completed, "it has still to come"
         assert [client.thread.talk._asked_for for client in clients] == [set(), set(), set()]
 
 

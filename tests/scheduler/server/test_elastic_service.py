@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment, Told
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Epoch, Member
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker, registry
+from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.events import Widened
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -38,6 +41,16 @@ class ElasticDialogue:
         self.service.validate()
         assert not any(isinstance(reply, e.Refused) for _, reply in replies), replies
         return replies
+
+    def holds(self, worker: Worker, member: Member, *epochs: int) -> list[Addressed]:
+        """It has process groups of these."""
+        return self.say(e.Beat, worker, member.incarnation, epochs, max(epochs), True)
+
+    @staticmethod
+    def groups(replies: list[Addressed]) -> list[tuple[int, ...]]:
+        """The pipelines of those that went out."""
+        found = {reply.group.sequence: reply.group for _, reply in replies if isinstance(reply, m.Answer)}
+        return [tuple(worker.pipeline for worker in group.members) for group in found.values()]
 
     def tick(self, now: float) -> None:
         self.service.tick(now)
@@ -203,3 +216,133 @@ def test_members_of_a_broken_group_hear_alike_who_tries_again_though_the_schedul
         replies = d.say(m.Ready, Worker(0, member.pipeline), member.incarnation, 5)
     replies += d.service.tick(0.0)
     assert {reply.group.sequence for _, reply in replies if isinstance(reply, m.Answer)} == {11}
+
+
+def equal_replicas(stages: int = 1) -> ElasticDialogue:
+    """Pipelines 0 and 1 of a run whose replicas are equal have enrolled, and hold process groups of epoch 1."""
+    d = ElasticDialogue(AllPresent(), stages)
+    for member in (A, B):
+        for stage in range(stages):
+            d.say(e.Enrol, Worker(stage, member.pipeline), member.incarnation, SAME)
+    for member in (A, B):
+        for stage in range(stages):
+            d.holds(Worker(stage, member.pipeline), member, 1)
+    return d
+
+
+def test_replicas_that_are_to_stay_equal_set_out_together() -> None:
+    d, first, second = equal_replicas(), Worker(0, 0), Worker(0, 1)
+    assert d.say(m.Join, first, A.incarnation, None) == []
+    assert [type(reply) for _, reply in d.say(m.Join, second, B.incarnation, None)] == [e.Noted, e.Noted]
+    assert d.say(m.Ready, first, A.incarnation, 0) == []
+    assert d.groups(d.say(m.Ready, second, B.incarnation, 0)) == [(0, 1)]
+    assert d.say(m.Ready, first, A.incarnation, 1) == []
+    assert d.groups(d.say(m.Leave, second, B.incarnation, None)) == [(0,)], "which had heard later that all is trained"
+    d.say(m.Join, second, B.incarnation, None)
+    assert d.service.groups.sessions.active_in(0) == [first], "it waits for the other"
+    d.say(m.Leave, first, A.incarnation, None)
+    d.say(m.Join, first, A.incarnation, None)
+    assert d.service.groups.sessions.active_in(0) == [first, second]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_newcomer_is_in_the_round_after_its_donor_has_copied(dies: bool) -> None:
+    d, new, stages = equal_replicas(2), C.incarnation, range(2)
+    for member in (A, B):
+        for stage in stages:
+            d.say(m.Join, Worker(stage, member.pipeline), member.incarnation, None)
+    replies = [d.say(e.Enrol, Worker(stage, 2), new, SAME) for stage in stages]
+    (donate,) = {reply.donate for each in replies for _, reply in each if isinstance(reply, e.Give)}
+    donor, other = (A, B) if donate.donor == 0 else (B, A)
+    for stage in stages:
+        d.say(m.Ready, Worker(stage, other.pipeline), other.incarnation, 7)
+    for stage in stages:
+        d.say(e.TellSnapshot, Worker(stage, donor.pipeline), donor.incarnation, donate.transfer, 7)
+    for stage in stages:
+        assert d.say(m.Ready, Worker(stage, donor.pipeline), donor.incarnation, 7) == [], "the newcomer is waited for"
+    if dies:
+        said = d.groups(d.say(e.Depart, Worker(1, 2), new, False))
+        assert said == [(0, 1), (0, 1)]
+        return
+    for stage in stages:
+        d.say(e.TellReceived, Worker(stage, 2), new, donate.transfer, 7)
+    for member in (A, B, C):
+        for stage in stages:
+            d.holds(Worker(stage, member.pipeline), member, 2)
+    for stage in stages:
+        assert [type(reply) for _, reply in d.say(m.Join, Worker(stage, 2), new, None)] == [e.Noted]
+        assert d.groups(d.say(m.Ready, Worker(stage, 2), new, 7)) == [(0, 1, 2)]
+
+
+def test_a_newcomer_whose_donor_dies_is_not_waited_for_until_another_one_has_copied() -> None:
+    d, new = equal_replicas(), C.incarnation
+    for member in (A, B):
+        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None)
+    replies = d.say(e.Enrol, Worker(0, 2), new, SAME)
+    (donate,) = {reply.donate for _, reply in replies if isinstance(reply, e.Give)}
+    donor, other = (A, B) if donate.donor == 0 else (B, A)
+    d.say(e.TellSnapshot, Worker(0, donor.pipeline), donor.incarnation, donate.transfer, 7)
+    assert d.say(m.Ready, Worker(0, other.pipeline), other.incarnation, 7) == []
+    replies = d.say(e.Depart, Worker(0, donor.pipeline), donor.incarnation, False)
+    assert d.groups(replies) == [(other.pipeline,)]
+    (again,) = {reply.donate for _, reply in replies if isinstance(reply, e.Give)}
+    d.say(e.TellSnapshot, Worker(0, other.pipeline), other.incarnation, again.transfer, 8)
+    assert d.say(m.Ready, Worker(0, other.pipeline), other.incarnation, 8) == []
+
+
+def broken_round() -> tuple[ElasticDialogue, Group]:
+    """Of pipelines 0, 1 and 2, whose process group is of epoch 1; the last one is gone."""
+    d = equal_replicas()
+    d.say(e.Enrol, Worker(0, 2), C.incarnation, SAME)
+    epoch = Epoch(4, (A, B, C), "pipeline 2 has come")
+    d = ElasticDialogue(AllPresent())
+    d.resume(epoch, A, B, C)
+    for member in (A, B, C):
+        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 8, (), 4)
+    d.tick(4.0)
+    for member in (A, B, C):
+        replies = d.say(m.Ready, Worker(0, member.pipeline), member.incarnation, 5, now=4.0)
+    (group,) = {reply.group for _, reply in replies if isinstance(reply, m.Answer)}
+    assert (group.epoch, len(group.members)) == (5, 3) or group.epoch == 4
+    return d, group
+
+
+def test_who_has_the_mean_of_a_round_hands_it_over_and_another_one_does_if_that_one_dies() -> None:
+    d, group = broken_round()
+    first, second, third = (Worker(0, i) for i in range(3))
+    assert [type(r) for _, r in d.say(e.AskRegroup, third, C.incarnation, group, (), True)] == [
+        e.Broke,
+        e.Broke,
+        e.Waits,
+    ]
+    for member in (A, B):
+        said = d.say(e.TellCompleted, Worker(0, member.pipeline), member.incarnation, group.sequence)
+    assert not [reply for _, reply in said if isinstance(reply, e.Again)], "they share no process group any more"
+    epoch = d.service.members.membership.epoch.number
+    assert epoch > group.epoch, "so they make another one"
+    d.holds(first, A, epoch)
+    replies = d.holds(third, C, epoch)
+    again = e.Again(group.sequence, Group((first, third), (1.0, 0.0), group.sequence, group.reason, epoch=epoch), 0)
+    told = {peer for peer, reply in replies if reply == again}
+    assert told == {e.peer_of(first, A.incarnation), e.peer_of(third, C.incarnation)}
+    d.say(e.Depart, first, A.incarnation, False)
+    replies = d.say(e.AskRegroup, third, C.incarnation, group, (), True)
+    assert (e.peer_of(second, B.incarnation), e.Broke(group.sequence)) in replies
+    d.say(e.TellCompleted, second, B.incarnation, group.sequence)
+    epoch = d.service.members.membership.epoch.number
+    d.holds(second, B, epoch)
+    handed = [reply for _, reply in d.holds(third, C, epoch) if isinstance(reply, e.Again)]
+    assert [reply.source for reply in handed] == [1, 1]
+
+
+def test_if_nobody_has_the_mean_any_more_those_that_are_left_compute_one() -> None:
+    d, group = broken_round()
+    second, third = (Worker(0, i) for i in (1, 2))
+    d.say(e.AskRegroup, third, C.incarnation, group, (), True)
+    d.say(e.AskRegroup, second, B.incarnation, group, (), True)
+    d.say(e.TellCompleted, Worker(0, 0), A.incarnation, group.sequence)
+    d.say(e.Depart, Worker(0, 0), A.incarnation, False)
+    epoch = d.service.members.membership.epoch.number
+    d.holds(second, B, epoch)
+    (again,) = {reply for _, reply in d.holds(third, C, epoch) if isinstance(reply, e.Again)}
+    assert (again.source, again.group.members) == (-1, (second, third))
