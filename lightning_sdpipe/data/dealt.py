@@ -22,8 +22,9 @@ from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.random_streams import mix
 
-Ask = Callable[[Segment, int], Lease]
-"""The lease of that ordinal, as :meth:`lightning_sdpipe.scheduler.client.client.SchedulerClient.lease` gets it."""
+Ask = Callable[..., Lease | None]
+"""The lease of that segment and ordinal, perhaps in so many seconds, as
+:meth:`lightning_sdpipe.scheduler.client.client.SchedulerClient.lease` gets it."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,10 @@ class DealtBatches:
         position = number * self._num_pipelines + lease.home
         return DealtBatch(data, lease.home, number, position, lease.progress + k * lease.advance)
 
-    def wait(self) -> bool:
+    def wait(self, *seconds: float) -> bool | None:
         """Waits until there is more to take, or the segment is over for all: False. All that was taken must be
-        trained, and the scheduler told so, or it is waited for in vain."""
-        return self._sampler.wait()
+        trained, and the scheduler told so, or it is waited for in vain. None if that takes longer than ``seconds``."""
+        return self._sampler.wait(*seconds)
 
 
 _NOTHING = object()
@@ -142,14 +143,19 @@ class _LeaseSampler:
         position = number * self._num_pipelines + lease.home
         return Drawn(mix(self._seed, lease.segment.epoch, position), self._shards.batch(lease.home, number))
 
-    def wait(self) -> bool:
-        self._next_lease()
-        while self._lease is not None and not (self._lease.size or self._lease.over):
-            self._next_lease()
-        return not self.stands_still
+    def wait(self, *seconds: float) -> bool | None:
+        while self._next_lease(*seconds):
+            assert self._lease is not None
+            if self._lease.size or self._lease.over:
+                return not self.stands_still
+        return None
 
-    def _next_lease(self) -> None:
-        self._lease = self._ask(self._segment, self._ordinal)
+    def _next_lease(self, *seconds: float) -> bool:
+        lease = self._ask(self._segment, self._ordinal, *seconds)
+        if lease is None:
+            return False
+        self._lease = lease
         self._ordinal += 1
         self._used = 0
-        self.stands_still = self._lease.size == 0
+        self.stands_still = lease.size == 0
+        return True

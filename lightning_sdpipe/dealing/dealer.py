@@ -36,15 +36,12 @@ LEAST_SECONDS = 1.0
 class Dealer:
     """Deals one segment after the other to ``num_pipelines`` pipelines of ``num_stages`` stages each.
 
-    In an elastic run there may be more pipelines than home shards: those have none of their own. Of what a pipeline has
-    trained when it goes, the last ``in_doubt`` batches are dealt again: others may not have them in their models, and
-    know those that they have.
+    In an elastic run there may be more pipelines than home shards: those have none of their own. When a pipeline goes,
+    the last ``in_doubt`` batches that it has trained are dealt again: others know whether their models have them.
     """
 
     def __init__(self, num_stages: int, num_pipelines: int, in_doubt: int = 0) -> None:
-        self._in_doubt = in_doubt
-        self._num_stages = num_stages
-        self._num_pipelines = num_pipelines
+        self._num_stages, self._num_pipelines, self._in_doubt = num_stages, num_pipelines, in_doubt
         self._accounts = [PipelineProgress() for _ in range(num_pipelines)]
         self._left: list[list[range]] = [[] for _ in range(num_pipelines)]
         """Of each home shard what is not dealt, in order."""

@@ -79,6 +79,8 @@ class GradientRounds:
         self._place = self._pipelines.index(replicas.pipeline)
         self._watch = watch
         self._cap = cap
+        self.weight = 1.0
+        """Of this replica's gradients in the mean; to be set before the first one of a round."""
         self.arrange()
 
     def arrange(self) -> None:
@@ -125,7 +127,7 @@ class GradientRounds:
                 f"The gradient of a parameter of shape {tuple(gradient.shape)} changed after it had been sent: one "
                 "backward computed it in several parts. Use torch.utils.checkpoint with use_reentrant=False."
             )
-        torch.div(gradient, self._size, out=self._views(bucket)[number])
+        self._put(gradient, self._views(bucket)[number])
         bucket.filled.add(number)
         self._used.add(number)
         if len(bucket.filled) == len(bucket.numbers):
@@ -139,21 +141,13 @@ class GradientRounds:
             trains: False for a replica that only takes part for the sake of the others.
             mark: a number below 2²⁴ that the others get to see, if this one trains.
         """
-        for number, gradient in enumerate(gradients):
-            if gradient is not None and number not in self._used:
-                self.gradient_ready(number, gradient)
-        for bucket in self._buckets:
-            for number in bucket.numbers:
-                if number not in bucket.filled:
-                    self._views(bucket)[number].zero_()
-                    bucket.filled.add(number)
-        self._launch()
+        self._fill(gradients)
         last = self._buckets[-1] if self._together else None
         if last is not None:
             self._look_at(last)
         head = 1 + 2 * self._size
         said = [0.0] * (head + len(self._parameters))
-        said[0] = trains
+        said[0] = self.weight * trains
         said[1 + self._size + self._place] = mark if trains else -1
         for number in self._used:
             said[head + number] = 1
@@ -161,7 +155,7 @@ class GradientRounds:
         flags = flags.to(self.device) if last is None else self._behind(last).copy_(flags)
         if self._totals:
             totals = self._totals[0] if len(self._totals) == 1 else torch.stack(self._totals)
-            flags[1 + self._place] = (totals - totals).any()  # of what is not finite, that is nan
+            flags[1 + self._place] = unfinite(totals)
         self._flags = flags, self._reduce(flags) if last is None else self._send(last)
 
     def wait(self) -> Averaged:
@@ -174,7 +168,7 @@ class GradientRounds:
         start = time.perf_counter()
         flags, work = self._flags
         self._wait(work)
-        trains, *values = flags.tolist()
+        weight, *values = flags.tolist()
         broken, marks, used = values[: self._size], values[self._size : 2 * self._size], values[2 * self._size :]
         all_there = time.perf_counter()
         gradients: list[Tensor | None] = [None] * len(self._parameters)
@@ -183,8 +177,8 @@ class GradientRounds:
             assert bucket.flat is not None
             if bucket.work is not work:
                 self._wait(bucket.work)
-            if 0 < trains < self._size:
-                bucket.flat.mul_(self._size / trains)
+            if 0 < weight != self._size:
+                bucket.flat.mul_(self._size / weight)
             for number in bucket.numbers:
                 if used[number]:
                     gradients[number] = bucket.views[number]
@@ -192,7 +186,24 @@ class GradientRounds:
         averaging = time.perf_counter() - all_there
         nonfinite = [pipeline for pipeline, flag in zip(self._pipelines, broken, strict=True) if flag]
         seen = {p: int(mark) for p, mark in zip(self._pipelines, marks, strict=True) if mark >= 0}
-        return Averaged(gradients, int(trains), nonfinite, all_there - start, averaging, seen)
+        return Averaged(gradients, len(seen), nonfinite, all_there - start, averaging, seen)
+
+    def _fill(self, gradients: Sequence[Tensor | None]) -> None:
+        """Puts all that is left into the buckets, zeros where there is nothing."""
+        for number, gradient in enumerate(gradients):
+            if gradient is not None and number not in self._used:
+                self.gradient_ready(number, gradient)
+        for bucket in self._buckets:
+            for number in bucket.numbers:
+                if number not in bucket.filled:
+                    self._views(bucket)[number].zero_()
+                    bucket.filled.add(number)
+        self._launch()
+
+    def _put(self, gradient: Tensor, into: Tensor) -> None:
+        torch.div(gradient, self._size, out=into)
+        if self.weight != 1.0:
+            into.mul_(self.weight)
 
     def _views(self, bucket: _Bucket) -> dict[int, Tensor]:
         if bucket.flat is None:
@@ -236,6 +247,11 @@ class GradientRounds:
     def _wait(self, work: dist.Work) -> None:
         with waiting_for(self._replicas.group, "averaging gradients"):
             work.wait()
+
+
+def unfinite(totals: Tensor) -> Tensor:
+    """Is any of them no finite number?"""
+    return (totals - totals).any()  # of what is not finite, that is nan
 
 
 def _layout(parameters: Sequence[nn.Parameter], cap: int) -> list[list[int]]:

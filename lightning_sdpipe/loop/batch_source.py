@@ -57,8 +57,9 @@ class Turns(Protocol):
     def wait_for_others(self) -> SyncPoint:
         """There is no batch left but the last. Returns where the others meet next."""
 
-    def begin_turn(self, has_batch: bool) -> None:
-        """Has the turn that begins a batch to train? It goes on as the one before it did where nothing is said."""
+    def begin_turn(self, has_batch: bool, gives_nothing: bool = False) -> None:
+        """Has the turn that begins a batch to train? It goes on as the one before it did where nothing is said. Without
+        one it may take part in the round of those that have, to which it ``gives_nothing``."""
 
     def begin_dealt(self) -> None:
         """A segment of dealt batches begins. All workers are together, and take part from now on."""

@@ -17,6 +17,8 @@ class CommandKind(IntEnum):
     """Give the state to the newcomer of the transfer that is named, then listen again."""
     LEAVE = 2
     """End: the pipeline was told to."""
+    AGREE = 3
+    """Say which batches of pipelines that are gone are in the model of each stage, then listen again."""
 
 
 class Command(NamedTuple):

@@ -128,6 +128,12 @@ def _cut(samples: Samples, sizes: Sequence[int]) -> list[Any]:
     return [samples[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
+def weight_of(batch: Any, module: nn.Module | None) -> float:
+    """By which the gradient of a mini-batch counts among those of other pipelines: its samples, or what the module's
+    ``weigh_batch`` says."""
+    return float(_weights([batch], module)[0])
+
+
 def whole(batch: Any) -> MicroBatch:
     """The mini-batch as one micro-batch."""
     return MicroBatch(batch, 1.0, shapes(batch))

@@ -107,8 +107,7 @@ _ALONE = Incompatible(
 )
 _WAITS = Incompatible(
     "its exchanges would wait for all pipelines, or for ones that may be gone",
-    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD() or NoSync(). In place of AllReduce() that "
-    "is LocalSGD(every=1), which averages models instead of gradients",
+    "Use SemiDecentralized(), PartialReduce(), LocalSGD(every=...), ADPSGD(), AllReduce() or NoSync()",
 )
 _HELD_UP = Incompatible(
     "the pipelines of a group average gradients, and none could take a step without one that may be gone",
@@ -117,6 +116,17 @@ _HELD_UP = Incompatible(
 _UNPLACED = Incompatible(
     "seating='near' asks on which machine each pipeline runs, and that of later ones is not known",
     "List the pipelines that are near each other, as in seating=[[0, 1], [2, 3]]",
+)
+_RESIDUALS = Incompatible(
+    "what messages of lower precision leave out of gradients is kept by the members of a round, and these change",
+    "Send in full, or use SemiDecentralized() or PartialReduce(), which average models",
+)
+_WEIGHED = Incompatible(
+    "gradients that count by samples are added up in full, on the way from each pipeline to all",
+    "Use AllReduce(weights='equal'), or leave exchange out",
+)
+_DIVIDED = Incompatible(
+    "batch_by_speed weighs gradients by samples already", "Use AllReduce(weights='equal'), or leave weights out"
 )
 _NEWCOMERS = Incompatible(
     "its members need a common model, which newcomers lack",
@@ -159,7 +169,15 @@ class Capabilities:
 _COMMON = {"momentum": _MOMENTA}
 _SEVERAL = _COMMON | {"feedback": _FEEDBACK, "differences": _DIFFERENCES}
 
-GRADIENTS = Capabilities({}, {"step": _OLDER, "free": _BEFORE_STEP}, {}, divides=None)
+GRADIENTS = Capabilities(
+    {}, {"step": _OLDER, "free": _BEFORE_STEP}, {}, divides=None, elastic=None, elastic_payloads=_RESIDUALS
+)
+BY_SAMPLES = replace(
+    GRADIENTS,
+    payloads=dict.fromkeys(get_args(Needs), _WEIGHED),
+    hierarchies={"hosts": _WEIGHED},
+    divides=_DIVIDED,
+)
 OUTER = Capabilities(_COMMON, {"free": _ROUNDS}, {})
 _EVERYBODY = Capabilities(_COMMON, {}, {}, elastic=None)
 _RING = Capabilities(_COMMON | {"few_bits": _FEW_BITS}, {}, {"hosts": _ADDS_NOTHING})

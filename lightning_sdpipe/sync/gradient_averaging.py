@@ -1,17 +1,23 @@
-"""A worker's half of all-reduce data parallelism: gradients are averaged before the optimizer steps."""
+"""A worker's half of all-reduce data parallelism: gradients are averaged before the optimizer steps, over all replicas
+or, where pipelines come and go, over those that are there."""
 
 from __future__ import annotations
 
+import time
+import zlib
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import NonFiniteError
+from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
+from lightning_sdpipe.exchange.present_rounds import Round
 from lightning_sdpipe.sync.copy_most_advanced import copy_most_advanced
 from lightning_sdpipe.sync.mover_choice import hosts_of
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfPresent, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
 
@@ -22,9 +28,10 @@ class GradientAveraging(Synchronizer):
     to add. The mean is over those that still train, and at the end it takes over what they have come to.
     """
 
-    def __init__(self, replica: Replica, bucket_bytes: int) -> None:
+    def __init__(self, replica: Replica, bucket_bytes: int, by_samples: bool) -> None:
         super().__init__(replica)
         self._buckets = _rounds(replica, bucket_bytes)
+        self.by_samples = by_samples
         self._rounds = 0
         self._update = 0
         self.gradients = self
@@ -43,6 +50,10 @@ class GradientAveraging(Synchronizer):
     def equal_at_start(self) -> Replicas | None:
         """See the base class."""
         return self.replica.groups.replicas()
+
+    def weigh(self, samples: float) -> None:
+        """See the base class."""
+        self._buckets.weight = samples
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
         """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two."""
@@ -89,6 +100,72 @@ class GradientAveraging(Synchronizer):
     def average_buffers(self) -> None:
         """See the base class; the averages of the weights were taken over with them."""
         self.replica.average(self.replica.buffers)
+
+
+class PresentAveraging(Synchronizer):
+    """Averages every gradient over the replicas of the stage that are there. All of them step alike, those without a
+    batch too, so they stay equal, bit for bit.
+
+    Args:
+        replica: this worker, in a run whose pipelines come and go.
+        rounds: of its stage.
+        bucket_bytes: see :class:`~lightning_sdpipe.exchange.gradient_rounds.GradientRounds`.
+        by_samples: weigh gradients by the samples of their mini-batch; else all count the same.
+    """
+
+    def __init__(self, replica: Replica, rounds: RoundsOfPresent, bucket_bytes: int, by_samples: bool) -> None:
+        super().__init__(replica)
+        self._rounds, self._cap, self.by_samples = rounds, bucket_bytes, by_samples
+        self._came: Round | None = None
+        """The outcome of a round that is not in place yet."""
+        self.gradients = self
+
+    def begin(self, update: int) -> None:
+        """See the base class, as for the next two."""
+        self._rounds.begin(update, weight=1.0)
+
+    def begin_without_batch(self, update: int) -> bool:
+        self._rounds.begin(update, weight=0.0)
+        self._rounds.rounds.complete([None] * len(self.replica.trained))
+        outcome = self._wait()
+        updates = self._rounds.on_any_stage(outcome.weight > 0)
+        self._came = outcome if updates else None
+        return updates
+
+    def weigh(self, samples: float) -> None:
+        self._rounds.rounds.weight = samples
+
+    def gradient_ready(self, number: int, gradient: Tensor) -> None:
+        """See :class:`~lightning_sdpipe.pipeline.gradients.GradientExchange`, as for the next two."""
+        self._rounds.rounds.gradient_ready(number, gradient)
+
+    def complete(self, gradients: Sequence[Tensor | None]) -> None:
+        if self._came is None:
+            self._rounds.rounds.complete(gradients)
+
+    def finish(self) -> list[Tensor | None]:
+        outcome, self._came = self._came or self._wait(), None
+        return outcome.gradients
+
+    def start(self) -> None:
+        """See the base class, as for the next two."""
+        self._rounds.arrange(self.replica.trained, self._cap, self.replica.watch)
+
+    def make_parameters_equal(self) -> None:
+        digest = 0
+        for tensor in tensors_of(self.replica.parameters):
+            digest = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data, digest)
+        self._rounds.check_equal(digest)
+
+    def _wait(self) -> Round:
+        start = time.perf_counter()
+        outcome, waited = self._rounds.finish()
+        if outcome.nonfinite:
+            raise NonFiniteError(f"the gradients of pipelines {list(outcome.nonfinite)}, stage {self.replica.stage}")
+        size = len(outcome.members)
+        self.statistics.traffic.add(2 * (size - 1) * self._rounds.rounds.nbytes // size)
+        self.statistics.count(size, waited, time.perf_counter() - start - waited)
+        return outcome
 
 
 def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds:

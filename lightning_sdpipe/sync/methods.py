@@ -20,16 +20,17 @@ from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.admission import AdmissionRule
+from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.decentralized import Decentralized, with_neighbours
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.pairing import random_pair, shift_one
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
-from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
+from lightning_sdpipe.policies.policy import PolicyConfig, check_integer, refusal
 from lightning_sdpipe.sync.asynchronous_pairs import AsynchronousPairs
 from lightning_sdpipe.sync.background_averaging import BackgroundAveraging
-from lightning_sdpipe.sync.capabilities import GRADIENTS, Capabilities, capabilities_of, of_policy
-from lightning_sdpipe.sync.gradient_averaging import GradientAveraging
+from lightning_sdpipe.sync.capabilities import BY_SAMPLES, GRADIENTS, Capabilities, capabilities_of, of_policy
+from lightning_sdpipe.sync.gradient_averaging import GradientAveraging, PresentAveraging
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.model_averaging import LateAveraging, ModelAveraging
 from lightning_sdpipe.sync.mover_choice import (
@@ -48,24 +49,39 @@ class AllReduce:
 
     They travel in flat buckets of about ``bucket_mib`` MiB, or a quarter of the model if that is less and more than one
     MiB, each as soon as the backward has filled it.
+
+    ``weights`` says how much the gradient of each pipeline counts: as many as its mini-batch has ``"samples"`` (or what
+    the module's ``weigh_batch`` counts), or all the same (``"equal"``), as with DistributedDataParallel. By default all
+    count the same, but in elastic runs by samples.
     """
 
     bucket_mib: float = 25.0
+    weights: Literal["samples", "equal"] | None = None
 
     def __post_init__(self) -> None:
         if not self.bucket_mib > 0:
             raise ConfigurationError(f"bucket_mib={self.bucket_mib} is not allowed; give MiB above 0.")
+        if self.weights not in ("samples", "equal", None):
+            raise refusal("weights", self.weights, '"samples", "equal", or None')
 
     @property
     def policy(self) -> PolicyConfig:
         return NoSync()  # all meet: there is nothing to decide
 
     @property
+    def elastic_policy(self) -> PolicyConfig:
+        """Where pipelines come and go, the scheduler says which are in a round."""
+        return AllPresent()
+
+    @property
     def capabilities(self) -> Capabilities:
-        return GRADIENTS
+        return GRADIENTS if self.weights != "samples" else BY_SAMPLES
 
     def build(self, replica: Replica) -> Synchronizer:
-        return GradientAveraging(replica, int(self.bucket_mib * 2**20))
+        size, rounds = int(self.bucket_mib * 2**20), replica.rounds()
+        if rounds is not None:
+            return PresentAveraging(replica, rounds, size, self.weights != "equal")
+        return GradientAveraging(replica, size, self.weights == "samples")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from lightning_sdpipe.exchange.collectives import FullMean, TakeOver
 from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -113,6 +114,10 @@ class Replica:
         """How many replicas there are now."""
         return len(self.ranks)
 
+    def rounds(self) -> RoundsOfPresent | None:
+        """What averages gradients among the replicas that are there, where these come and go."""
+        return None
+
     def mover(self) -> Mover | None:
         """What averages models in groups, where that is not for the exchange to say."""
         return None
@@ -126,6 +131,30 @@ class Replica:
         size = len(self.ranks)
         members = tuple(Worker(self.stage, pipeline) for pipeline in range(size))
         return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
+
+
+class RoundsOfPresent(Protocol):
+    """Rounds of gradients among replicas that come and go."""
+
+    @property
+    def rounds(self) -> PresentRounds:
+        """Takes the gradients of this worker."""
+
+    @property
+    def on_any_stage(self) -> Callable[[bool], bool]:
+        """Is it so on any stage of this pipeline? Every stage asks at the same point."""
+
+    def arrange(self, parameters: Sequence[nn.Parameter], cap: int, watch: bool) -> None:
+        """Gradients are those of ``parameters`` from now on."""
+
+    def begin(self, update: int, weight: float) -> None:
+        """This worker takes part in the round of ``update``. Does not wait."""
+
+    def finish(self) -> tuple[Round, float]:
+        """Waits for the outcome; the seconds until the members were known."""
+
+    def check_equal(self, digest: int) -> None:
+        """All are together: ends the run if their digests differ."""
 
 
 class Synchronizer:
@@ -158,6 +187,19 @@ class Synchronizer:
         where it is, and every update moves it. With unequal weights they are fewer, and it may change.
         """
         return 1
+
+    by_samples = False
+    """Is :meth:`weigh` to be told of each mini-batch before its backward?"""
+
+    def weigh(self, samples: float) -> None:
+        """So much the gradients of the next mini-batch count."""
+
+    def begin(self, update: int) -> None:
+        """The turn of ``update`` begins, before anything of it is computed. Does not wait."""
+
+    def begin_without_batch(self, update: int) -> bool:
+        """As :meth:`begin`, in a turn without a batch, in which others may have some: is there an update to make?"""
+        return False
 
     def announce(self, iteration: int) -> None:
         """Nothing but this worker's own computing can hold up update ``iteration`` any more. Does not wait."""

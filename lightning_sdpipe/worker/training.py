@@ -27,7 +27,8 @@ from lightning_sdpipe.loop.loss_scale import loss_scale
 from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
-from lightning_sdpipe.pipeline.micro_batches import refuse_time_first
+from lightning_sdpipe.pipeline.gradients import loss_with_gradients
+from lightning_sdpipe.pipeline.micro_batches import refuse_time_first, weight_of
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
@@ -76,6 +77,7 @@ class Training:
     """Are batches being dealt, so that each pipeline is at a number of its own until the next sync point?"""
     _first_update: int = 0
     _phases: Phases = field(default_factory=Phases)
+    _gives_nothing: bool = False  # in this turn, without a batch, to those that may have one
     _closes: bool = False  # Lightning asks for an optimizer step after this mini-batch
     _uneven: bool = False  # may pipelines have different numbers of batches in this epoch?
     _accumulated: bool = False  # gradients of earlier mini-batches wait for the next update
@@ -138,6 +140,10 @@ class Training:
         if self._phases.among(Phase.ABSENT):  # what hooks see is the loss of the batch before
             self.draws.between_steps(Point.STEP_ENDED)
             loss = self._last_loss.to(self._device, copy=True).requires_grad_()
+            if self._gives_nothing and self.updating:  # with the gradients of others
+                scale = loss_scale(self.trainer.precision_plugin, self._device) if self._scales else None
+                trained, nothing = self.sync.replica.trained, [None] * len(self.sync.replica.trained)
+                return loss_with_gradients(loss, trained, nothing, scale, self.sync.gradients)
             return self.parts.pipeline.rest(loss) if self.updating else loss
         precision, freezing = self.trainer.precision_plugin, self.parts.freezing
         with self.whereabouts.running("training_step"), self.first_failure(), freezing.refused():
@@ -147,6 +153,8 @@ class Training:
             stream, closes = self.draws.stream, self._closes
             step = Step("training_step", arguments, context, stream, scale, closes, freezing.generation, source.portion)
             exchange = self.sync.gradients if self.updating else None
+            if exchange is not None and self.sync.by_samples:
+                self.sync.weigh(weight_of(batch, self.trainer.lightning_module))
             accumulated = self._accumulated and not source.zeroes_gradients
             loss = self.parts.pipeline.train(batch, step, self.mini_batches, exchange, accumulated, self.ready)
             if self.state is not None:
@@ -170,7 +178,14 @@ class Training:
             if accumulated and self.sync.gradients is None:
                 with self._phases.within(Event.UPDATE):
                     return self._update(optimizer, closure, alone=True, **kwargs)
-            self.updates += 1
+            if self._gives_nothing:
+                with self.first_failure():
+                    updates = self.sync.begin_without_batch(self.updates)
+                if updates:
+                    with self._phases.within(Event.UPDATE):
+                        return self._update(optimizer, closure, **kwargs)
+            else:
+                self.updates += 1
             return closure()
         before = self.mini_batches
         self._closes = True
@@ -180,6 +195,8 @@ class Training:
                     output = closure()
             else:
                 with self._phases.within(Event.UPDATE):
+                    with self.first_failure():
+                        self.sync.begin(self.updates)
                     output = self._update(optimizer, closure, **kwargs)
         finally:
             self._closes = False
@@ -244,8 +261,9 @@ class Training:
             self._look()
             return self.rendezvous.wait_for_others(loop.position(self.trainer))
 
-    def begin_turn(self, has_batch: bool) -> None:
+    def begin_turn(self, has_batch: bool, gives_nothing: bool = False) -> None:
         self._phases.go(Event.BATCH if has_batch else Event.ABSENCE)
+        self._gives_nothing = gives_nothing
 
     def begin_dealt(self) -> None:
         self._take_over_freezing()

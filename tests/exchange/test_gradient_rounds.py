@@ -15,6 +15,8 @@ from lightning_sdpipe.topology.groups import Replicas
 from tests.workers import run_workers
 
 SHAPES = [(3,), (2, 2), (5,), (1,), (4,)]
+SAMPLES = (3.0, 1.0, 2.0)
+"""Of each rank, in the last round."""
 CAP = 24  # bytes: buckets of two or three of the parameters above
 
 
@@ -30,7 +32,7 @@ def buckets(dtype: torch.dtype = torch.float32) -> GradientRounds:
 
 
 def rounds(rank: int, dtype: torch.dtype) -> list[Any]:
-    """Three rounds: in the order of the numbers, out of order with gaps, and without rank 2."""
+    """Four rounds: in the order of the numbers, out of order with gaps, without rank 2, and by samples."""
     means, outcomes = buckets(dtype), []
     everything: list[Tensor | None] = [gradient(rank, n, 0, dtype) for n in range(5)]
     for n in range(5):
@@ -48,6 +50,10 @@ def rounds(rank: int, dtype: torch.dtype) -> list[Any]:
     here = [gradient(rank, n, 2, dtype) if rank != 2 else None for n in range(5)]
     means.complete(here, trains=rank != 2)
     outcomes.append(means.wait())
+
+    means.weight = SAMPLES[rank]
+    means.complete([gradient(rank, n, 3, dtype) for n in range(5)])
+    outcomes.append(means.wait())
     return [(outcome.gradients, outcome.members) for outcome in outcomes]
 
 
@@ -64,15 +70,18 @@ def test_the_backward_hides_some_of_a_small_model_too(sizes: list[int], expected
 def test_replicas_get_the_mean_over_those_that_train(dtype: torch.dtype) -> None:
     """Flags go with the last bucket's gradients, or by themselves where these cannot hold them."""
     by_rank = run_workers(3, rounds, dtype)
-    for turn, absent in enumerate([set(), {(r, 1) for r in range(3)} | {(1, 3)}, {(2, n) for n in range(5)}]):
+    absences: list[set[tuple[int, int]]] = [set(), {(r, 1) for r in range(3)} | {(1, 3)}, {(2, n) for n in range(5)}]
+    for turn, absent in enumerate([*absences, set()]):
         members = 2 if turn == 2 else 3
         for number in range(5):
-            there = [gradient(r, number, turn, dtype) for r in range(3) if (r, number) not in absent]
+            weights = SAMPLES if turn == 3 else (1.0,) * 3
+            total = sum(weights) if turn == 3 else members
+            there = [weights[r] * gradient(r, number, turn, dtype) for r in range(3) if (r, number) not in absent]
             for gradients, counted in (outcomes[turn] for outcomes in by_rank):
                 assert counted == members
                 if there:
                     error = {"rtol": 0, "atol": 1e-6 if dtype is torch.float32 else 0.03}
-                    torch.testing.assert_close(gradients[number], torch.stack(there).sum(0) / members, **error)
+                    torch.testing.assert_close(gradients[number], torch.stack(there).sum(0) / total, **error)
                 else:
                     assert gradients[number] is None
                 assert gradients[number] is None or torch.equal(gradients[number], by_rank[0][turn][0][number])

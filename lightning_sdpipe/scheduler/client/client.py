@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.dealing.leases import Lease, Segment
@@ -137,14 +137,29 @@ class SchedulerClient:
         self._wait_for_invitations(answer.invitations_of(self.worker))
         return answer.group
 
-    def lease(self, segment: Segment, ordinal: int) -> Lease:
+    def group_if_known(self) -> Group | None:
+        """As :meth:`group`, if the answer has come."""
+        if self._iteration is not None and m.Ready not in self._outcomes:
+            self._receive(0.0)
+        return self.group() if m.Ready in self._outcomes else None
+
+    @overload
+    def lease(self, segment: Segment, ordinal: int) -> Lease: ...
+
+    @overload
+    def lease(self, segment: Segment, ordinal: int, seconds: float | None) -> Lease | None: ...
+
+    def lease(self, segment: Segment, ordinal: int, seconds: float | None = None) -> Lease | None:
         """Wait for lease ``ordinal`` of this worker's pipeline in ``segment``, which all its stages get alike.
 
         After one that is not empty the answer comes at once: batches, or an empty lease. After an empty one, which is
-        the sign to train whatever is held, it comes when there is something, or the segment is over.
+        the sign to train whatever is held, it comes when there is something, or the segment is over; None if that takes
+        longer than ``seconds``. Then it can be asked for again.
         """
         self._ask(m.AskLease, segment, ordinal)
         with meter.phase(meter.WAIT_GROUP):
+            if seconds is not None and not self._comes(m.AskLease, seconds):
+                return None
             return self._wait(m.AskLease, m.Dealt, f"lease {ordinal} of {segment}").lease
 
     def trained(self, batches: int) -> None:
@@ -211,6 +226,16 @@ class SchedulerClient:
             raise RefusedError(f"the scheduler at {self.address} refused: {outcome.reason}")
         assert isinstance(outcome, reply)
         return outcome
+
+    def _comes(self, kind: f.Kind, seconds: float) -> bool:
+        """Is the answer there by then?"""
+        until = time.monotonic() + seconds
+        while kind not in self._outcomes and (left := until - time.monotonic()) > 0:
+            self._check()
+            if self.meanwhile is not None:
+                self.meanwhile()
+            self._receive(min(left, MEANWHILE))
+        return kind in self._outcomes
 
     def _receive(self, seconds: float) -> None:
         reply = self._connection.receive(seconds)

@@ -99,8 +99,8 @@ def _nothing(*_: object) -> None:
 @dataclass(frozen=True)
 class Callbacks:
     """What is called in the client's thread, and must return quickly: for each new epoch, when another member did not
-    get the result of a group, when this process must end, when the run is over, and when this worker is to hand over the
-    result of the group of that number to the other members of one."""
+    get the result of a group, when this process must end, when the run is over, and when this worker is to hand over
+    the result of the group of that number to the other members of one."""
 
     epoch: Callable[[Epoch], None] = _nothing
     broke: Callable[[int], None] = _nothing

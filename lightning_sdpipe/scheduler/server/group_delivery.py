@@ -7,8 +7,8 @@ made again among those that are left.
 What becomes of a group whose members did not average: decided when each is gone, has the result, or has said no.
 
 Models: those without the result try again among themselves; who has it goes on with it. Gradients of a round
-(``together``) would make replicas differ then, so one that has their mean hands it over, bit for bit, in a process group
-that it shares with those without. They ask again if that breaks, too.
+(``together``) would make replicas differ then, so one that has their mean hands it over, bit for bit, in a process
+group that it shares with those without. They ask again if that breaks, too.
 """
 
 from __future__ import annotations
@@ -67,6 +67,16 @@ class Regrouping:
         self.decided: OrderedDict[int, None] = OrderedDict()
         """Those of which it is decided who tries again, though perhaps not yet in which process group."""
         self._outcomes: OrderedDict[int, dict[Worker, e.Again]] = OrderedDict()
+        self._asks: dict[tuple[Worker, int], int] = {}
+        """The number of the newest request of each worker about a group, of those that are remembered."""
+
+    def is_repeated(self, worker: Worker, sequence: int, number: int) -> bool:
+        """Has ``worker`` said that before, in a request of that ``number``?"""
+        before = self._asks.get((worker, sequence), -1)
+        self._asks[worker, sequence] = max(before, number)
+        while len(self._asks) > REMEMBERED * MOST_OPEN:
+            del self._asks[next(iter(self._asks))]
+        return number <= before
 
     def hear(self, worker: Worker, group: Group, together: bool) -> BrokenGroup | None:
         """``worker`` did not get the result; None if it says so of more groups than it can be in."""
@@ -132,7 +142,7 @@ class Regrouping:
 
 @dataclass
 class _HandedOver:
-    """A broken group whose result some have, until ``until`` without a process group that they share with the others."""
+    """A broken group whose result some have; until ``until`` they share no process group with the others."""
 
     broken: BrokenGroup
     until: float
@@ -273,15 +283,15 @@ class GroupDelivery:
     def broke(self, request: e.AskRegroup, now: float) -> e.Reply | None:
         """A worker did not get the result of a group; what it is told at once."""
         worker, group = request.worker, request.group
-        self._process_groups.holds(worker, request.holds)
+        repeated = self._regrouping.is_repeated(worker, group.sequence, request.number)
+        if not repeated:
+            self._process_groups.holds(worker, request.holds)
         answered = self._regrouping.outcome(worker, group.sequence)
-        if answered is not None and answered.source >= 0:
-            assert answered.group is not None
-            if answered.group.epoch in request.holds:
-                self._tell(answered, Worker(group.stage, answered.source))  # it may not have heard
-                return answered
-            self._regrouping.forget(worker, group.sequence)
+        if answered is not None and answered.source >= 0 and not repeated:
+            self._regrouping.forget(worker, group.sequence)  # it did not come
         elif answered is not None:
+            if answered.source >= 0:  # which may not have heard
+                self._tell(answered, Worker(group.stage, answered.source))
             return answered
         if group.sequence in self._regrouping.decided:
             return e.Waits(request.number, "it waits for a process group of those that try again")

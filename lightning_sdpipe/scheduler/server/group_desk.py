@@ -183,10 +183,6 @@ class GroupDesk:
         """Groups below ``sequence`` have been, of an earlier scheduler."""
         self._carry_out(self._driver.number_from(sequence, now), now)
 
-    def members_are(self, pipelines: Collection[int]) -> None:
-        """These pipelines of an elastic run train; all their workers come back after a restart."""
-        self.recovery.expect([Worker(j, i) for i in pipelines for j in range(self.extent.num_stages)])
-
     def widen(self, num_pipelines: int, now: float) -> None:
         """There may be so many pipelines from now on.
 

@@ -8,7 +8,7 @@ What membership means for groups and leases goes to the desks that keep them. Re
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES
@@ -305,7 +305,8 @@ class MembershipDesk:
                     self._update = -1
                 logger.info("epoch %d of membership: %s", decision.number, decision.reason)
                 members = [member.pipeline for member in decision.members]
-                self._groups.members_are(members)
+                stages = range(self._groups.extent.num_stages)
+                self._groups.recovery.expect([Worker(j, i) for i in members for j in stages])  # after a restart
                 self._leases.members_are(members, now)
                 self._tell(members, e.NewEpoch(decision))
             case w.Started(pipeline, epoch, fresh, checkpoint):

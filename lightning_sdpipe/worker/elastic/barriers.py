@@ -28,7 +28,7 @@ from lightning_sdpipe.membership.stuck import MEETINGS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfPresent, Synchronizer
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 
 MOST_BYTES = 1 << 15
@@ -222,6 +222,7 @@ class ElasticReplica(Replica):
     meetings: Barriers = field(kw_only=True)
     means: Mover = field(kw_only=True)  # among the members of a group, some of whom may be lost
     present: Callable[[], int] = field(kw_only=True)  # pipelines
+    of_present: RoundsOfPresent = field(kw_only=True)
 
     @property
     def count(self) -> int:
@@ -229,6 +230,9 @@ class ElasticReplica(Replica):
 
     def mover(self) -> Mover:
         return self.means
+
+    def rounds(self) -> RoundsOfPresent:
+        return self.of_present
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         self.meetings.average(tensors)

@@ -196,18 +196,27 @@ class EpochGroups:
         Raises:
             WorkerFailedError: somebody of its epoch is gone, so that its process group is, too.
         """
+        self.replicas(group)
+        with self._lock:
+            mover = self._movers.get(group.epoch)
+        if mover is None:
+            raise WorkerFailedError(f"the process group of epoch {group.epoch} is not there any more")
+        return mover
+
+    def replicas(self, group: Group) -> Replicas:
+        """How this worker reaches the members of ``group``; raises as :meth:`mover` does."""
         with self._lock:
             if group.epoch not in self._movers and group.epoch == self._newest:
                 self._lock.wait_for(lambda: group.epoch in self._movers, CONNECTING.total_seconds())
-            mover, replicas = self._movers.get(group.epoch), self._groups.get(group.epoch)
-        if mover is None or replicas is None:
+            replicas = self._groups.get(group.epoch)
+        if replicas is None:
             raise WorkerFailedError(f"the process group of epoch {group.epoch} is not there (any more)")
         if not _holds(replicas, group):
             raise WorkerFailedError(
                 f"of pipelines {[member.pipeline for member in group.members]} somebody was lost before epoch "
                 f"{group.epoch}, which has {replicas.pipelines}"
             )
-        return mover
+        return replicas
 
     def use(self, group: Group | None) -> None:
         """This worker exchanges in ``group`` from now on, or in none."""

@@ -8,6 +8,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.partition import plan
+from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import capabilities
 from lightning_sdpipe.worker.options import Options
 
@@ -30,8 +32,26 @@ def check_options(options: Options) -> None:
             raise ConfigurationError(f"{name} does not work {_HOW} yet: {instead}.")
 
 
-def check_trainer(trainer: Trainer) -> None:
+def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) -> None:
+    """Raises ConfigurationError if the scheduler decides by another policy than a method needs whose replicas stay
+    equal."""
+    if needed.keeps_equal and held != needed:
+        name = registry.name_of(needed)
+        raise ConfigurationError(
+            f"sync={options.sync!r} needs a scheduler that decides by {name}, and this one decides by "
+            f"{registry.name_of(held)}. Start it with --policy {name}, or leave --policy out."
+        )
+
+
+def check_trainer(trainer: Trainer, options: Options) -> None:
     """Raises ConfigurationError for what a Trainer is asked for and an elastic job cannot do."""
+    policy = getattr(options.method, "elastic_policy", options.method.policy)
+    if trainer.state.fn == TrainerFn.FITTING and policy.keeps_equal and trainer.accumulate_grad_batches > 1:
+        raise ConfigurationError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} with sync={options.sync!r} does not work "
+            f"{_HOW} yet: a pipeline that is lost would take the gradients of several batches with it. Use "
+            "accumulate_grad_batches=1, with a larger batch size and as many more num_micro_batches."
+        )
     if trainer.state.fn == TrainerFn.PREDICTING:
         raise ConfigurationError(
             f"predict does not work {_HOW}: nobody collects the predictions of pipelines that come and go. Load the "

@@ -23,9 +23,12 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import Dealing
+from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.pipeline.data import shared
+from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.membership_client import Callbacks, MembershipClient
@@ -42,8 +45,10 @@ from lightning_sdpipe.worker.elastic.barriers import Barriers, ElasticRendezvous
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, State
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups, SchedulerStore
 from lightning_sdpipe.worker.elastic.fault_tolerant_mean import FaultTolerantMean
+from lightning_sdpipe.worker.elastic.round_batches import RoundBatchSource
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
 from lightning_sdpipe.worker.elastic.stage_commands import CommandChannel, LeaveNotice
+from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import vote_in_the_world
 from lightning_sdpipe.worker.training import Training
@@ -63,6 +68,7 @@ class _Place:
     epochs: EpochGroups
     words: CommandChannel
     leaving: LeaveNotice
+    rounds: SurvivingRounds
 
 
 class ElasticRun:
@@ -109,7 +115,7 @@ class ElasticRun:
         refusals.check_options(self.options)
 
     def check_trainer(self, trainer: Trainer) -> None:
-        refusals.check_trainer(trainer)
+        refusals.check_trainer(trainer, self.options)
 
     def open(self) -> None:
         options, job = self.options, self._job
@@ -118,8 +124,9 @@ class ElasticRun:
         if self._groups is None and options.placement is not None:
             self._mesh = replace(self._mesh, ranks=(self._placed_row(options.placement),))
         worker = Worker(*self._mesh.locate(dist.get_rank()))
+        policy: PolicyConfig = getattr(options.method, "elastic_policy", options.method.policy)
         if job.policy_file is not None:
-            policy_file.offer(job.policy_file, options.method.policy)
+            policy_file.offer(job.policy_file, policy)
         self.membership = connection = ElasticConnection(
             options.standing_scheduler,
             worker,
@@ -128,6 +135,7 @@ class ElasticRun:
             Callbacks(
                 epoch=lambda epoch: self._opened.epochs.enter(epoch),
                 broke=lambda sequence: self._opened.epochs.broke(sequence),
+                hands_over=lambda sequence, group: self._opened.rounds.hand_over(sequence, group),
             ),
             self._give_up,
         )
@@ -139,6 +147,7 @@ class ElasticRun:
                 f"pipeline {job.pipeline} was started with {job.world_size} processes, one for each stage. Start as "
                 "many."
             )
+        refusals.check_scheduler(options, policy, registry.from_json(connection.client.policy or ""))
         self._mesh = replace(self._mesh, counted=served[1])
         if self._groups is None:
             self._groups = ProcessGroups.open(self._mesh, options.run_timeout)
@@ -150,7 +159,20 @@ class ElasticRun:
         epochs = EpochGroups(worker, store, options.run_timeout, line, among_groups(options.exchange))
         words = CommandChannel(self._groups)
         leaving = LeaveNotice(line, job.pipeline, words)
-        self._place = _Place(worker, line, connection.client, epochs, words, leaving)
+        rounds = SurvivingRounds(
+            worker,
+            connection.client,
+            line,
+            epochs,
+            options.run_timeout.total_seconds(),
+            lambda said: self._met(said),
+            words.on_any_stage,
+        )
+        self._place = _Place(worker, line, connection.client, epochs, words, leaving, rounds)
+
+    def _met(self, said: bytes) -> Met:
+        assert self._meetings is not None
+        return self._meetings.meet(said)
 
     def _placed_row(self, placement: Placement) -> tuple[int, ...]:
         device = self._strategy.root_device
@@ -219,6 +241,7 @@ class ElasticRun:
             meetings=self._meetings,
             means=FaultTolerantMean(place.epochs, line),
             present=lambda: max(1, len(line.epoch.members)),
+            of_present=place.rounds,
         )
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:
@@ -230,7 +253,12 @@ class ElasticRun:
     ) -> ElasticBatchSource:
         place, run = self._opened, shared(secrets.randbits(62))
         duties = _Duties(self, place)
-        source = ElasticBatchSource(trainer, training, place.client, self.groups, checks, run, dealing, duties)
+        arguments = trainer, training, place.client, self.groups, checks, run, dealing, duties
+        source = (
+            ElasticBatchSource(*arguments)
+            if training.sync.gradients is None
+            else RoundBatchSource(*arguments, rounds=place.rounds)
+        )
         place.client.meanwhile = source.serve
 
         def store(name: str) -> SchedulerStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -44,7 +45,7 @@ class ElasticConnection:
         self._worker = worker
         self._watchdog = Watchdog(lambda failure: failure.reason, give_up)
         self._departed = False
-        told = Callbacks(told.epoch, told.broke, self._must_end, self._over)
+        told = replace(told, ended=self._must_end, over=self._over)
         self.line = MembershipClient(
             scheduler.address, worker, incarnation, timeout=timeout, credentials=scheduler.keys, told=told
         )

@@ -48,6 +48,18 @@ class CommandChannel:
         heard = self._pass_on(torch.empty(_BYTES + 2, dtype=torch.uint8)).tolist()
         return Command(CommandKind(heard[0]), bytes(heard[2 : 2 + heard[1]]).decode("ascii"))
 
+    def least(self, values: torch.Tensor) -> None:
+        """Makes ``values`` on all stages the least of each of them."""
+        if not self.alone:
+            with waiting_for(self._group, "agreeing"):
+                dist.all_reduce(values, dist.ReduceOp.MIN, group=self._group)
+
+    def on_any_stage(self, mine: bool) -> bool:
+        """Is it so on any stage?"""
+        votes = torch.tensor([int(not mine)])
+        self.least(votes)
+        return not votes.item()
+
     def done(self) -> None:
         """Waits until all stages have done what was said."""
         if not self.alone:

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_sdpipe import SDPipeStrategy, SDPipeWeightAveraging
 from lightning_sdpipe.scheduler.credentials import write_keys
+from lightning_sdpipe.worker.phases import Phase
 from tests.namespaces import Machine
 from tests.workers import free_port, listening
 
@@ -109,6 +110,10 @@ class Diary(Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, _: Any) -> None:
         """Before the scheduler can be told of it: this process may be killed at any moment."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, SDPipeStrategy)
+        if strategy.training.phase is Phase.FINISHING:  # with the gradients of others
+            return
         self.note(trained=self.batch, epoch=trainer.current_epoch)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, _: Any, batch: Any, __: int) -> None:
@@ -141,7 +146,12 @@ class Diary(Callback):
 
 
 def fit(
-    directory: Path, samples: int, options: dict[str, Any], accelerator: Any = "cpu", average: bool = False
+    directory: Path,
+    samples: int,
+    options: dict[str, Any],
+    accelerator: Any = "cpu",
+    average: bool = False,
+    more: Sequence[Callback] = (),
 ) -> None:
     """What the user's script does: it trains until the test says stop."""
     torch.set_num_threads(1)
@@ -157,7 +167,7 @@ def fit(
         num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*callbacks, Diary(directory), ModelCheckpoint(every_n_train_steps=10, save_top_k=-1)],
+        callbacks=[*callbacks, Diary(directory), *more, ModelCheckpoint(every_n_train_steps=10, save_top_k=-1)],
     )
     data = Numbered(samples)
     trainer.fit(Model(), DataLoader(data, BATCH, shuffle=True), DataLoader(Subset(data, range(16)), 16))

@@ -12,6 +12,7 @@ from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit
+from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.sync import (
     ADPSGD,
     PHDPSGD,
@@ -37,7 +38,11 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "sync", [SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD(), BY_MODELS]
+    "sync",
+    [
+        *(SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD(), BY_MODELS),
+        *(AllReduce(), AllReduce(weights="equal"), AllReduce(weights="samples")),
+    ],
 )
 def test_these_methods_work(sync: Any) -> None:
     options = SDPipeStrategy(sync=sync).options
@@ -47,7 +52,7 @@ def test_these_methods_work(sync: Any) -> None:
 
 @pytest.mark.parametrize(
     "sync",
-    [AllReduce(), HetPipe(), ParameterServer(), ADPSGD(asynchronous=True), PHDPSGD(), Decentralized(), DiLoCo(every=2)],
+    [HetPipe(), ParameterServer(), ADPSGD(asynchronous=True), PHDPSGD(), Decentralized(), DiLoCo(every=2)],
 )
 def test_other_methods_are_refused(sync: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'\)"):
@@ -90,10 +95,27 @@ def test_there_is_a_scheduler_and_as_many_stages_as_processes(monkeypatch: pytes
 
 
 def test_clocks_and_predictions_are_refused() -> None:
+    options = SDPipeStrategy().options
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, max_time={"minutes": 1})
     trainer.state.fn = TrainerFn.FITTING
     with pytest.raises(ConfigurationError, match="Count steps or epochs"):
-        refusals.check_trainer(trainer)
+        refusals.check_trainer(trainer, options)
     trainer.state.fn = TrainerFn.PREDICTING
     with pytest.raises(ConfigurationError, match="predict"):
-        refusals.check_trainer(trainer)
+        refusals.check_trainer(trainer, options)
+
+
+def test_what_rounds_of_gradients_cannot_do_is_refused_with_what_they_can() -> None:
+    options = SDPipeStrategy(sync=AllReduce()).options
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, accumulate_grad_batches=2)
+    trainer.state.fn = TrainerFn.FITTING
+    with pytest.raises(ConfigurationError, match="accumulate_grad_batches=1, with a larger batch"):
+        refusals.check_trainer(trainer, options)
+    refusals.check_trainer(trainer, SDPipeStrategy().options)
+    for exchange in (Exchange(EightBit()), Exchange(overlap="step")):
+        with pytest.raises(ConfigurationError, match=r"SemiDecentralized\(\)|LocalSGD"):
+            refusals.check_options(SDPipeStrategy(sync=AllReduce(), exchange=exchange).options)
+    refusals.check_scheduler(options, AllPresent(), AllPresent())
+    refusals.check_scheduler(SDPipeStrategy().options, SemiDecentralized(), AllPresent())
+    with pytest.raises(ConfigurationError, match="decides by all_present, and this one decides by no_sync"):
+        refusals.check_scheduler(options, AllPresent(), NoSync())

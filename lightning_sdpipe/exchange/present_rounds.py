@@ -1,0 +1,231 @@
+"""Averaging gradients among those replicas that are there, by samples, in rounds that may be tried again.
+
+The members of a round may be known after its first gradients. Every member adds its weighted gradients to those of the
+others, bucket by bucket, in a thread beside the backward, and at last flags: what each contributes. The mean is the sum
+over the sum of the weights, so all members get the same bits. A member without a batch contributes zeros, of no weight.
+
+If the exchange breaks, the round is tried again with the same gradients and other members, or its sums are received
+from a member that has them. So each keeps the sums, as they were before the optimizer got to them, until it knows the
+members of the next round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sdpipe import meter
+from lightning_sdpipe.exchange import transfers
+from lightning_sdpipe.exchange.background import Background
+from lightning_sdpipe.exchange.buckets import as_real
+from lightning_sdpipe.exchange.gradient_rounds import GradientRounds, unfinite
+from lightning_sdpipe.exchange.moving import Mover, finish, pieces_of, tag_of
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.topology.groups import Replicas
+
+_SCALES = {torch.float16: 2.0**-10}
+"""By which weighted gradients are multiplied where a number of samples would leave the range."""
+_SAID = 5
+"""What each member says in the flags: its weight, whether a gradient is not finite, its mark, and its batch."""
+
+Batch = tuple[int, int]
+"""The home shard and the number in it."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """The outcome: the means by number, None where no member had a gradient."""
+
+    gradients: list[Tensor | None]
+    weight: float  # of all members together; 0 if none had a batch
+    members: tuple[int, ...]  # their pipelines
+    batches: tuple[Batch, ...]
+    nonfinite: tuple[int, ...]  # pipelines whose gradients were not finite
+    marks: dict[int, int]  # by pipeline
+    seconds_averaging: float
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What a round adds up to, and whose."""
+
+    group: Group
+    tensors: list[Tensor]  # of each bucket, and the flags
+
+
+class PresentRounds(GradientRounds):
+    """One worker's. A round is: :attr:`weight`, :attr:`mark` and :attr:`batch` are set, any number of
+    :meth:`gradient_ready`, one :meth:`complete`, one :meth:`begin` at any time, and :meth:`outcome`; after a failure
+    :meth:`begin_again` and :meth:`begin`, or :meth:`take_over`.
+
+    Args:
+        parameters: as for the base class.
+        worker: this one.
+        cap: as for the base class.
+        watch: likewise.
+        timeout: seconds in which a bucket must have travelled.
+        look: called when a bucket is full: if the members are known, it calls :meth:`begin`.
+    """
+
+    flags_beside_gradients = False
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        worker: Worker,
+        cap: int,
+        watch: bool,
+        timeout: float,
+        look: Callable[[], None],
+    ) -> None:
+        self.mark = 0
+        """That all members must have alike; below 2²⁴."""
+        self.batch: Batch | None = None
+        """Whose gradients these are."""
+        self._look, self._own = look, worker
+        self._background = Background("averaging gradients", 2 * timeout)
+        self._group: Group | None = None
+        self._mover: Mover | None = None
+        self._given: Sequence[Tensor | None] | None = None
+        self._kept: _Sums | None = None
+        alone = Replicas(cast(dist.ProcessGroup, None), {worker.pipeline: 0}, worker.stage, worker.pipeline)
+        super().__init__(parameters, alone, cap, watch)
+
+    @property
+    def begun(self) -> bool:
+        """Are the members of this round known?"""
+        return self._group is not None
+
+    def begin(self, group: Group, mover: Mover | None) -> None:
+        """The members of the round are those of ``group``, in which ``mover`` moves tensors; one alone needs none."""
+        self._kept = None
+        self._group = msgspec.structs.replace(group, weights=(1.0,) * len(group.members))
+        self._mover = mover
+        self._launch()
+
+    def complete(self, gradients: Sequence[Tensor | None], trains: bool = True, mark: int = 0) -> None:
+        """See the base class; what ``trains`` and ``mark`` say is set before."""
+        self._given = gradients
+        self._fill(gradients)
+
+    def outcome(self) -> Round:
+        """Waits for the means.
+
+        Raises:
+            WorkerFailedError: a member is gone, or did not come within the group's timeout.
+        """
+        assert self._given is not None, "complete() comes before outcome()"
+        assert self._group is not None, "begin() comes before outcome()"
+        start = time.perf_counter()
+        flags = self._flags_of(self._group)
+        works = [bucket.work for bucket in self._buckets] + [self._reduce(flags)]
+        with meter.current().waiting():
+            for work in works:
+                assert work is not None
+                work.wait()
+        sums = _Sums(self._group, [*self._flats, flags])
+        return self._means(sums, time.perf_counter() - start)
+
+    def begin_again(self) -> None:
+        """The exchange has broken: the same gradients are ready for other members, in other memory."""
+        given = self._given
+        assert given is not None
+        self._begin_round()
+        self._group = self._mover = None
+        self.complete(given)
+
+    def hand_over(self, sequence: int, group: Group, replicas: Replicas) -> bool:
+        """Sends the sums of the group ``sequence`` to the other members of ``group``; False if they are not kept.
+
+        Raises:
+            WorkerFailedError: one of them is gone.
+        """
+        kept = self._kept
+        if kept is None or kept.group.sequence != sequence:
+            return False
+        others = [worker.pipeline for worker in group.members if worker.pipeline != replicas.pipeline]
+        for piece in pieces_of([as_real(tensor) for tensor in kept.tensors]):
+            transfers.begin(dict.fromkeys(others, piece), {}, replicas, tag_of(group)).wait()
+        return True
+
+    def take_over(self, source: int, group: Group, replicas: Replicas) -> Round:
+        """The outcome of the broken ``group``, which ``source`` hands over.
+
+        Raises:
+            WorkerFailedError: it is gone.
+        """
+        start = time.perf_counter()
+        flags = torch.empty(_SAID * len(group.members) + len(self._parameters), dtype=torch.float64)
+        tensors = [*(torch.empty_like(flat) for flat in self._flats), flags]
+        for piece in pieces_of([as_real(tensor) for tensor in tensors]):
+            transfers.begin({}, {source: piece}, replicas, tag_of(group)).wait()
+        for flat, taken in zip(self._flats, tensors, strict=False):
+            flat.copy_(taken)
+        return self._means(_Sums(group, [*self._flats, flags]), time.perf_counter() - start)
+
+    @property
+    def _flats(self) -> list[Tensor]:
+        return [bucket.flat for bucket in self._buckets if bucket.flat is not None]
+
+    def _means(self, sums: _Sums, seconds: float) -> Round:
+        members = tuple(worker.pipeline for worker in sums.group.members)
+        if len(members) > 1:
+            self._kept = _Sums(sums.group, [tensor.clone() for tensor in sums.tensors])
+        said, used = sums.tensors[-1][: _SAID * len(members)], sums.tensors[-1][_SAID * len(members) :].tolist()
+        weights, broken, marks, homes, numbers = said.view(_SAID, len(members)).tolist()
+        weight = sum(weights)
+        gradients: list[Tensor | None] = [None] * len(self._parameters)
+        for bucket in self._buckets:
+            assert bucket.flat is not None
+            if weight:
+                bucket.flat.div_(weight * _SCALES.get(bucket.flat.dtype, 1.0))
+            gradients = [bucket.views[n] if used[n] and n in bucket.views else g for n, g in enumerate(gradients)]
+        self._begin_round()
+        self._group = self._mover = self._given = None
+        return Round(
+            gradients if weight else [None] * len(gradients),
+            weight,
+            members,
+            tuple((int(home), int(number) - 1) for home, number in zip(homes, numbers, strict=True) if number),
+            tuple(pipeline for pipeline, flag in zip(members, broken, strict=True) if flag),
+            {pipeline: int(mark) for pipeline, mark in zip(members, marks, strict=True)},
+            seconds,
+        )
+
+    def _flags_of(self, group: Group) -> Tensor:
+        size, place = len(group.members), group.members.index(self._own)
+        flags = torch.zeros(_SAID * size + len(self._parameters), dtype=torch.float64)
+        home, number = self.batch or (0, -1)
+        totals = torch.stack(self._totals) if self._totals else torch.zeros(1)
+        said = (self.weight, float(unfinite(totals)), self.mark, home, number + 1)
+        flags[: _SAID * size].view(_SAID, size)[:, place] = torch.tensor(said, dtype=torch.float64)
+        for used in self._used:
+            flags[_SAID * size + used] = 1
+        return flags
+
+    def _put(self, gradient: Tensor, into: Tensor) -> None:
+        torch.mul(gradient, self.weight * _SCALES.get(gradient.dtype, 1.0), out=into)
+
+    def _launch(self) -> None:
+        if self._group is None:
+            self._look()
+        if self._group is not None:
+            super()._launch()
+
+    def _reduce(self, tensor: Tensor) -> dist.Work:
+        mover, group = self._mover, self._group
+        assert group is not None
+
+        def add_up() -> None:
+            if mover is not None:
+                finish(mover.start([as_real(tensor)], group))
+
+        return cast(dist.Work, self._background.do(add_up))

@@ -1,0 +1,225 @@
+"""Turns of Lightning's loop where all pipelines of an elastic job make every update together.
+
+Every turn but the last of a segment is a round of gradients. A pipeline without a batch takes its turn, too: it gives
+nothing, and steps with the gradients of the others. So replicas stay equal, and know which batches are in the model.
+
+That is what counts: a batch of a pipeline that is gone is dealt again, and passed over by all if its gradient was in a
+round. The counters, and with them learning rates, follow it as well, alike in all pipelines. With several stages, a
+pipeline that goes in a round may have been in it on some stages only. The stages of each other pipeline agree, then, on
+the batches that are in the model of all of them. The one that is not is trained again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sdpipe.dealing.leases import Segment
+from lightning_sdpipe.exchange.present_rounds import Batch, Round
+from lightning_sdpipe.loop.dealt import batch_to_show
+from lightning_sdpipe.membership.turn_order import Command, CommandKind
+from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, State
+from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
+
+log = logging.getLogger(__name__)
+
+_SOON = 0.05
+"""Seconds that a pipeline waits for a batch before it takes a turn without one; so long a held one waits, too."""
+_IDLE = "idle"
+
+
+class TrainedBatches:
+    """Which batches of a segment are in the model of this stage.
+
+    Args:
+        segment: of each of the shards.
+        shards: how many there are.
+        known: what :attr:`flags` were in another pipeline.
+    """
+
+    def __init__(self, segment: Segment, shards: int, known: Tensor | None = None) -> None:
+        self._start = segment.start
+        shape = (shards, segment.stop - segment.start)
+        self.flags = torch.zeros(shape, dtype=torch.uint8) if known is None else known
+        self.count = int(self.flags.sum())
+
+    def add(self, batch: Batch) -> None:
+        """It is."""
+        home, number = batch
+        self.count += 1 - int(self.flags[home, number - self._start])
+        self.flags[home, number - self._start] = 1
+
+    def __contains__(self, batch: Batch) -> bool:
+        home, number = batch
+        return bool(self.flags[home, number - self._start])
+
+    def recount(self) -> None:
+        """The flags have changed."""
+        self.count = int(self.flags.sum())
+
+
+class RoundBatchSource(ElasticBatchSource):
+    """One worker's. See :class:`~lightning_sdpipe.worker.elastic.elastic_batches.ElasticBatchSource` for what is not
+    said here."""
+
+    def __init__(self, *arguments: Any, rounds: SurvivingRounds) -> None:
+        super().__init__(*arguments)
+        self._rounds = rounds
+        rounds.on_round = self._hear
+        self._in_model: TrainedBatches | None = None
+        self._idle = self._doubts = False
+        self._members: set[int] = set()
+        self._received: Tensor | None = None
+
+    @property
+    def state(self) -> State:
+        known = self._in_model if self._turns.underway else None
+        return super().state | {"in_model": None if known is None else known.flags.clone()}
+
+    def load(self, state: State) -> None:
+        super().load(state)
+        self._received = state["in_model"]
+
+    def _next_turn(self) -> Any:
+        self._between_turns()
+        if not self._turns.underway:
+            self._begin_segment()
+            self._between_turns()
+        return self._begin_turn()
+
+    def _begin_segment(self) -> None:
+        self._members = set()
+        super()._begin_segment()
+
+    def _segment_from(self, start: int) -> Segment:
+        segment = super()._segment_from(start)
+        received, self._received = self._received, None
+        self._in_model = TrainedBatches(segment, self._num_pipelines, received)
+        return segment
+
+    def _hear(self, outcome: Round) -> None:
+        """A round is over, before the optimizer steps."""
+        assert self._in_model is not None
+        for batch in outcome.batches:
+            self._in_model.add(batch)
+        self._doubts |= not self._members <= {*outcome.members}
+        self._members = {*outcome.members}
+
+    # ------------------------------------------------------------- between turns
+
+    def _between_turns(self) -> None:
+        self._idle = False
+        words = self._duties.words
+        if words.speaks:
+            self._waits_between_turns = True
+            while not self.serve():
+                time.sleep(_SOON)
+                if self._turns.underway:  # others may be in their turns, and wait for this one
+                    self._idle = True
+                    break
+            passed = self._pass_over()
+            if self._turns.underway and self._next is None and not self._over and not self._idle:
+                self._ask(_SOON)
+                passed += self._pass_over()
+            self._idle |= self._turns.underway and self._next is None and not self._over
+            self._waits_between_turns = False
+            words.send(Command(CommandKind.GO, f"{passed} {_IDLE if self._idle else ''}"))
+        else:
+            while (word := words.receive()).kind is not CommandKind.GO:
+                self._agree() if word.kind is CommandKind.AGREE else self._duties.act(word, self.state)
+            passed, idle = word.text.split(" ")
+            for _ in range(int(passed)):
+                self._need()
+                self._drop()
+            self._idle = idle == _IDLE
+            if not self._idle and self._turns.underway and not self._over:
+                self._need()
+        self._duties.between()
+
+    def _pass_over(self) -> int:
+        """On stage 0: drops batches that are in the model already; how many."""
+        passed = 0
+        if self._doubts or self._is_known():
+            self._doubts = False
+            if not self._duties.words.alone:
+                self._duties.words.send(Command(CommandKind.AGREE))
+                self._agree()
+        while self._is_known():
+            passed += 1
+            self._drop()
+        return passed
+
+    def _is_known(self) -> bool:
+        known, batch = self._in_model, self._next
+        return known is not None and batch is not None and (batch.home, batch.number) in known
+
+    def _agree(self) -> None:
+        known = self._in_model
+        if known is None:
+            return
+        before = known.count
+        self._duties.words.least(known.flags)
+        known.recount()
+        if known.count < before:
+            log.warning(
+                "stages had averaged over different pipelines when one was lost; %d of its batches, which not all "
+                "stages have in their models, are trained again",
+                before - known.count,
+            )
+
+    def _drop(self) -> None:
+        """What comes next is not trained, since it is in the model."""
+        self._trained += 1
+        self._client.trained(self._trained)
+        self._looked = False
+        self._look()
+
+    def _ask(self, *seconds: float) -> None:
+        """Waits for more batches, or for the end of the segment."""
+        dealt = self._dealt
+        assert dealt is not None
+        with self._turns.first_failure():
+            while self._next is None and (more := dealt.wait(*seconds)):
+                self._next = dealt.take()
+        if self._next is None:
+            self._over = more is False
+
+    def _need(self) -> None:
+        """Stage 0 has a batch, or knows that there will be none."""
+        if self._next is None and not self._over:
+            self._ask()
+
+    # ---------------------------------------------------------------------- turns
+
+    def _begin_turn(self) -> Any:
+        if self._idle:
+            self._now, self._closes, self._rounds.batch = None, True, None
+            self._turns.begin_turn(has_batch=False, gives_nothing=True)
+            return batch_to_show(self._loader)
+        batch = super()._begin_turn()
+        if self._now is not None:
+            self._turns.begin_turn(has_batch=True)  # the one before it may have had none
+        self._rounds.batch = None if self._now is None else (self._now.home, self._now.number)
+        return batch
+
+    def _run_out(self) -> None:
+        """It goes on taking turns, without a batch."""
+
+    def _end_turn(self) -> None:
+        super()._end_turn()
+        known, segment = self._in_model, self._segment
+        assert known is not None
+        assert segment is not None
+        missing = known.flags.numel() - known.count
+        if self._over and missing:
+            log.warning("%d of %s, by all pipelines, are not in the model", missing, segment)
+
+    def _reached(self, before: int) -> int:
+        assert self._in_model is not None
+        assert self._segment is not None
+        return self._segment.start + math.floor(self._in_model.count / self._num_pipelines + 1e-9)

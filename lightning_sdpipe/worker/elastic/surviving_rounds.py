@@ -1,0 +1,225 @@
+"""Rounds of gradients that survive their members: every pipeline that goes on has the same mean.
+
+A worker says that it is ready as its turn begins, so the members are known before the backward has filled a bucket.
+After a failure it asks the scheduler, with ``together``: if a member has the mean, it hands it over, bit for bit; if
+none has, those that are left compute one of the same gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from lightning_sdpipe import meter
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.exchange.present_rounds import Batch, PresentRounds, Round
+from lightning_sdpipe.membership.members import Met
+from lightning_sdpipe.p2p import labelled
+from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
+
+log = logging.getLogger(__name__)
+
+_MARKS = 2**24
+
+
+class Readiness(Protocol):
+    """The scheduler, as the thread that trains speaks to it."""
+
+    def ready(self, iteration: int) -> None:
+        """This worker takes part in that round."""
+
+    def group(self) -> Group:
+        """Waits for its members."""
+
+    def group_if_known(self) -> Group | None:
+        """Its members, if they are known."""
+
+
+class TogetherService(Protocol):
+    """The scheduler, as any thread does."""
+
+    def completed(self, sequence: int) -> None:
+        """This worker has the result of the group of that number."""
+
+    def regroup(self, group: Group) -> e.Again:
+        """This worker has not: who tries again, or who hands it over."""
+
+
+class SurvivingRounds:
+    """One worker's.
+
+    Args:
+        worker: it.
+        client: names the members of rounds.
+        line: is asked after a failure.
+        epochs: the groups of its replicas.
+        timeout: seconds in which a bucket must have travelled.
+        meet: waits for the other replicas at a pause, with what each says.
+        on_any_stage: is it so on any stage of this pipeline? Every stage asks at the same point.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        client: Readiness,
+        line: TogetherService,
+        epochs: EpochGroups,
+        timeout: float,
+        meet: Callable[[bytes], Met],
+        on_any_stage: Callable[[bool], bool],
+    ) -> None:
+        self._worker, self._client, self._line, self._epochs = worker, client, line, epochs
+        self._timeout, self._meet, self.on_any_stage = timeout, meet, on_any_stage
+        self.batch: Batch | None = None
+        """That the next round is trained on, if any."""
+        self.on_round: Callable[[Round], None] = lambda outcome: None
+        """Called with each outcome, before the optimizer steps."""
+        self.retried = self.taken = 0
+        """Rounds that were tried again, and whose mean was handed over."""
+        self._rounds: PresentRounds | None = None
+        self._group: Group | None = None
+        self._number = -1  # of the round; not all pipelines are in as many without any batch
+        self._waits = False
+        self._thread = 0
+        self._given: set[tuple[int, int]] = set()
+
+    def arrange(self, parameters: Sequence[nn.Parameter], cap: int, watch: bool) -> None:
+        """Gradients are those of ``parameters`` from now on."""
+        self._rounds = PresentRounds(parameters, self._worker, cap, watch, self._timeout, self._look)
+
+    @property
+    def rounds(self) -> PresentRounds:
+        """Takes the gradients."""
+        assert self._rounds is not None, "arrange() comes first"
+        return self._rounds
+
+    def begin(self, update: int, weight: float) -> None:
+        """The turn of ``update`` begins, with a batch that counts ``weight``, if that is known already."""
+        self.rounds.mark, self.rounds.batch, self.rounds.weight = update % _MARKS, self.batch, weight
+        self._group, self._waits, self._thread = None, True, threading.get_ident()
+        self._number += 1
+        self._client.ready(self._number)
+
+    def finish(self) -> tuple[Round, float]:
+        """Waits for the outcome; the seconds until the members were known.
+
+        Raises:
+            ConfigurationError: replicas are at different updates.
+            WorkerFailedError: the run is over, or goes on without this process.
+        """
+        start = time.perf_counter()
+        if self._group is None:
+            with labelled("group"), meter.current().waiting():
+                self._known(self._client.group())
+        assert self._group is not None
+        group, waited = self._group, time.perf_counter() - start
+        outcome: Round | None = None
+        while outcome is None:
+            try:
+                if not self.rounds.begun:
+                    self._begin(group)
+                outcome = self.rounds.outcome()
+            except WorkerFailedError as error:
+                log.info("the round %d has broken: %s", group.sequence, str(error).splitlines()[0])
+                self._break_off(group)
+                self.rounds.begin_again()
+                outcome, group = self._ask(group)
+        self._epochs.use(None)
+        if len(group.members) > 1:
+            self._line.completed(group.sequence)
+        self._check(outcome)
+        self.on_round(outcome)
+        return outcome, waited
+
+    def hand_over(self, sequence: int, group: Group) -> None:
+        """This worker has the mean of the group ``sequence``, and the other members of ``group`` are to get it. Does
+        not wait; any thread may call it, and again."""
+        if (sequence, group.epoch) not in self._given:
+            self._given.add((sequence, group.epoch))
+            threading.Thread(target=self._give, args=[sequence, group], name="handing over", daemon=True).start()
+
+    def check_equal(self, digest: int) -> None:
+        """All replicas are together: ends the run if they are not equal.
+
+        Raises:
+            ConfigurationError: names those that differ.
+        """
+        met = self._meet(b"%x" % digest)
+        others = [i for i, said in zip(met.pipelines, met.values, strict=True) if said != b"%x" % digest]
+        if others:
+            raise ConfigurationError(
+                f"The parameters of stage {self._worker.stage} are not the same in pipelines {self._worker.pipeline} "
+                f"and {others}, though all have averaged the same gradients. Something has changed them on some ranks "
+                "only: change parameters in all pipelines alike, or not at all."
+            )
+
+    def _look(self) -> None:
+        """A bucket is full: it goes out if the members are known."""
+        if self._waits and threading.get_ident() == self._thread:
+            group = self._client.group_if_known()
+            if group is not None:
+                self._known(group)
+                try:
+                    self._begin(group)
+                except WorkerFailedError:  # it is tried again when all gradients are there
+                    log.debug("the process group of round %d is gone", group.sequence)
+
+    def _known(self, group: Group) -> None:
+        self._group, self._waits = group, False
+
+    def _begin(self, group: Group) -> None:
+        if len(group.members) == 1:
+            self.rounds.begin(group, None)
+            return
+        self._epochs.use(group)
+        self.rounds.begin(group, self._epochs.exchange(group))
+
+    def _break_off(self, group: Group) -> None:
+        if self.rounds.begun:
+            self._epochs.give_up(group)
+        self._epochs.use(None)
+
+    def _ask(self, group: Group) -> tuple[Round | None, Group]:
+        """The outcome of ``group``, if a member has it; else who tries again."""
+        while True:
+            self._epochs.wait_for_newest()
+            again = self._line.regroup(group)
+            if again.source < 0:
+                self.retried += 1
+                return None, again.group
+            self._epochs.use(again.group)
+            try:
+                replicas = self._epochs.replicas(again.group)
+                outcome = self.rounds.take_over(again.source, group, replicas)
+            except WorkerFailedError as error:
+                log.info("the mean of round %d did not come: %s", group.sequence, str(error).splitlines()[0])
+                self._epochs.give_up(again.group)
+                self._epochs.use(None)
+            else:
+                self.taken += 1
+                return outcome, group
+
+    def _give(self, sequence: int, group: Group) -> None:
+        try:
+            if not self.rounds.hand_over(sequence, group, self._epochs.replicas(group)):
+                log.warning("the mean of round %d is asked for, and not kept any more", sequence)
+        except WorkerFailedError as error:  # who did not get it asks again
+            log.info("the mean of round %d was not taken: %s", sequence, str(error).splitlines()[0])
+
+    def _check(self, outcome: Round) -> None:
+        mine = outcome.marks[self._worker.pipeline]
+        others = {i: mark for i, mark in outcome.marks.items() if mark != mine}
+        if others:
+            raise ConfigurationError(
+                f"Pipeline {self._worker.pipeline} has averaged gradients of its update {mine}, and others of another "
+                f"one ({others}, by pipeline). All must make the same updates: whether a batch is trained must not "
+                "depend on the rank."
+            )

@@ -1,0 +1,151 @@
+"""All-reduce of the pipelines that are there, on real processes that are killed in every phase of a round."""
+
+from __future__ import annotations
+
+import os
+import signal
+import zlib
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_sdpipe import SDPipeStrategy
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
+from lightning_sdpipe.sync import AllReduce
+from lightning_sdpipe.sync.gradient_averaging import PresentAveraging
+from lightning_sdpipe.worker.elastic.surviving_rounds import SurvivingRounds
+from tests.worker.elastic.jobs import BATCH, Diary, ElasticRun, elastic_run, fit
+from tests.worker.elastic.test_runs import SAMPLES, check_that_replicas_were_equal
+
+pytestmark = pytest.mark.distributed
+
+BATCHES = SAMPLES // BATCH
+
+
+class Rounds(Callback):
+    """Writes down what each round was made of, and what the parameters are after each update."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, SDPipeStrategy)
+        (self.diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
+        self.training, sync = strategy.training, strategy.training.sync
+        assert isinstance(sync, PresentAveraging)
+        rounds = sync._rounds
+        assert isinstance(rounds, SurvivingRounds)
+        self.rounds, heard = rounds, rounds.on_round
+
+        def hear(outcome: Round) -> None:
+            said = {"members": outcome.members, "batches": outcome.batches, "weight": outcome.weight}
+            ways = {"again": rounds.retried, "taken": rounds.taken}
+            self.diary.note(round=self.training.updates, epoch=trainer.current_epoch, **said, **ways)
+            heard(outcome)
+
+        rounds.on_round = hear
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        of = [p.detach().numpy().tobytes() for p in module.parameters() if not p.is_meta]
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        self.diary.note(made=self.training.updates, digest=zlib.crc32(b"".join(of)), rates=rates)
+
+
+class Fault:
+    """Ends this process in the round of an ``update``, in a ``phase``: before it sends anything, when the first bucket
+    is on its way, or when the mean has come. Or it breaks off then, as if the mean had not come."""
+
+    def __init__(self, phase: str, update: int) -> None:
+        self.phase, self.update, self.broke = phase, update, False
+
+    def inject(self) -> None:
+        begin, reduce, means, fault = PresentRounds.begin, PresentRounds._reduce, PresentRounds._means, self
+
+        def strikes(rounds: PresentRounds, phase: str) -> None:
+            if fault.phase == phase and rounds.mark >= fault.update:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def begins(rounds: PresentRounds, *arguments: Any) -> None:
+            strikes(rounds, "before")
+            begin(rounds, *arguments)
+
+        def reduces(rounds: PresentRounds, tensor: Tensor) -> Any:
+            work = reduce(rounds, tensor)
+            strikes(rounds, "amid")
+            return work
+
+        def comes(rounds: PresentRounds, sums: Any, seconds: float) -> Round:
+            strikes(rounds, "after")
+            if fault.phase == "breaks" and rounds.mark >= fault.update and not fault.broke:
+                fault.broke = True
+                raise WorkerFailedError("as if the mean had not come")
+            return means(rounds, sums, seconds)
+
+        PresentRounds.begin = begins  # type: ignore[method-assign]
+        PresentRounds._reduce = reduces  # type: ignore[method-assign]
+        PresentRounds._means = comes  # type: ignore[method-assign]
+
+
+def train(directory: Path, num_stages: int = 1, fault: Fault | None = None, rank: int = 0) -> None:
+    if fault is not None and int(os.environ["RANK"]) == rank:
+        fault.inject()
+    fit(directory, SAMPLES, {"sync": AllReduce(), "num_stages": num_stages}, more=[Rounds()])
+
+
+def check(run: ElasticRun, pipelines: list[int]) -> dict[str, int]:
+    """That replicas were equal after every update, that each made each update once, and that with one stage each batch
+    was in one update; how many rounds were tried again, and how many means handed over."""
+    found: Counter[str] = Counter()
+    for rank in range(run.num_stages):
+        made: dict[int, set[Any]] = {}
+        of: dict[int, set[Any]] = {}
+        for pipeline in pipelines:
+            rows = run.rows(pipeline, rank)[-1]
+            updates = [row["round"] for row in rows if row.get("weight", 0) > 0]
+            assert updates == sorted(set(updates)), "each once"
+            for row in rows:
+                if "made" in row:
+                    made.setdefault(row["made"], set()).add((row["digest"], *row["rates"]))
+                elif row.get("weight", 0) > 0:
+                    said = tuple(row["members"]), tuple(map(tuple, row["batches"])), row["weight"]
+                    of.setdefault(row["round"], set()).add((row["epoch"], *said))
+            ways = [row for row in rows if "again" in row][-1]
+            found.update({"again": ways["again"], "taken": ways["taken"]})
+        assert made
+        different = {update: seen for update, seen in made.items() if len(seen) > 1}
+        assert not different, (rank, different)
+        assert all(len(seen) == 1 for seen in of.values()), of
+        rounds = [next(iter(seen)) for _, seen in sorted(of.items())]
+        assert all(weight == BATCH * len(batches) for _, _, batches, weight in rounds)
+        for epoch in {epoch for epoch, *_ in rounds}:
+            trained = Counter(batch for of_epoch, _, batches, _ in rounds if of_epoch == epoch for batch in batches)
+            whole = epoch > min(epoch for epoch, *_ in rounds) or 0 in {min(of)}
+            if run.num_stages == 1 and trained:
+                assert max(trained.values()) == 1, (epoch, trained)
+            if whole:
+                assert len(trained) == BATCHES, (epoch, sorted(trained))
+    return dict(found)
+
+
+@pytest.mark.parametrize(("num_stages", "phase"), [(1, "amid"), (1, "after"), (2, "amid")])
+def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, num_stages: int, phase: str) -> None:
+    options = "--start-pipelines", "3", "--policy", "all_present"
+    with elastic_run(tmp_path, num_stages, 3, *options) as run:
+        for pipeline in range(3):
+            fault = Fault(phase, 12) if pipeline == 2 else None
+            run.start(pipeline, partial(train, tmp_path, num_stages, fault))
+        run.wait(lambda: run.jobs[2].ended(), "the death of pipeline 2")
+        run.wait_for_turns([0, 1], 8)
+        run.start(2, partial(train, tmp_path, num_stages))
+        run.wait(lambda: len(run.rows(2)) == 2, "the newcomer's first turn")
+        run.wait_for_turns([2], 12)
+        codes = run.finish()
+        assert set(codes) == {0, 1, 2}
+        assert {code for each in codes.values() for code in each} == {0}, run.said()
+        check(run, [0, 1, 2])
+        check_that_replicas_were_equal(run, [0, 1, 2])
