@@ -115,7 +115,7 @@ class Conversation:
         """Seconds after which a transfer that does not move is given up, as the scheduler says."""
         self.updates = -1
         """That this worker has made, for people."""
-        self._number, self._member, self._nonce = 0, False, b""
+        self._number, self._member, self._nonce, self.offered = 0, False, b"", ""  # the newest transfer to it
         self._open: dict[f.Key, _Open] = {}
         self._first: list[e.Request | m.Request] = []
         """To be said before all else."""
@@ -242,6 +242,7 @@ class Conversation:
                 self._member = True
                 return [*self._epoch_began(epoch), *self._answered(reply, lambda of: True)]
             case e.Get(receive=receive):
+                self.offered = receive.transfer
                 if receive.transfer not in self._dealt_with:
                     return self._answered(reply, lambda of: True)
             case e.NewEpoch(epoch=epoch):

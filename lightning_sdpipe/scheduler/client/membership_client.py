@@ -208,6 +208,12 @@ class MembershipClient:
         with self.thread.talking() as talk:
             return talk.donations
 
+    @property
+    def offered(self) -> str:
+        """The newest transfer by which this pipeline is to get its state: earlier ones are in vain."""
+        with self.thread.talking() as talk:
+            return talk.offered
+
     def snapshot_taken(self, transfer: str, update: int) -> None:
         """This worker has copied its state for ``transfer`` when it had made ``update`` updates, as all other stages
         have to. Returns when the scheduler knows."""

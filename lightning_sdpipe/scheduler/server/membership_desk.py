@@ -159,9 +159,8 @@ class MembershipDesk:
             self._outbox.say(peer, e.MustEnd(reason))
             return False
         if self._trains(worker, incarnation):
-            is_join = isinstance(request, m.Join)
             behind_its_join = isinstance(request, m.Ready) and worker in self._early  # else it is told to join again
-            if not behind_its_join and (not is_join or self._may_join(request, now)):
+            if not behind_its_join and (not isinstance(request, m.Join) or self._may_join(request, now)):
                 return True
         elif self._presence.incarnations.get(worker) != incarnation:
             self._outbox.say(e.peer_of(worker, incarnation), e.Stranger())

@@ -170,7 +170,7 @@ class Fit:
         source: of its batches.
         checkpoints: of its stage.
         line: to the scheduler.
-        store: that both sides of a transfer of this stage reach, by its name.
+        store: that both sides of a transfer of this stage reach, by its name; and what says that it is in vain, if any.
     """
 
     trainer: Trainer
@@ -178,11 +178,12 @@ class Fit:
     source: ElasticBatchSource
     checkpoints: Checkpoints
     line: MembershipClient
-    store: Callable[[str], Store]
+    store: Callable[..., Store]
 
     def receive(self, what: Receive) -> State:
-        """The state of the donor's stage."""
-        return state_transfer.receive_state(self.store(what.transfer), self._limit, f"pipeline {what.donor}")
+        """The state of the donor's stage; it is given up when another donor is found, since others may wait."""
+        store = self.store(what.transfer, lambda: self.line.offered != what.transfer)
+        return state_transfer.receive_state(store, self._limit, f"pipeline {what.donor}")
 
     def give(self, transfer: str, turns: State) -> None:
         """Copies this stage's state, with that of its ``turns``, and sends it while training goes on."""

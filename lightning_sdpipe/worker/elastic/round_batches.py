@@ -132,8 +132,8 @@ class RoundBatchSource(ElasticBatchSource):
         else:
             while (word := words.receive()).kind is not CommandKind.GO:
                 self._agree() if word.kind is CommandKind.AGREE else self._duties.act(word, self.state)
-            passed, idle = word.text.split(" ")
-            for _ in range(int(passed)):
+            number, idle = word.text.split(" ")
+            for _ in range(int(number)):
                 self._need()
                 self._drop()
             self._idle = idle == _IDLE

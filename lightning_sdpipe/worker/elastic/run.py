@@ -261,8 +261,8 @@ class ElasticRun:
         )
         place.client.meanwhile = source.serve
 
-        def store(name: str) -> SchedulerStore:
-            return SchedulerStore(place.line.store, f"{name}-{place.worker.stage}", _CONNECTING)
+        def store(name: str, *cancelled: Callable[[], bool]) -> SchedulerStore:
+            return SchedulerStore(place.line.store, f"{name}-{place.worker.stage}", _CONNECTING, *cancelled)
 
         self._fit = joining.Fit(trainer, training, source, checkpoints, place.line, store)
         return source

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import checkpoint_of
+from lightning_sdpipe.scheduler.client.membership_client import CancelledError
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def receive_state(store: Store, timeout: timedelta, donor: str) -> dict[str, Any
         data = torch.empty(size, dtype=torch.uint8)
         for part in torch.split(data, _CHUNK):
             group.recv([part], 0, 0).wait()
-    except RuntimeError as error:
+    except (RuntimeError, CancelledError) as error:
         raise WorkerFailedError(f"{donor} did not give its state: {str(error).splitlines()[0]}") from error
     if refused:
         raise ConfigurationError(f"The state of {donor} {data.numpy().tobytes().decode()} {_WHAT_TO_KEEP}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from recipes.suites.faults.elastic_world import Record, Work, read_records, trai
 from recipes.suites.ratios import Ratios, Row, ratio, rotated
 
 LONGEST = 300.0
+GOALS = {"elastic": 0.98, "allreduce": 0.97}
 
 
 def measure(
@@ -25,32 +27,41 @@ def measure(
     batches: int,
     warm_up: int,
     repeats: int,
-    method: Any,
+    methods: Mapping[str, Any],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Samples per second of both, in rotated order; batches are dealt in both.
+    """Samples per second of both, in rotated order; batches are dealt in both where the method allows it.
 
     Args:
         batches: of each pipeline, in one epoch.
         warm_up: the first updates, which do not count.
         repeats: of each kind.
+        methods: specifications for Hydra, by the name of their ratio.
     """
-    sync = hydra.utils.instantiate(method)
-    work = Work(1, num_pipelines, sync, batch_seconds, num_parameters, batches, seed=seed)
     rows: list[Row] = []
-    quotients = []
-    for repeat in range(repeats):
-        rates = {}
-        for kind in rotated(["elastic", "ordinary"], repeat):
-            records = _elastic(work) if kind == "elastic" else _ordinary(work)
-            rates[kind] = sum(_rate(record, warm_up) for record in records)
-            processor = 1e3 * statistics.mean(_processor(record, warm_up) for record in records)
-            print(f"{kind}, repeat {repeat}: {rates[kind]:.2f} batches per second", flush=True)
-            row = {"kind": kind, "repeat": repeat, "batches_per_s": rates[kind], "processor_ms_per_batch": processor}
-            rows.append(row | {"emulated": True})
-        quotients.append(rates["elastic"] / rates["ordinary"])
-    meaning = f"samples per second of an elastic run without faults over an ordinary one, 1 × {num_pipelines}"
-    return rows, {"overhead/elastic": ratio(quotients, 0.98, meaning)}
+    found: Ratios = {}
+    for name, method in methods.items():
+        sync = hydra.utils.instantiate(method)
+        work = Work(1, num_pipelines, sync, batch_seconds, num_parameters, batches, seed=seed)
+        quotients = []
+        for repeat in range(repeats):
+            rates = {}
+            for kind in rotated(["elastic", "ordinary"], repeat):
+                records = _elastic(work) if kind == "elastic" else _ordinary(work)
+                rates[kind] = sum(_rate(record, warm_up) for record in records)
+                processor = 1e3 * statistics.mean(_processor(record, warm_up) for record in records)
+                print(f"{name}: {kind}, repeat {repeat}: {rates[kind]:.2f} batches per second", flush=True)
+                row = {
+                    "kind": kind,
+                    "repeat": repeat,
+                    "batches_per_s": rates[kind],
+                    "processor_ms_per_batch": processor,
+                }
+                rows.append({"method": name, **row, "emulated": True})
+            quotients.append(rates["elastic"] / rates["ordinary"])
+        meaning = f"samples per second of an elastic run without faults over an ordinary one, 1 × {num_pipelines}"
+        found[f"overhead/{name}"] = ratio(quotients, GOALS[name], meaning)
+    return rows, found
 
 
 def _rate(record: Record, warm_up: int) -> float:

@@ -33,6 +33,8 @@ from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_wor
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings, reserve_port
 from lightning_sdpipe.scheduler.server.server import USUAL_LIMITS, Endpoint, Files, Limits
+from lightning_sdpipe.sync import AllReduce
+from lightning_sdpipe.worker.elastic import state_transfer
 from recipes.suites import namespaces
 from recipes.suites.emulated import EmulatedChain
 from recipes.suites.faults.diary import Diary, Fault
@@ -305,7 +307,7 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
         1 if elastic else work.num_stages,
         sync=work.sync,
         num_micro_batches=1,
-        data="dealt",
+        data="dealt" if elastic or not isinstance(work.sync, AllReduce) else "sharded",
         timeout=timedelta(seconds=60),
     )
     diary = Diary(directory / f"{name}.diary")
@@ -329,4 +331,18 @@ def train(work: Work, directory: Path, name: str, environment: Mapping[str, str]
     validation = random_features(work.validation_batches, 1) if work.validation_batches else None
     if fault is not None:
         inject(fault, trainer, module, diary)
+    _time_transfers(diary)
     trainer.fit(module, loader, validation)
+
+
+def _time_transfers(diary: Diary) -> None:
+    """A newcomer says how long its state was on its way."""
+    whole = state_transfer.receive_state
+
+    def receive(*arguments: Any) -> dict[str, Any]:
+        began = time.monotonic()
+        state = whole(*arguments)
+        diary.say("received", seconds=time.monotonic() - began)
+        return state
+
+    setattr(state_transfer, "receive_state", receive)  # noqa: B010  # of another signature

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 
+from lightning_sdpipe.exchange import present_rounds
 from lightning_sdpipe.scheduler.client import client
 from lightning_sdpipe.worker.elastic import barriers, fault_tolerant_mean, state_transfer
 from recipes.suites.faults.diary import Diary, Fault
@@ -62,8 +63,10 @@ def inject(fault: Fault, trainer: L.Trainer, module: L.LightningModule, diary: D
             _before(client.SchedulerClient, "group", strike)
         case "exchange":
             _before(fault_tolerant_mean._FaultTolerantPending, "wait", strike)
+            _before(present_rounds.PresentRounds, "outcome", strike)
         case "half_sent":
             _after(fault_tolerant_mean._FaultTolerantPending, "commit", strike)
+            _after(present_rounds.PresentRounds, "_reduce", strike)
         case "pause":
             _before(barriers.Barriers, "meet", strike)
         case "donor":

@@ -37,7 +37,8 @@ from lightning_sdpipe import Exchange, SDPipeStrategy
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.exchange.options import Overlap
 from lightning_sdpipe.scheduler.server.server import Limits
-from lightning_sdpipe.sync import NoSync
+from lightning_sdpipe.sync import AllReduce, NoSync
+from lightning_sdpipe.worker.phases import Phase
 from recipes.suites.faults.diary import Diary, Fault
 from recipes.suites.faults.elastic_world import Record, World
 from recipes.suites.faults.injected_faults import inject
@@ -100,6 +101,10 @@ class Noted(Diary):
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
         """Before the scheduler can be told of it: this process may be killed at any moment."""
         self._stepped = True
+        strategy = trainer.strategy
+        assert isinstance(strategy, SDPipeStrategy)
+        if strategy.training.phase is Phase.FINISHING:  # with the gradients of others
+            return
         self.say("trained", epoch=trainer.current_epoch, samples=[int(number) for number in self._batch[0]])
 
     def on_train_batch_end(
@@ -171,7 +176,7 @@ def run(
             draws = random.Random(f"soak {number}")  # numbers that are near draw alike at first
             name, stages = draws.choice(sorted(methods)), draws.choice(list(num_stages))
             sync, overlap = hydra.utils.instantiate(methods[name]), draws.choice(list(overlaps))
-            if isinstance(sync, NoSync):
+            if isinstance(sync, NoSync | AllReduce):
                 overlap = "none"
             resumes = draws.random() < 0.5
             work = Regression(stages, num_pipelines, sync, overlap, batch_seconds, batches, epochs)

@@ -42,6 +42,10 @@ def test_ratios_to_the_limits() -> None:
     assert found["longest_step/sdpipe/other/pause"]["value"] == pytest.approx(0.2)
     assert found["longest_step/sdpipe/other/forward"]["value"] == float("inf"), "missed"
     assert found["newcomer/sdpipe"]["value"] == pytest.approx(0.5)
+    step = good | {"method": "allreduce", "phase": "forward", "median_s": 0.1, "transfer_s": 0.75}
+    found = faults.ratios([step | {"beyond_s": 0.35, "join_beyond_s": 0.5}])
+    assert found["longest_step/allreduce/other/forward"]["value"] == pytest.approx(1.0), "a step and 0.25 s"
+    assert found["longest_in_join/allreduce"]["value"] == pytest.approx(0.5), "the transfer and 0.25 s"
 
 
 def test_every_case_of_the_configuration_can_be_made() -> None:

@@ -124,6 +124,14 @@ def test_who_has_the_result_says_so_when_another_misses_it() -> None:
     assert kinds(talk.due(0.22)) == ["TellCompleted"]
 
 
+def test_a_newcomer_knows_that_its_donor_is_another_one_by_now_though_it_still_waits_for_the_first() -> None:
+    talk = c.Conversation(ME, 7)
+    talk.ask(e.Enrol, {})
+    first, second = (Receive(1, donor, f"state-1-{donor}", 4) for donor in (2, 3))
+    assert [type(effect) for effect in talk.hear(e.Get(first))] == [f.Replied]
+    assert (talk.offered, talk.hear(e.Get(second)), talk.offered) == ("state-1-2", [], "state-1-3")
+
+
 def test_a_result_that_is_handed_over_is_there_when_it_has_come_and_its_source_hears_of_it() -> None:
     talk = enrolled()
     key, given = talk.ask(e.AskRegroup, PAIR, (), True), msgspec.structs.replace(PAIR, epoch=5)
