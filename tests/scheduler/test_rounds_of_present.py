@@ -1,0 +1,170 @@
+"""Rounds of gradients in virtual time, on the service and on the clients' own cores: members die, and exchanges break
+off when some have the mean and others have not. Whatever happens, all that are left have the same one."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.all_reduce import AllPresent
+from lightning_sdpipe.scheduler import membership_protocol as e
+from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client import effects as f
+from lightning_sdpipe.scheduler.client.conversation import Conversation
+from lightning_sdpipe.scheduler.server.service import SchedulerService
+
+STEP, ROUNDS, PIPELINES = 0.05, 12, 4
+
+
+@dataclass
+class Process:
+    """One pipeline of one stage. Its model is the list of means that it has stepped with: each the members of it."""
+
+    talk: Conversation
+    dead: bool = False
+    model: list[tuple[int, ...]] = field(default_factory=list)
+    group: Group | None = None
+    """Whose mean it is to have next; None until it is known."""
+    given: Group | None = None
+    """In which it is handed over."""
+    asked: bool = False
+    handed: set[int] = field(default_factory=set)
+
+    @property
+    def pipeline(self) -> int:
+        return self.talk.worker.pipeline
+
+
+class Rounds:
+    """A run; ``breaks`` is how likely an exchange breaks off for one of its members."""
+
+    def __init__(self, seed: int, breaks: float) -> None:
+        self.rng, self.breaks, self.now = random.Random(seed), breaks, 0.0
+        terms = ElasticConfig(start_pipelines=PIPELINES, settle=0.0)
+        self.service = SchedulerService(AllPresent(), 1, PIPELINES, elastic=terms, worker_timeout=30.0)
+        self.processes = [Process(Conversation(Worker(0, i), 100 + i)) for i in range(PIPELINES)]
+        self.lines: dict[bytes, deque[Any]] = {}
+        self.taken = 0
+        for process in self.processes:
+            process.talk.ask(e.Enrol, {"model": "linear"})
+
+    def run(self) -> None:
+        while any(not p.dead and len(p.model) < ROUNDS for p in self.processes):
+            self.now += STEP
+            assert self.now < 120.0, [(p.pipeline, p.dead, p.model, p.group, p.asked) for p in self.processes]
+            alive = [p for p in self.processes if not p.dead]
+            if len(alive) > 1 and self.rng.random() < 0.01:
+                self.die(self.rng.choice(alive))
+            self.deliver(self.service.tick(self.now))
+            for process in self.rng.sample(alive, len(alive)):
+                if not process.dead:
+                    self.pump(process)
+                    self.go_on(process)
+
+    def die(self, process: Process) -> None:
+        process.dead = True
+        self.say(process, process.talk._make(e.Depart, False), e.peer_of)
+
+    def say(self, process: Process, request: Any, line: Any) -> None:
+        peer = line(process.talk.worker, process.talk.incarnation)
+        self.deliver(self.service.handle(peer, request, self.now))
+
+    def deliver(self, replies: Any) -> None:
+        for peer, reply in replies:
+            self.lines.setdefault(peer, deque()).append(reply)
+
+    def pump(self, process: Process) -> None:
+        """Says what is due, and hears some of what has come, in order on each line."""
+        talk = process.talk
+        for request in talk.due(self.now):
+            self.say(process, request, e.peer_of)
+        for line, hear in ((e.peer_of, talk.hear), (m.routing_id, talk.hear_training)):
+            queue = self.lines.setdefault(line(talk.worker, talk.incarnation), deque())
+            while queue and self.rng.random() < 0.7:
+                for effect in hear(queue.popleft()):
+                    self.obey(process, effect)
+
+    def obey(self, process: Process, effect: f.Effect) -> None:
+        match effect:
+            case f.EpochBegan(epoch):
+                process.talk.holds([*process.talk.held, epoch.number])
+            case f.GroupBroke(sequence) if process.group is not None and process.group.sequence == sequence:
+                self.break_off(process)
+            case f.Replied(_, e.Again(group=group, source=source)):
+                process.asked = False
+                process.group, process.given = (process.group, group) if source >= 0 else (group, None)
+            case f.HandOver(sequence, _):
+                process.handed.add(sequence)
+            case f.Came(m.Ready, m.Answer(group=group)):
+                process.group = group
+            case f.Send(request):
+                self.say(process, request, m.routing_id)
+
+    def break_off(self, process: Process) -> None:
+        lost = process.given or process.group
+        assert lost is not None
+        assert process.group is not None
+        if not process.asked:
+            process.talk.holds([epoch for epoch in process.talk.held if epoch != lost.epoch])
+            process.talk.ask(e.AskRegroup, process.group, process.talk.held, True)
+            process.asked, process.given = True, None
+
+    def go_on(self, process: Process) -> None:
+        asks, talk = process.talk.training, process.talk
+        if not talk.epoch.number or process.asked or len(process.model) == ROUNDS:
+            return
+        if not asks.joined:
+            if not asks.asks(m.Join):
+                self.say(process, asks.ask(m.Join), m.routing_id)
+        elif process.group is None:
+            if not asks.asks(m.Ready):
+                self.say(process, asks.ask(m.Ready, len(process.model)), m.routing_id)
+        elif process.given is not None:
+            self.take(process, process.given)
+        else:
+            self.exchange(process, process.group)
+
+    def exchange(self, process: Process, group: Group) -> None:
+        """It ends when all members have begun it, or are dead; for each of them it may break off then."""
+        members = [self.processes[worker.pipeline] for worker in group.members]
+        known = [p for p in members if p.group is not None and p.group.sequence == group.sequence]
+        done = [p for p in members if group.sequence in p.talk._completed]
+        if any(p.dead for p in members) or (len(members) > 1 and self.rng.random() < self.breaks):
+            self.break_off(process)
+        elif len({p.pipeline for p in (*known, *done)}) == len(members):
+            self.step(process, tuple(p.pipeline for p in members))
+
+    def take(self, process: Process, given: Group) -> None:
+        source = self.processes[next(w.pipeline for w, x in zip(given.members, given.weights, strict=True) if x)]
+        if source.dead or self.rng.random() < self.breaks:
+            self.break_off(process)
+        elif given.sequence in source.handed:
+            self.taken += 1
+            self.step(process, source.model[len(process.model)])
+
+    def step(self, process: Process, mean: tuple[int, ...]) -> None:
+        assert process.group is not None
+        process.talk.completed(process.group.sequence)
+        process.model.append(mean)
+        process.group = process.given = None
+
+
+@pytest.mark.parametrize("breaks", [0.0, 0.1, 0.3])
+def test_all_that_are_left_have_stepped_with_the_same_means(breaks: float) -> None:
+    taken = 0
+    for seed in range(20):
+        rounds = Rounds(seed, breaks)
+        rounds.run()
+        models = {tuple(p.model) for p in rounds.processes if not p.dead}
+        assert len(models) == 1, (seed, models)
+        (model,) = models
+        for dead in (p for p in rounds.processes if p.dead):
+            assert tuple(dead.model[:-1]) == model[: max(0, len(dead.model) - 1)], "all but its last one are theirs"
+        taken += rounds.taken
+    assert taken or not breaks, "none was handed over"
