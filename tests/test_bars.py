@@ -68,7 +68,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1770, 17),
     "placement": (2722, 24),
     "policies": (2382, 25),
-    "recipes": (7220, 105),
+    "recipes": (7332, 106),
     "scheduler": (5141, 45),
     "seeing": (479, 5),
     "simulate": (640, 6),
