@@ -4,7 +4,7 @@ that the method's real policy decides in virtual time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import cycle
 from typing import Any
@@ -38,17 +38,26 @@ class _Replica:
 
     def __init__(self, module: L.LightningModule, corrected: float) -> None:
         self.module = module
-        optimizer = module.configure_optimizers()
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigurationError("suite.one_process trains modules with one optimizer and no scheduler.")
-        self.optimizer = VarianceCorrection(optimizer, corrected) if corrected > 1 else optimizer
+        configured: Any = module.configure_optimizers()
+        self._schedule = None
+        if isinstance(configured, Mapping):
+            self._schedule = configured["lr_scheduler"]["scheduler"]
+            configured = configured["optimizer"]
+        assert isinstance(configured, Optimizer)
+        self._optimizer = VarianceCorrection(configured, corrected) if corrected > 1 else configured
 
     def backward(self, batch: Any) -> None:
         """Gradients of ``batch``."""
         self.module.train()
-        self.optimizer.zero_grad()
+        self._optimizer.zero_grad()
         with logging_through(self.module, lambda *_, **__: None):
             self.module.training_step(batch, 0).backward()  # type: ignore[union-attr]
+
+    def step(self) -> None:
+        """One update, and one of the learning rate."""
+        self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
 
     def parameters(self) -> list[torch.Tensor]:
         return list(self.module.parameters())
@@ -107,7 +116,7 @@ def _along_groups(
         if isinstance(event, Ready):
             replica = replicas[event.worker.pipeline]
             replica.backward(next(batches))
-            replica.optimizer.step()
+            replica.step()
             trained += 1
         for group in (decision for decision in decisions if isinstance(decision, Group)):
             _average([replicas[worker.pipeline].parameters() for worker in group.members])
@@ -121,7 +130,7 @@ def _in_step(replicas: Sequence[_Replica], case: RealCase, batches: Iterator[Any
             replica.backward(next(batches))
         _average([[p.grad for p in replica.parameters() if p.grad is not None] for replica in replicas])
         for replica in replicas:
-            replica.optimizer.step()
+            replica.step()
         yield float(iteration + 1), (iteration + 1) * len(replicas)
 
 
