@@ -8,12 +8,13 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from lightning_sdpipe.meter import DATA, GC, OWN, PHASES, SEND, WAIT_GROUP
 from lightning_sdpipe.policies.decisions import Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.costs import Meeting, costs, meetings, stood_still
-from lightning_sdpipe.seeing.finding import Advice, Cost, Finding, severity
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, severity
 from lightning_sdpipe.seeing.recording import Recording, Series
 
 RECENT, LEAST = 192, 64
@@ -43,9 +44,8 @@ def bottlenecks(recording: Recording, slow: bool) -> list[Finding]:
 
 def recent(recording: Recording) -> Recording:
     """The newest updates of workers that have told of enough."""
-    return recording.with_series(
-        {worker: series.newest(RECENT) for worker, series in recording.series.items() if len(series) >= LEAST}
-    )
+    enough = {worker: series.newest(RECENT) for worker, series in recording.series.items() if len(series) >= LEAST}
+    return replace(recording, series=enough)
 
 
 def stalling(seen: Recording) -> list[Finding]:
@@ -70,7 +70,7 @@ def stalling(seen: Recording) -> list[Finding]:
     elif max(phases) >= 0.8 * sum(phases):
         cause = PHASES[phases.index(max(phases))]
     charged = costs(seen)
-    cost = charged[worst.pipeline] if alone else Cost(sum(each.stood for each in charged.values()))
+    cost = charged[worst.pipeline] if alone else Charge(sum(each.stood for each in charged.values()))
     known = any(any(series.core) for series in seen.series.values())
     text = f"{seen.name(worst)} stalls" if alone else "workers stall in turn"
     of_own = excess[worst] / stalls[worst].own if alone else share
@@ -147,17 +147,17 @@ def slow_link(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
             ]
             evidence = {"exchange_ms": round(median / 1e3, 3), "exchange_ms_of_others": round(usual / 1e3, 3)}
             text = f"exchanges of {seen.name(worker)} take {median / max(1.0, usual):.1f} × as long as those of others"
-            found.append(_link(seen, worker, text, evidence, Cost(max(0.0, sum(longer)) / total)))
+            found.append(_link(seen, worker, text, evidence, Charge(max(0.0, sum(longer)) / total)))
     for worker, series in sorted(seen.series.items()):
         send = sum(us[SEND] for us in series.us)
         if send >= OF_ITS_UPDATE * _total([series]):
             text = f"{seen.name(worker)} waits until its neighbours have taken what it sends"
             evidence = {"send_share": round(send / _total([series]), 3)}
-            found.append(_link(seen, worker, text, evidence, Cost(send / total)))
+            found.append(_link(seen, worker, text, evidence, Charge(send / total)))
     return found
 
 
-def _link(seen: Recording, worker: Worker, text: str, evidence: dict[str, float], cost: Cost) -> Finding:
+def _link(seen: Recording, worker: Worker, text: str, evidence: dict[str, float], cost: Charge) -> Finding:
     advice = (Advice("measure the links between the machines: sdpipe measure"),)
     return Finding("slow_link", severity(cost), (worker,), _since(seen, [worker]), text, evidence, cost, advice)
 
@@ -168,9 +168,9 @@ def exchange_bound(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
     times = transfers(seen, met)
     for stage, (spent, members, total) in sorted(times.items()):
         if spent >= EXCHANGE_BOUND * total:
-            cost = Cost(spent / _total(seen.series.values()))
+            cost = Charge(spent / _total(seen.series.values()))
             text = f"stage {stage} spends {spent / total:.0%} of its time on exchanges"
-            overlap = Advice("exchange while the next batch is computed", "exchange.overlap=step")
+            overlap = Advice("exchange while the next batch is computed", "exchange=full exchange.overlap=step")
             advice: tuple[Advice, ...] = () if _averages_gradients(seen) else (overlap,)
             advice = (*advice, Advice("send 8 bits per value", "exchange=eight_bit"))
             workers = tuple(worker for worker in sorted(seen.series) if worker.stage == stage)
@@ -201,7 +201,7 @@ def data_bound(seen: Recording) -> list[Finding]:
     bound = [worker for worker, share in shares.items() if share >= DATA_BOUND]
     if not bound:
         return []
-    cost = Cost(sum(loading[worker] for worker in bound) / _total(seen.series.values()))
+    cost = Charge(sum(loading[worker] for worker in bound) / _total(seen.series.values()))
     share = statistics.median(shares[worker] for worker in bound)
     text = f"{len(bound)} of {len(shares)} workers wait for batches, {share:.0%} of their time"
     advice = (Advice("load batches in more processes", "data.num_workers=4"),)
@@ -222,7 +222,7 @@ def unbalanced_cut(seen: Recording) -> list[Finding]:
     now, equal = (update_time(times, micro_batches, schedule) for times in (stages, [mean] * len(stages)))
     if now < UNBALANCED * equal:
         return []
-    cost = Cost(1 - equal / now)
+    cost = Charge(1 - equal / now)
     longest = stages.index(max(stages))
     text = f"stage {longest} computes {stages[longest] / mean:.2f} × as long as the mean stage"
     evidence = {"update_ms": round(now / 1e3, 3), "update_ms_if_equal": round(equal / 1e3, 3)}
@@ -253,7 +253,7 @@ def enforced_often(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
     if len(known) < MEETINGS or len(enforced) < ENFORCED * len(known):
         return []
     waits = sum(seen.series[worker].us[at][WAIT_GROUP] for meeting in enforced for worker, at in meeting)
-    cost = Cost(waits / _total(seen.series.values()))
+    cost = Charge(waits / _total(seen.series.values()))
     if cost.stood < FOR_ENFORCED:
         return []
     rounds = seen.policy.get("connectivity")

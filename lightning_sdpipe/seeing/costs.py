@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from lightning_sdpipe.meter import EXCHANGE, FOR_NEIGHBOURS, OWN, WAIT_GROUP, WAIT_STAGE
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.seeing.finding import Cost
+from lightning_sdpipe.seeing.finding import Charge
 from lightning_sdpipe.seeing.recording import Recording
 
 FOR_STAGES = (*FOR_NEIGHBOURS, WAIT_STAGE)
@@ -43,7 +43,7 @@ def stood_still(recording: Recording, worker: Worker, at: int) -> float:
     return us[WAIT_GROUP] + us[EXCHANGE]
 
 
-def costs(recording: Recording, begun: float = -math.inf) -> dict[int, Cost]:
+def costs(recording: Recording, begun: float = -math.inf) -> dict[int, Charge]:
     """What each pipeline cost, from a moment of the scheduler's clock on."""
     seen = {w: [at for at, end in enumerate(s.ends) if end > begun] for w, s in recording.series.items()}
     seen = {worker: places for worker, places in seen.items() if places}
@@ -62,7 +62,7 @@ def costs(recording: Recording, begun: float = -math.inf) -> dict[int, Cost]:
                 )
                 inner += max(0.0, waits) * len(seen[worker])
                 lacks = max(lacks, own * len(seen[worker]))
-        found[pipeline] = Cost((charged[pipeline] + inner) / total, lacks / total) if total else Cost()
+        found[pipeline] = Charge((charged[pipeline] + inner) / total, lacks / total) if total else Charge()
     return found
 
 

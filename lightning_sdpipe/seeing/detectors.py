@@ -19,7 +19,7 @@ from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.bottlenecks import bottlenecks
 from lightning_sdpipe.seeing.costs import costs
-from lightning_sdpipe.seeing.finding import Advice, Cost, Finding, severity
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, severity
 from lightning_sdpipe.seeing.recording import Recording, Series
 
 
@@ -190,10 +190,10 @@ def _log_ratios(mine: Series, others: Sequence[Series], block: int) -> list[floa
     return ratios
 
 
-def _cost(recording: Recording, slow: Sequence[_Slow]) -> Cost:
+def _cost(recording: Recording, slow: Sequence[_Slow]) -> Charge:
     """Of their pipelines, since they are slow."""
     found = costs(recording, min(each.begun for each in slow))
-    return sum((found[pipeline] for pipeline in {each.worker.pipeline for each in slow}), Cost())
+    return sum((found[pipeline] for pipeline in {each.worker.pipeline for each in slow}), Charge())
 
 
 def _of_host(recording: Recording, host: str, slow: Sequence[_Slow]) -> Finding:
@@ -219,7 +219,7 @@ def _for_slow_ones(recording: Recording) -> tuple[Advice, ...]:
             Advice("let the others go on without it", "sync=semi_decentralized"),
             Advice("give it fewer micro-batches", "sync=all_reduce strategy.batch_by_speed=true"),
         )
-    return (Advice("give it fewer batches", "strategy.data=dealt"),)
+    return (Advice("make sure that it gets fewer batches, as it does by default", "strategy.data=dealt"),)
 
 
 def _of_worker(recording: Recording, slow: _Slow) -> Finding:

@@ -11,15 +11,15 @@ WARNING, CRITICAL = 0.03, 0.10
 
 
 @dataclass(frozen=True)
-class Cost:
+class Charge:
     """Shares of all workers' time: what other workers ``stood`` still, and what the slow one ``lacks``, which it
     computed longer than others of its stage. Without both, the run would be 1/(1 − stood − lacks) times as fast."""
 
     stood: float = 0.0
     lacks: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.stood + other.stood, self.lacks + other.lacks)
+    def __add__(self, other: Charge) -> Charge:
+        return Charge(self.stood + other.stood, self.lacks + other.lacks)
 
     @property
     def gain(self) -> float:
@@ -51,11 +51,11 @@ class Finding:
     since: float
     text: str
     evidence: dict[str, float] = field(default_factory=dict)
-    cost: Cost | None = None
+    cost: Charge | None = None
     advice: tuple[Advice, ...] = ()
 
 
-def severity(cost: Cost | None) -> str:
+def severity(cost: Charge | None) -> str:
     """By what others stood still; a warning where that is not known."""
     if cost is None or WARNING <= cost.stood < CRITICAL:
         return "warning"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +113,6 @@ class Recording:
     def replicas(self, worker: Worker) -> list[Worker]:
         """Others of its stage that have told of updates."""
         return [other for other in sorted(self.series) if other.stage == worker.stage and other != worker]
-
-    def with_series(self, series: dict[Worker, Series]) -> Recording:
-        """The same run, of which that much is known."""
-        return replace(self, series=series)
 
     def name(self, worker: Worker) -> str:
         """For people."""

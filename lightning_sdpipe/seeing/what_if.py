@@ -23,7 +23,7 @@ from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.seeing.bottlenecks import recent, transfers
 from lightning_sdpipe.seeing.costs import meetings
-from lightning_sdpipe.seeing.finding import Advice, Cost, Finding, severity
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, severity
 from lightning_sdpipe.seeing.recording import Recording
 from lightning_sdpipe.simulate import Run, Schedule, Work, simulate
 
@@ -130,7 +130,7 @@ def windows(recording: Recording, model: WhatIf) -> list[Finding]:
     if gain < WORTH_SAYING:
         return []
     short = run.mean_group_size > model.unedited.mean_group_size
-    cost = Cost(1 - 1 / gain)
+    cost = Charge(1 - 1 / gain)
     return [
         Finding(
             "window_short" if short else "window_long",
@@ -161,7 +161,7 @@ def _mixes_within(run: Run) -> float:
 
 def _gain(recording: Recording, model: WhatIf, finding: Finding, override: str) -> float | None:
     """Of what an advice says, where that can be simulated."""
-    name, _, value = override.partition("=")
+    name, _, value = override.rpartition(" ")[2].partition("=")
     own: OwnTimes | None = None
     policy: PolicyConfig | None = None
     match name:

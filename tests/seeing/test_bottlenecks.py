@@ -151,7 +151,10 @@ def test_exchanges_that_take_long(tmp_path: Path) -> None:
     finding = only(log_of(tmp_path, exchange=lambda _: 0.015))
     assert finding.kind == "exchange_bound"
     assert finding.evidence["exchange_ms"] == pytest.approx(15, rel=0.1)
-    assert [advice.override for advice in finding.advice] == ["exchange.overlap=step", "exchange=eight_bit"]
+    assert [advice.override for advice in finding.advice] == [
+        "exchange=full exchange.overlap=step",
+        "exchange=eight_bit",
+    ]
 
 
 def test_loading_that_takes_long(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.rows import Chunk, UpdateRow
-from lightning_sdpipe.seeing.costs import Cost, costs
+from lightning_sdpipe.seeing.costs import Charge, costs
 from lightning_sdpipe.seeing.finding import severity
 from lightning_sdpipe.seeing.recording import Recording
 from lightning_sdpipe.simulate import Work, jittered, simulate
@@ -53,7 +53,7 @@ def test_a_charge_is_passed_on_to_the_one_that_held_the_last_one_up() -> None:
     assert charged(seen) == {0: 30 + 30, 1: 20, 2: 0}
 
 
-def shares(cost: Cost) -> tuple[float, float]:
+def shares(cost: Charge) -> tuple[float, float]:
     return round(100 * cost.stood, 1), round(100 * cost.lacks, 1)
 
 
@@ -62,7 +62,7 @@ def test_all_reduce_charges_the_slow_one_update_by_update() -> None:
     seen = told({w: [row_of(number, ms, 120 - ms) for number in range(8)] for w, ms in own.items()})
     assert shares(costs(seen)[3]) == (37.5, 12.5)
     assert costs(seen)[3].gain == pytest.approx(2.0)
-    assert [costs(seen)[i] for i in range(3)] == [Cost()] * 3
+    assert [costs(seen)[i] for i in range(3)] == [Charge()] * 3
 
 
 def test_of_dealt_data_only_what_it_lacks_is_lost() -> None:
@@ -83,7 +83,7 @@ def test_what_a_pipeline_waits_for_its_slow_stage_is_charged_to_it() -> None:
     found = costs(told(rows))
     assert shares(found[1]) == (11.1, 11.1)
     assert found[1].gain == pytest.approx(9 / 7)
-    assert found[0] == Cost()
+    assert found[0] == Charge()
 
 
 def test_only_what_ends_after_the_moment_counts() -> None:
@@ -118,12 +118,12 @@ def test_in_simulations_it_is_what_a_run_without_the_slow_one_gains(
 
 def test_nothing_is_charged_where_none_waits() -> None:
     run = simulate(NoSync(), Work(1, 4, 50, 0.06))
-    assert costs(simulated(run, lambda *_: 0.06)) == {i: Cost() for i in range(4)}
+    assert costs(simulated(run, lambda *_: 0.06)) == {i: Charge() for i in range(4)}
     assert costs(recording({})) == {}
 
 
 def test_the_severity_is_by_what_others_stood_still() -> None:
-    assert [severity(Cost(stood, 0.5)) for stood in (0.0, 0.029, 0.03, 0.099, 0.10)] == [
+    assert [severity(Charge(stood, 0.5)) for stood in (0.0, 0.029, 0.03, 0.099, 0.10)] == [
         *("note", "note", "warning", "warning", "critical")
     ]
     assert severity(None) == "warning"
