@@ -118,7 +118,17 @@ class Training:
         self._accumulated = False
         size = getattr(self.trainer.train_dataloader, "batch_size", None)
         samples = size * self.trainer.accumulate_grad_batches if isinstance(size, int) else None
-        self.client.about = About(socket.gethostname(), str(self._device), self.groups.rank, samples)
+        options = self.trainer.strategy.options  # type: ignore[attr-defined]
+        sync = options.sync if isinstance(options.sync, str) else type(options.sync).__name__
+        self.client.about = About(
+            socket.gethostname(),
+            str(self._device),
+            self.groups.rank,
+            samples,
+            options.schedule,
+            options.num_micro_batches,
+            sync,
+        )
 
     def begin_batch(self, batch: Any, source: BatchSource) -> None:
         """Lightning shows ``batch`` to the hooks. Takes part from now on, unless there is nothing to train."""

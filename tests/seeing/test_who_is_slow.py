@@ -17,13 +17,15 @@ from tests.seeing.golden.record import PIPELINES, SLOW, STAGES, UPDATES
 
 @pytest.mark.distributed
 def test_the_slow_worker_is_named_and_nobody_else(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.seeing.golden.record", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.seeing.golden.record", str(tmp_path), "straggler", "equal"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert run.returncode == 0, run.stderr
     slow, equal = re.findall(r"^sdpipe: .*$", run.stdout + run.stderr, re.MULTILINE)
     ratio = r"1\.[3-7]\d × as slow as its peers \(injected\)"
-    assert re.fullmatch(rf"sdpipe: \S+ samples/s; stage 0 of pipeline 1 \(.*, cpu\) {ratio}", slow), slow
-    assert re.fullmatch(r"sdpipe: \S+ samples/s; no worker was slower than its replicas", equal), equal
+    named = rf"stage 0 of pipeline 1 \(.*, cpu\) {ratio}: others stood still \d+\.\d %"
+    more = r"(; \d more findings?)?"  # the machine that runs the tests may stall
+    assert re.fullmatch(rf"sdpipe: \S+ samples/s; {named}{more}", slow), slow
+    assert re.fullmatch(rf"sdpipe: \S+ samples/s; no worker was slower than its replicas{more}", equal), equal
     recording = of_log(tmp_path / "straggler.jsonl")
     assert [finding.workers for finding in compute_straggler(recording)] == [(SLOW,)]
     assert len(recording.series) == STAGES * PIPELINES
