@@ -105,6 +105,7 @@ class SchedulerClient:
         self._asks.about = self.about
         self._ask(m.Join)
         self._wait(m.Join, e.Noted, "the scheduler to let it join")
+        self._asks.spans.meter = meter.current()
         meter.current().start()
 
     def leave(self) -> None:
@@ -157,7 +158,9 @@ class SchedulerClient:
 
         Beats tell the scheduler what the steps were made of; this only notes it.
         """
-        row = meter.current().update_ended(waited)
+        measured = meter.current()
+        row = measured.update_ended(waited)
+        measured.mark(meter.UPDATE, iteration)
         if row is not None:
             with self._thread.talking() as talk:
                 if self._asks.rows.add(iteration, row):
