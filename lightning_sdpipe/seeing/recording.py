@@ -122,13 +122,17 @@ def of_scheduler(address: str, keys: WorkerKeys | None, timeout: float) -> tuple
         if not reply.chunks:
             break
         since = reply.next
+    return of_answers(status, reply, series_of(chunks), lost), status
+
+
+def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series], lost: str) -> Recording:
+    """What a scheduler has said of its run, and of the workers' updates ``series``."""
     active = {
         Worker(j, i): reply.now - (stage.joined[i] or 0.0)
         for j, stage in enumerate(status.stages)
         for i in stage.active()
     }
-    about = dict(reply.workers)
-    return Recording(len(status.stages), reply.now, series_of(chunks), active, about, lost, status.failure), status
+    return Recording(len(status.stages), reply.now, series, active, dict(reply.workers), lost, status.failure)
 
 
 def of_log(path: Path) -> Recording:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_sdpipe import AllReduce, SDPipeStrategy
+from lightning_sdpipe import AllReduce, RunMetrics, SDPipeStrategy
 from lightning_sdpipe.heterogeneity import Static
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.topology.mesh import Mesh
@@ -43,7 +44,8 @@ def train(directory: Path, slow: Worker | None) -> None:
         devices=STAGES * PIPELINES,
         strategy=strategy,
         max_epochs=1,
-        logger=False,
+        logger=CSVLogger(directory),
+        callbacks=[RunMetrics(every=16)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
