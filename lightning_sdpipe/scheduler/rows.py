@@ -12,6 +12,8 @@ from lightning_sdpipe.policies.events import Count, Progress, Worker
 
 MOST = 32
 """Rows of one heartbeat; so many that wait are sent at once."""
+MOST_UPDATES = 64
+"""Of which spans may be asked for."""
 _LARGEST = 1 << 53
 """Microseconds that are taken for meant; above, JSON would lose digits."""
 
@@ -56,6 +58,41 @@ class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
             if len(row.us) != len(meter.PHASES) or row.count < 1 or min(numbers) < 0 or max(numbers) > _LARGEST:
                 return f"the row {row}"
         return None
+
+
+class Spans(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a worker's :attr:`~lightning_sdpipe.meter.Meter.kept` has of its newest updates, with times in whole
+    microseconds before ``said``.
+
+    The scheduler has ``asked`` for those of so many ``updates``, in seconds of its clock. By the worker's, in
+    microseconds, that was ``heard``, and then this was ``said``.
+    """
+
+    updates: Count
+    asked: float
+    heard: int
+    said: int
+    kept: tuple[tuple[int, int, int], ...]
+
+    def fault(self) -> str | None:
+        """What no client would say, if anything."""
+        times = -_LARGEST <= self.heard <= self.said <= _LARGEST and abs(self.asked) <= _LARGEST
+        if len(self.kept) > meter.SPANS or not times:
+            return f"{len(self.kept)} spans, asked for at {self.asked}, heard at {self.heard} and said at {self.said}"
+        for what, begin, number in self.kept:
+            known = meter.HIDDEN <= what < len(meter.PHASES) and 0 <= begin <= _LARGEST and 0 <= number <= _LARGEST
+            if not known or ((what >= 0 or what == meter.HIDDEN) and number > begin):
+                return f"the span {(what, begin, number)}"
+        return None
+
+
+class SpanChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Spans of ``worker`` in one session, its ``life``; they came ``at``, in seconds of the scheduler's clock."""
+
+    worker: Worker
+    life: int
+    at: float
+    spans: Spans
 
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=255)]

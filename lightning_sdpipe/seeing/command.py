@@ -77,7 +77,7 @@ def _show(look: Look, options: argparse.Namespace) -> int:
 def _look(options: argparse.Namespace) -> Look:
     if options.run is not None and Path(options.run).is_file():
         return lambda: (of_log(Path(options.run)), None)
-    address, keys = _scheduler_of(options.run, options.key_file)
+    address, keys = scheduler_of(options.run, options.key_file)
     return lambda: of_scheduler(address, keys, options.timeout)
 
 
@@ -93,7 +93,7 @@ def _watch(look: Look, seconds: float) -> None:
             live.update(Text(render(*look())), refresh=True)
 
 
-def _scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None]:
+def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None]:
     """The address, and the keys that open it.
 
     Raises:

@@ -52,8 +52,8 @@ class Training:
         groups: its place.
         draws: name the random streams of batches.
         whereabouts: is told when a step runs.
-        watch: looks for numbers that are not finite; None if nobody does.
-        first_failure: around what waits for others, who may have failed.
+        watch: looks for numbers that are not finite; None if none are.
+        first_failure: around what waits for other workers, which may have failed.
         state: hands on what steps change in Python where they end; None if they change nothing.
     """
 
@@ -222,7 +222,7 @@ class Training:
             self.rendezvous.pause(loop.position(self.trainer))
 
     def come_together(self) -> None:
-        """Before anything that waits for other pipelines: who waits there must not be waited for in the scheduler.
+        """Before anything that waits for other pipelines: which must not wait for this worker in the scheduler.
 
         Raises:
             ConfigurationError: not all of them come here.

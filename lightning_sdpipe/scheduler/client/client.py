@@ -107,6 +107,7 @@ class SchedulerClient:
         self._asks.about = self.about
         self._ask(m.Join)
         self._wait(m.Join, e.Noted, "the scheduler to let it join")
+        self._asks.spans.meter = meter.current()
         meter.current().start()
 
     def leave(self) -> None:
@@ -160,8 +161,10 @@ class SchedulerClient:
 
         Beats tell the scheduler what the steps were made of; this only notes it.
         """
-        row, group = meter.current().update_ended(waited), self._group
+        measured, group = meter.current(), self._group
         self._group = -1
+        row = measured.update_ended(waited)
+        measured.mark(meter.UPDATE, iteration)
         if row is not None:
             with self._thread.talking() as talk:
                 if self._asks.rows.add(iteration, row, group):

@@ -1,5 +1,5 @@
-"""What a worker's session remembers to tell the scheduler: its updates, the leases that its pipeline was dealt, and, to
-one that was restarted, the groups that others may not have heard of.
+"""What a worker's session remembers to tell the scheduler: its updates and spans, the leases that its pipeline was
+dealt, and, to one that was restarted, the groups that others may not have heard of.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from lightning_sdpipe import meter
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.protocol import Answer
-from lightning_sdpipe.scheduler.rows import MOST, NewRows, UpdateRow
+from lightning_sdpipe.scheduler.rows import MOST, NewRows, Spans, UpdateRow
 
 log = logging.getLogger(__name__)
 
 MEMBERS_IN_REPORT = 20_000
 """Of all groups that one report has room for: each takes up to 40 bytes of the largest request."""
+_LONGEST_AGO = 1e6
+"""Seconds that a program can have waited for spans."""
 
 
 class HeardAnswers:
@@ -172,3 +174,33 @@ class RowBuffer:
         if len(halved) == len(self._rows):  # pauses everywhere
             self._dropped += halved.pop(0)[0].count
         self._rows = halved
+
+
+class SpanReport:
+    """What the training thread's ``meter`` keeps, for the scheduler when it wants that.
+
+    Args:
+        clock: nanoseconds, as the meter's.
+    """
+
+    def __init__(self, clock: Callable[[], int] = meter.CLOCK) -> None:
+        self.meter: meter.Meter | None = None
+        self._clock = clock
+        self._wanted: tuple[int, int, float, int] | None = None
+
+    def want(self, updates: int, until: float, asked: float) -> None:
+        """The scheduler wants those of so many updates that had ended ``until`` then, and ``asked`` now; both in
+        seconds of its clock."""
+        heard = self._clock()
+        self._wanted = updates, heard - round(1e9 * min(_LONGEST_AGO, max(0.0, asked - until))), asked, heard // 1000
+
+    def take(self) -> Spans | None:
+        """None unless they are wanted."""
+        if self._wanted is None:
+            return None
+        (updates, until, asked, heard), self._wanted = self._wanted, None
+        kept = [] if self.meter is None else self.meter.recent(updates, until)
+        said = self._clock() // 1000
+        spans = meter.HIDDEN, *range(len(meter.PHASES))
+        told = ((w, said - begin // 1000, said - end // 1000 if w in spans else end) for w, begin, end in kept)
+        return Spans(updates, asked, heard, said, tuple(told))

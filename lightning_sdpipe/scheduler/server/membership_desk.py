@@ -24,6 +24,7 @@ from lightning_sdpipe.scheduler.server.lease_desk import LeaseDesk
 from lightning_sdpipe.scheduler.server.liveness import Liveness
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, ProcessGroupRegistry
+from lightning_sdpipe.scheduler.server.row_desk import SpanDesk
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +100,9 @@ class MembershipDesk:
         self._groups, self._leases, self._outbox = groups, leases, outbox
         self._process_groups, self._presence = process_groups, presence
         self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
-        self._store = KeyValueStore()
+        self._store, self._early = KeyValueStore(), DeferredRequests()
+        self.spans = SpanDesk(presence.incarnations, groups.rows.about, outbox)
         self._answers = GroupDelivery(groups, process_groups, presence.incarnations, self._unreachable, outbox, limit)
-        self._early = DeferredRequests()
         self._rival_since: dict[int, float] = {}
         self._update = -1
         """How far the furthest member is."""
@@ -245,8 +246,7 @@ class MembershipDesk:
                     self._answers.regrouped(request.regrouped, now)
                     self._groups.number_from(request.heard + 1, now)
                 lines = self._presence.lines
-                nonce = lines.give(worker, incarnation)
-                self._outbox.say(peer, e.Line(lines.port, nonce, self._beat, self._limit))
+                self._outbox.say(peer, e.Line(lines.port, lines.give(worker, incarnation), self._beat, self._limit))
             if isinstance(request, e.Enrol) and fixed and not core.recovering:
                 self._outbox.say(peer, e.Start(core.epoch, fresh=True))
         if isinstance(request, e.Enrol) and not core.roster.is_member(worker.pipeline, incarnation):
@@ -272,7 +272,7 @@ class MembershipDesk:
                 self._update = max(self._update, request.update)
                 if request.misses:
                     self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
-                say(peer, e.Noted(request.number))
+                say(peer, self.spans.note(request, peer, now))
                 if self._trains(worker, incarnation):
                     if worker not in self._early:
                         self._groups.hear_beat(request, peer, now)

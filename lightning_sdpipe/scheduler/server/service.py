@@ -120,7 +120,7 @@ class SchedulerService:
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""
-        return min(self.groups.deadline, self.members.deadline())
+        return min(self.groups.deadline, self.members.deadline(), self.members.spans.deadline)
 
     def tick(self, now: float) -> list[Addressed]:
         """Time passed."""
@@ -129,6 +129,7 @@ class SchedulerService:
             if self.groups.recovery.until <= now:
                 self.groups.end_recovery(now)
             self.members.tick(now)
+            self.members.spans.tick(now)
             self._dispatch_due(now)
         except Exception as error:
             self._give_up(error)
@@ -140,6 +141,9 @@ class SchedulerService:
             return [(peer, m.StatusReply(self.status(now)))]
         if isinstance(request, m.AskRows):
             return [(peer, self.groups.rows.answer(request, now))]
+        if isinstance(request, m.AskSpans):
+            self.members.spans.ask(peer, request, now)
+            return self._outbox.sent()
         worker = request.worker
         if not self.groups.sessions.is_socket_of(peer, worker, request.incarnation):
             self.ignore("impersonating", peer, f"it speaks for worker {worker}")

@@ -1,11 +1,12 @@
 """Trains two pipelines of two stages, and keeps the schedulers' logs: with one slow worker and without, and with what
 else holds a run up.
 
-``python -m tests.seeing.golden.record DIRECTORY [SCENE ...]``
+``python -m tests.seeing.golden.record DIRECTORY [SCENE ...]``; those of four pipelines of four stages are compressed.
 """
 
 from __future__ import annotations
 
+import gzip
 import logging
 import sys
 import time
@@ -29,7 +30,8 @@ from recipes.suites.emulated import FEATURES, EmulatedChain
 SLOW = Worker(0, 1)
 FACTOR = 1.6
 UPDATES = 112
-STAGES = PIPELINES = MICRO_BATCHES = 2
+STAGES = PIPELINES = 2
+LARGE, LARGE_SLOW, LARGE_UPDATES = 4, Worker(2, 1), 136
 
 
 class SlowSamples(Dataset[torch.Tensor]):
@@ -46,9 +48,9 @@ class SlowSamples(Dataset[torch.Tensor]):
         return self._samples[index]
 
 
-def factors(slow: Worker) -> list[float]:
-    mesh = Mesh.build(STAGES * PIPELINES, STAGES)
-    return [FACTOR if Worker(*mesh.locate(rank)) == slow else 1.0 for rank in range(STAGES * PIPELINES)]
+def factors(slow: Worker, size: int = STAGES) -> list[float]:
+    mesh = Mesh.build(size * size, size)
+    return [FACTOR if Worker(*mesh.locate(rank)) == slow else 1.0 for rank in range(size * size)]
 
 
 @dataclass
@@ -59,7 +61,9 @@ class Scene:
     delays: Heterogeneity = field(default_factory=Delays)
     samples: Callable[[torch.Tensor], Any] = lambda samples: samples
     blocks: Sequence[float] = (0.005, 0.005)
-    """Seconds of the forward of each stage; a backward takes twice as long."""
+    """Seconds of the forward of each stage; a backward takes twice as long. There are as many pipelines, and as many
+    micro-batches."""
+    updates: int = UPDATES
 
 
 SCENES: dict[str, Scene] = {
@@ -70,6 +74,9 @@ SCENES: dict[str, Scene] = {
     "stalls": Scene(delays=Delays(0.1, 0.4, seed=3)),
     "cut": Scene(blocks=(0.004, 0.010)),
 }
+for method, sync in (("all_reduce", AllReduce()), ("sdpipe", SemiDecentralized())):
+    for name, delays in (("equal", Delays()), ("straggler", Static(factors(LARGE_SLOW, LARGE)))):
+        SCENES[f"{method}_{name}_4x4"] = Scene(sync, delays, blocks=(0.005,) * LARGE, updates=LARGE_UPDATES)
 
 
 class Chain(EmulatedChain):
@@ -83,17 +90,18 @@ class Chain(EmulatedChain):
 def train(directory: Path, scene: Scene) -> None:
     """Leaves ``scheduler.jsonl`` in ``directory``."""
     torch.set_num_threads(1)
+    size = len(scene.blocks)
     strategy = SDPipeStrategy(
-        STAGES,
+        size,
         scene.sync,
-        num_micro_batches=MICRO_BATCHES,
+        num_micro_batches=size,
         delays=scene.delays,
         log_dir=directory,
         start_method="fork",
     )
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=STAGES * PIPELINES,
+        devices=size * size,
         strategy=strategy,
         max_epochs=1,
         logger=False,
@@ -101,8 +109,8 @@ def train(directory: Path, scene: Scene) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    samples = scene.samples(torch.rand(UPDATES * PIPELINES * MICRO_BATCHES, FEATURES))
-    trainer.fit(Chain(scene.blocks), DataLoader(samples, MICRO_BATCHES))
+    samples = scene.samples(torch.rand(scene.updates * size * size, FEATURES))
+    trainer.fit(Chain(scene.blocks), DataLoader(samples, size))
 
 
 def main(directory: Path, names: Sequence[str]) -> None:
@@ -110,7 +118,12 @@ def main(directory: Path, names: Sequence[str]) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
     for name in names or SCENES:
         train(directory, SCENES[name])
-        (directory / "scheduler.jsonl").rename(directory / f"{name}.jsonl")
+        log = directory / "scheduler.jsonl"
+        if len(SCENES[name].blocks) == LARGE:
+            (directory / f"{name}.jsonl.gz").write_bytes(gzip.compress(log.read_bytes(), mtime=0))
+            log.unlink()
+        else:
+            log.rename(directory / f"{name}.jsonl")
 
 
 if __name__ == "__main__":
