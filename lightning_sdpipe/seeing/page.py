@@ -26,10 +26,10 @@ IN_ONE_LINE = ("failed", "blind", "compute_straggler", "slow_host")
 """Findings that the last line of a run words; others are counted there."""
 
 _WIDTH = 40
-_RECENT = 64
+RECENT = 64
 """Updates that a bar is of."""
 _LETTERS = dict(zip(PHASES, "-dfboig^v>|.x", strict=True))
-_MEANINGS = {
+MEANINGS = {
     "other": "anything else",
     "injected": "injected sleep",
     "gc": "garbage collection",
@@ -149,18 +149,18 @@ def _lines(finding: Finding) -> list[str]:
 def _bars(recording: Recording) -> list[str]:
     if not recording.series:
         return ["no worker has told of an update yet"]
-    rows = [["stage", "pipeline", "rank", "where", "updates", "ms", "own", f"the last {_RECENT} updates"]]
+    rows = [["stage", "pipeline", "rank", "where", "updates", "ms", "own", f"the last {RECENT} updates"]]
     drawn = ""
     for worker, series in sorted(recording.series.items()):
-        about, recent = recording.about.get(worker), series.us[-_RECENT:]
+        about, recent = recording.about.get(worker), series.us[-RECENT:]
         shares = [sum(us[phase] for us in recent) for phase in range(len(PHASES))]
-        milliseconds = [sum(times) / len(recent) / 1e3 for times in (shares, series.own()[-_RECENT:])]
+        milliseconds = [sum(times) / len(recent) / 1e3 for times in (shares, series.own()[-RECENT:])]
         rank, where = ("-", "-") if about is None else (str(about.rank), str(about))
         line = bar(shares)
         numbers = [str(number) for number in (worker.stage, worker.pipeline)]
         rows.append([*numbers, rank, where, str(len(series)), *(f"{each:.1f}" for each in milliseconds), line])
         drawn += line
-    legend = [f"{_LETTERS[name]} {_MEANINGS.get(name, name)}" for name in PHASES if _LETTERS[name] in drawn]
+    legend = [f"{_LETTERS[name]} {MEANINGS.get(name, name)}" for name in PHASES if _LETTERS[name] in drawn]
     return [*status_page.aligned(rows), "own: without waits for other workers; " + ", ".join(legend)]
 
 

@@ -149,6 +149,11 @@ def of_scheduler(address: str, keys: WorkerKeys | None, timeout: float) -> tuple
         if not reply.chunks:
             break
         since = reply.next
+    return of_answers(status, reply, series_of(chunks), lost), status
+
+
+def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series], lost: str) -> Recording:
+    """What a scheduler has said of its run, and of the workers' updates ``series``."""
     active = {
         Worker(j, i): reply.now - (stage.joined[i] or 0.0)
         for j, stage in enumerate(status.stages)
@@ -158,14 +163,14 @@ def of_scheduler(address: str, keys: WorkerKeys | None, timeout: float) -> tuple
     return Recording(
         len(status.stages),
         reply.now,
-        series_of(chunks),
+        series,
         active,
         about,
         lost,
         status.failure,
         policy=msgspec.json.decode(status.policy),
         reasons={group.number: group.reason for stage in status.stages for group in stage.groups},
-    ), status
+    )
 
 
 def of_log(path: Path) -> Recording:

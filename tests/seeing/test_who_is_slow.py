@@ -3,6 +3,7 @@ shows what they do meanwhile."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import subprocess
@@ -36,6 +37,23 @@ def trace_when_it_trains(run: subprocess.Popen[str], directory: Path) -> None:
     assert max(trace["otherData"]["clock_error_us"].values()) < 1e6
 
 
+def check_metrics(directory: Path) -> None:
+    """What a logger of the Trainer got of the first run, and of the second."""
+    first, second = sorted(directory.glob("**/metrics.csv"))
+    for path in (first, second):
+        rows = [row for row in csv.DictReader(path.open()) if row["sdpipe/findings"]]
+        assert len(rows) >= 3
+        steps = [int(row["step"]) for row in rows]
+        assert steps == sorted({*steps})
+        assert min(steps) >= 16
+        *_, last = rows
+        assert float(last["sdpipe/samples_per_second"]) > 0
+        for stage in range(STAGES):
+            shares = [float(last[key]) for key in last if key.startswith(f"sdpipe/stage_{stage}/")]
+            assert len(shares) == 4
+            assert sum(shares) == pytest.approx(1, abs=1e-6)
+
+
 @pytest.mark.distributed
 def test_the_slow_worker_is_named_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -54,6 +72,7 @@ def test_the_slow_worker_is_named_and_nobody_else(tmp_path: Path, monkeypatch: p
     more = r"(; \d more findings?)?"  # the machine that runs the tests may stall
     assert re.fullmatch(rf"sdpipe: \S+ samples/s; {named}{more}", slow), slow
     assert re.fullmatch(rf"sdpipe: \S+ samples/s; no worker was slower than its replicas{more}", equal), equal
+    check_metrics(tmp_path)
     recording = of_log(tmp_path / "straggler.jsonl")
     assert [finding.workers for finding in compute_straggler(recording)] == [(SLOW,)]
     assert len(recording.series) == STAGES * PIPELINES

@@ -191,7 +191,7 @@ class SchedulerService:
             signals=overview.signals,
             signals_per_second=overview.rate(now, uptime),
             groups_by_size=dict(sorted(overview.sizes.items())),
-            groups_by_reason=dict(overview.reasons),
+            groups_by_reason=dict(sum(overview.reasons, Counter())),
             broken=overview.broken,
             refused=dict(self.refused),
             failure=None if self.failure is None else str(self.failure),

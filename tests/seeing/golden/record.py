@@ -17,10 +17,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe import AllReduce, RunMetrics, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.heterogeneity import Delays, Heterogeneity, Static
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.policies import Worker
@@ -104,7 +105,8 @@ def train(directory: Path, scene: Scene) -> None:
         devices=size * size,
         strategy=strategy,
         max_epochs=1,
-        logger=False,
+        logger=CSVLogger(directory),
+        callbacks=[RunMetrics(every=16)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
