@@ -68,7 +68,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1781, 17),
     "placement": (2722, 24),
     "policies": (2382, 25),
-    "recipes": (7617, 111),
+    "recipes": (7618, 111),
     "scheduler": (5263, 45),
     "seeing": (2027, 18),
     "simulate": (640, 6),

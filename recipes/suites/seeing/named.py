@@ -34,7 +34,7 @@ SKIPPED = 8
 def measure(
     *,
     methods: Mapping[str, Any],
-    factors: Mapping[str, float],
+    factors: Sequence[float],
     shapes: Sequence[Sequence[int]],
     seconds: float,
     iterations: int,
@@ -46,7 +46,7 @@ def measure(
 
     Args:
         methods: specifications for Hydra, by name.
-        factors: by the name of the condition, how many times as slow one worker is.
+        factors: how many times as slow one worker is, a condition each: 1.5 is ``static1.5``, and 1 ``none``.
         shapes: M and N.
         seconds: that a worker computes in an update, emulated, in as many micro-batches as there are stages.
         iterations: of each pipeline.
@@ -63,7 +63,8 @@ def measure(
             assert none is not None
             case = replace(case, scale=calibrated_scale(case, methods["all_reduce"], none, Journal(None, {})))
         for run in range(runs):
-            for condition, factor in factors.items():
+            for factor in factors:
+                condition = "none" if factor == 1 else f"static{factor:g}"
                 for method, specification in methods.items():
                     of_run = replace(case, method=Named(method, specification), seed=seed + run)
                     rows.append(_train(of_run, condition, factor, run))
