@@ -63,16 +63,15 @@ class Series:
 
     def newest(self, updates: int) -> Series:
         """The last ones."""
-        last = slice(-updates, None)
-        return Series(
-            self.life,
-            self.numbers[last],
-            self.ends[last],
-            self.us[last],
-            self.core[last],
-            self.groups[last],
-            self.dropped,
-        )
+        return self._part(slice(-updates, None))
+
+    def oldest(self, updates: int) -> Series:
+        """The first ones."""
+        return self._part(slice(updates))
+
+    def _part(self, of: slice) -> Series:
+        columns = self.numbers[of], self.ends[of], self.us[of], self.core[of], self.groups[of]
+        return Series(self.life, *columns, self.dropped)
 
     def own(self) -> list[float]:
         """Of each update, the microseconds that were no wait for another worker."""
