@@ -313,8 +313,6 @@ class World:
 
     def carry_out(self, process: Process, effect: f.Effect) -> None:
         match effect:
-            case f.Send(request):
-                self.send(process, m.routing_id(process.worker, process.incarnation), request)
             case f.Came(_, e.Refused(reason=reason)):
                 raise AssertionError(f"{process}: {reason}")
             case f.Came(kind, reply):
