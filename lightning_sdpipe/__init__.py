@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_sdpipe.exchange.payloads import TopK as TopK
     from lightning_sdpipe.loop.weight_averaging import SDPipeWeightAveraging as SDPipeWeightAveraging
     from lightning_sdpipe.partition.plan import Balanced as Balanced
+    from lightning_sdpipe.seeing.callback import RunMetrics as RunMetrics
     from lightning_sdpipe.strategy import SDPipeStrategy as SDPipeStrategy
     from lightning_sdpipe.sync import ADPSGD as ADPSGD
     from lightning_sdpipe.sync import PHDPSGD as PHDPSGD
@@ -46,6 +47,7 @@ _HOMES = {
     "OneBit": "lightning_sdpipe.exchange.payloads",
     "TopK": "lightning_sdpipe.exchange.payloads",
     "Balanced": "lightning_sdpipe.partition.plan",
+    "RunMetrics": "lightning_sdpipe.seeing.callback",
     "SDPipeStrategy": "lightning_sdpipe.strategy",
     "SDPipeWeightAveraging": "lightning_sdpipe.loop.weight_averaging",
     "ADPSGD": "lightning_sdpipe.sync",

@@ -18,7 +18,7 @@ from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, Receive
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Count, Last, Worker
-from lightning_sdpipe.scheduler.rows import About, NewRows
+from lightning_sdpipe.scheduler.rows import About, NewRows, Spans
 
 Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 
@@ -89,7 +89,7 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     ``exchange``, if any; those of groups and of meetings that it left last are numbered ``left``. In ``epoch`` it
     cannot reach the pipelines ``misses``. It has made ``update`` updates (-1: it does not say). ``joined`` says whether
     it believes that it takes part in groups, ``rows`` what it did since the last beat, and ``dealt`` how far it is with
-    what was dealt."""
+    what was dealt. ``spans`` are there when the scheduler has wanted them."""
 
     holds: tuple[Count, ...]
     epoch: Count
@@ -102,6 +102,7 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     joined: bool = False
     rows: NewRows | None = None
     dealt: tuple[Segment, Done] | None = None
+    spans: Spans | None = None
 
 
 class TellSnapshot(MemberRequest, frozen=True, gc=False, tag="snapshot"):
@@ -173,10 +174,13 @@ class MemberReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Noted(MemberReply, frozen=True, gc=False, tag="noted"):
-    """The request ``number`` was carried out; so far the worker was invited ``invitations`` times."""
+    """The request ``number`` was carried out; so far the worker was invited ``invitations`` times. In answer to a
+    beat, the scheduler ``wants`` the spans of so many updates, of those that had ended at a time of its clock, which
+    shows another time now."""
 
     number: int
     invitations: int = 0
+    wants: tuple[Count, float, float] | None = None
 
 
 class Waits(MemberReply, frozen=True, gc=False, tag="waits"):

@@ -10,7 +10,7 @@ one.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -19,7 +19,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Count, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.log.status import Status
-from lightning_sdpipe.scheduler.rows import About, NewRows
+from lightning_sdpipe.scheduler.rows import MOST_UPDATES, About, NewRows
 
 VERSION = 5
 MAX_REQUEST_BYTES = 1 << 20
@@ -119,6 +119,13 @@ class AskRows(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_r
     since: int
 
 
+class AskSpans(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_spans"):
+    """What did workers do in their newest ``updates``, span by span? The answer comes when all have told, or seconds
+    later. Anybody who may connect may ask."""
+
+    updates: Annotated[int, msgspec.Meta(ge=1, le=MOST_UPDATES)]
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welcome"):
     """The scheduler is the right one; ``policy`` are the values of what it decides by, as JSON, and ``mesh`` the stages
     and pipelines that it serves."""
@@ -159,9 +166,19 @@ class RowsReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="row
     chunks: tuple[bytes, ...]
 
 
+class SpansReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="spans"):
+    """Each of ``chunks`` is a :class:`~lightning_sdpipe.scheduler.rows.SpanChunk` in msgpack. Workers that are
+    ``missing`` did not tell in time; those ``left_out`` did, and the reply had no room for them."""
+
+    workers: tuple[tuple[Worker, About], ...]
+    chunks: tuple[bytes, ...]
+    missing: tuple[Worker, ...]
+    left_out: tuple[Worker, ...]
+
+
 Request: TypeAlias = Hello | Join | Ready | Leave | AskLease
-Reply: TypeAlias = Welcome | Answer | Invitation | Dealt | StatusReply | RowsReply
-Question: TypeAlias = AskStatus | AskRows
+Reply: TypeAlias = Welcome | Answer | Invitation | Dealt | StatusReply | RowsReply | SpansReply
+Question: TypeAlias = AskStatus | AskRows | AskSpans
 """Of a program that is no worker."""
 
 _PREFIX = bytes([VERSION])

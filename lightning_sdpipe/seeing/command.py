@@ -17,6 +17,7 @@ from lightning_sdpipe.scheduler.run_file import RunFile, running
 from lightning_sdpipe.seeing.detectors import findings
 from lightning_sdpipe.seeing.page import HEALTHY, NOT_CARRIED_OUT, exit_status, render, to_plain
 from lightning_sdpipe.seeing.recording import Recording, of_log, of_scheduler
+from lightning_sdpipe.seeing.what_if import advised
 
 _ELSEWHERE = 1.0
 """Seconds in which a scheduler of another host must answer to be shown."""
@@ -65,14 +66,18 @@ def _show(look: Look, options: argparse.Namespace) -> int:
         _watch(look, options.watch)
         return HEALTHY
     recording, status = look()
-    print(json.dumps(to_plain(recording, status), allow_nan=False) if options.json else render(recording, status))
-    return exit_status(findings(recording)) if options.once else HEALTHY
+    found = advised(recording, findings(recording))
+    if options.json:
+        print(json.dumps(to_plain(recording, status, found), allow_nan=False))
+    else:
+        print(render(recording, status, found))
+    return exit_status(found) if options.once else HEALTHY
 
 
 def _look(options: argparse.Namespace) -> Look:
     if options.run is not None and Path(options.run).is_file():
         return lambda: (of_log(Path(options.run)), None)
-    address, keys = _scheduler_of(options.run, options.key_file)
+    address, keys = scheduler_of(options.run, options.key_file)
     return lambda: of_scheduler(address, keys, options.timeout)
 
 
@@ -88,7 +93,7 @@ def _watch(look: Look, seconds: float) -> None:
             live.update(Text(render(*look())), refresh=True)
 
 
-def _scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None]:
+def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None]:
     """The address, and the keys that open it.
 
     Raises:

@@ -73,10 +73,9 @@ class _Open:
     __slots__ = ("at", "request", "told", "waits_for")
 
     def __init__(self, request: e.Request, told: bool) -> None:
-        self.request, self.told = request, told
+        self.request, self.told, self.waits_for = request, told, ""
         self.at = -math.inf
         """When it is due again."""
-        self.waits_for = ""
 
 
 class Conversation:
@@ -114,7 +113,7 @@ class Conversation:
         """Seconds after which a transfer that does not move is given up."""
         self.updates = -1
         """That this worker has made, for people."""
-        self._number, self._member = 0, False
+        self._number, self._member, self._left = 0, False, (-1, -1)
         self._line: e.Line | None = None
         self._now = e.Now(0)
         """The newest that was heard."""
@@ -126,7 +125,6 @@ class Conversation:
         self.held: tuple[int, ...] = ()
         """Epochs of whose members this worker has a process group."""
         self._exchange: Exchanging | None = None
-        self._left = (-1, -1)
         self._misses: tuple[int, tuple[int, ...]] = (0, ())
         """Of the epoch of that number."""
         self._since = 0
@@ -239,6 +237,9 @@ class Conversation:
         """What follows from ``reply``; nothing from one that is repeated, or was overtaken."""
         self._unanswered = 0
         match reply:
+            case e.Noted(wants=(updates, until, asked)):
+                self.training.spans.want(updates, until, asked)
+                self.beat_soon()
             case e.Noted(number=number) | e.Stored(number=number):
                 return self._answered(
                     reply, lambda of: of.request.number == number and not isinstance(of.request, _DECIDED_LATER)
@@ -393,6 +394,6 @@ class Conversation:
         missed_in, misses = self._misses
         enrolled, number = self._enrolment is not None, self.epoch.number
         exchange = self._exchange, self._left, misses if missed_in == number else ()
-        training = self.training.joined, self.training.rows.take(), self.training.leases.progress()
+        fields = self._now.version, *exchange, self.updates, *self.training.told()
         self._unanswered += 1
-        return self._make(e.Beat, self.held, number, enrolled, self._now.version, *exchange, self.updates, *training)
+        return self._make(e.Beat, self.held, number, enrolled, *fields)

@@ -17,12 +17,13 @@ from typing import Any
 
 import msgspec
 
+from lightning_sdpipe.dealing.leases import Done, Segment
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.effects import Came, Kind
-from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers, HeardLeases, RowBuffer
-from lightning_sdpipe.scheduler.rows import About
+from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers, HeardLeases, RowBuffer, SpanReport
+from lightning_sdpipe.scheduler.rows import About, NewRows, Spans
 
 
 class TrainingAsks:
@@ -45,7 +46,7 @@ class TrainingAsks:
         self.worker, self._make, self._mesh = worker, make, mesh
         self.joined = False
         """Does the worker take part, for all it knows?"""
-        self.leases, self.rows = HeardLeases(clock), RowBuffer()
+        self.leases, self.rows, self.spans = HeardLeases(clock), RowBuffer(), SpanReport()
         self.about: About | None = None
         """For people, when it joins."""
         self.waits_for = ""
@@ -76,6 +77,10 @@ class TrainingAsks:
         request: m.Request = self._make(kind, *fields)
         self._open[kind] = [request]
         return request
+
+    def told(self) -> tuple[bool, NewRows | None, tuple[Segment, Done] | None, Spans | None]:
+        """What a beat says of the training thread, once."""
+        return self.joined, self.rows.take(), self.leases.progress(), self.spans.take()
 
     def asks(self, *kinds: Kind) -> bool:
         """Is a request of any of these kinds open?"""

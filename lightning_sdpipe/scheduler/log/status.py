@@ -65,6 +65,8 @@ class StageStatus(msgspec.Struct, frozen=True):
     since: int
     """The round from which on all groups are told."""
     groups: list[GroupRow]
+    reasons: dict[str, int] = {}
+    """How many groups went out, by why."""
 
     def active(self) -> list[int]:
         """The pipelines whose worker takes part."""
@@ -205,7 +207,8 @@ class Overview:
     def __init__(self, num_stages: int, num_pipelines: int) -> None:
         self.signals = 0
         self.sizes: Counter[int] = Counter()
-        self.reasons: Counter[str] = Counter()
+        self.reasons: list[Counter[str]] = [Counter() for _ in range(num_stages)]
+        """Of each stage's groups."""
         self.broken = 0
         """Groups whose members did not average."""
         self._broken_last: OrderedDict[int, None] = OrderedDict()
@@ -237,8 +240,9 @@ class Overview:
         for group in decisions:
             members = group.members
             self.sizes[len(members)] += 1
-            self.reasons[group.reason] += 1
-            views = self._views[members[0].stage]
+            stage = members[0].stage
+            self.reasons[stage][group.reason] += 1
+            views = self._views[stage]
             for worker in members:
                 views[worker.pipeline].last_group = group
 
@@ -290,6 +294,7 @@ class Overview:
             round=graph.round,
             since=since,
             groups=rows[::-1],
+            reasons=dict(self.reasons[number]),
         )
 
 

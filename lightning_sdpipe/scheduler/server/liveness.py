@@ -138,13 +138,12 @@ class Levels:
         """Something else is true for them now."""
         self._changed.update(dict.fromkeys(workers))
 
-    def hear(self, beat: e.Beat) -> bool:
-        """A process that is there says what it has seen; is that all?"""
+    def hear(self, beat: e.Beat) -> None:
+        """A process that is there says what it has seen."""
         process = self._processes[beat.worker]
         process.seen, process.epoch = beat.seen, beat.epoch
         if beat.seen != process.version:
             self.change([beat.worker])
-        return beat.seen == process.version
 
     def tell(self) -> None:
         """Say what has changed."""

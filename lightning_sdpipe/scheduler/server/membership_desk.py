@@ -25,6 +25,7 @@ from lightning_sdpipe.scheduler.server.lease_desk import LeaseDesk
 from lightning_sdpipe.scheduler.server.liveness import Levels, Liveness
 from lightning_sdpipe.scheduler.server.outbox import DeferredRequests, Outbox
 from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, ProcessGroupRegistry
+from lightning_sdpipe.scheduler.server.row_desk import SpanDesk
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +63,10 @@ class MembershipDesk:
         self._groups, self._leases, self._outbox = groups, leases, outbox
         self._process_groups, self._presence = process_groups, presence
         self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
-        self._store = KeyValueStore()
-        self._levels = Levels(membership, outbox)
-        here = presence.incarnations
+        self._store, self._early = KeyValueStore(), DeferredRequests()
+        self.spans = SpanDesk(presence.incarnations, groups.rows.about, outbox)
+        self._levels, here = Levels(membership, outbox), presence.incarnations
         self._answers = GroupDelivery(groups, process_groups, here, self._unreachable, self._levels, outbox, limit)
-        self._early = DeferredRequests()
         self._rival_since: dict[int, float] = {}
         self._update = -1
         """How far the furthest member is."""
@@ -251,8 +251,8 @@ class MembershipDesk:
                 self._update = max(self._update, request.update)
                 if request.misses:
                     self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
-                if self._levels.hear(request):
-                    say(peer, e.Noted(request.number))
+                say(peer, self.spans.note(request, peer, now))
+                self._levels.hear(request)
                 if self._trains(worker, incarnation):
                     if worker not in self._early:
                         self._groups.hear_beat(request, peer, now)

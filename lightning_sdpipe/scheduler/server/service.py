@@ -115,13 +115,14 @@ class SchedulerService:
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""
-        return min(self.groups.deadline, self.members.deadline())
+        return min(self.groups.deadline, self.members.deadline(), self.members.spans.deadline)
 
     def tick(self, now: float) -> list[Addressed]:
         """Time passed."""
         try:
             self.groups.let_time_pass(now)
             self.members.tick(now)
+            self.members.spans.tick(now)
             self._dispatch_due(now)
         except Exception as error:
             self._give_up(error)
@@ -133,6 +134,9 @@ class SchedulerService:
             return [(peer, m.StatusReply(self.status(now)))]
         if isinstance(request, m.AskRows):
             return [(peer, self.groups.rows.answer(request, now))]
+        if isinstance(request, m.AskSpans):
+            self.members.spans.ask(peer, request, now)
+            return self._outbox.sent()
         worker = request.worker
         if not self.groups.sessions.is_socket_of(peer, worker, request.incarnation):
             self.ignore("impersonating", peer, f"it speaks for worker {worker}")
@@ -180,7 +184,7 @@ class SchedulerService:
             signals=overview.signals,
             signals_per_second=overview.rate(now, uptime),
             groups_by_size=dict(sorted(overview.sizes.items())),
-            groups_by_reason=dict(overview.reasons),
+            groups_by_reason=dict(sum(overview.reasons, Counter())),
             broken=overview.broken,
             refused=dict(self.refused),
             failure=None if self.failure is None else str(self.failure),
