@@ -18,7 +18,7 @@ from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, Receive
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Count, Last, Worker
-from lightning_sdpipe.scheduler.rows import NewRows, Spans
+from lightning_sdpipe.scheduler.rows import About, NewRows, Spans
 
 Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 
@@ -35,6 +35,15 @@ class MemberRequest(FromWorker, frozen=True, gc=False):
     """Said by the thread that beats, and not by the one that trains."""
 
 
+class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
+    """A group and, in the order of its members, the iterations whose ready it answers (passive: None), and how often
+    each was invited before; empty if nobody was."""
+
+    group: Group
+    iterations: tuple[Count | None, ...]
+    invitations: tuple[Count, ...] = ()
+
+
 class Book(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """All leases in ``segment`` that a worker heard of; ``over`` if it heard that too."""
 
@@ -49,8 +58,9 @@ class Resumes(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``holds`` are epochs that it has a process group of. ``regrouped`` are broken groups, and those in which it was to
     try them again, of which another member may not have heard; ``heard`` is the highest number of a group that it heard
-    of, -1 if of none. ``book`` is what it was dealt, if anything was. For the rest see
-    :class:`~lightning_sdpipe.membership.members.Resumed`.
+    of, -1 if of none. ``book`` is what it was dealt, if anything was. If it has ``joined``, then ``answered`` is the
+    iteration whose group it has heard of last, and ``answers`` are those that another member could still ask for.
+    ``about`` is for people. For the rest see :class:`~lightning_sdpipe.membership.members.Resumed`.
     """
 
     epoch: Epoch
@@ -60,6 +70,10 @@ class Resumes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     regrouped: tuple[tuple[Count, Group], ...] = ()
     heard: Last = -1
     book: Book | None = None
+    joined: bool = False
+    answered: Count | None = None
+    answers: tuple[Answer, ...] = ()
+    about: About | None = None
 
 
 class Enrol(MemberRequest, frozen=True, gc=False, tag="enrol"):
@@ -196,9 +210,14 @@ class End(msgspec.Struct, frozen=True, array_like=True, gc=False):
     worker: Worker | None = None
 
 
+LIFE = 20
+"""Bits of a version that count; those above are drawn by each scheduler."""
+
+
 class Now(MemberReply, frozen=True, gc=False, tag="now"):
-    """What is true for the worker's process, by ``version``, of which an older one says nothing; but an ``over`` holds
-    in any version, an ``epoch`` counts by its own number, and it is left out where the worker knows it.
+    """What is true for the worker's process, by ``version``, of which an older one, or one of an earlier scheduler,
+    says nothing; but an ``over`` holds in any version. An ``epoch`` counts by its own number; it and the ``line`` are
+    left out where the worker knows them.
 
     While there is a reason to ``hold``, nobody begins another turn: there are too few pipelines. What was begun goes
     on, and is answered, since a worker within a turn cannot give its state to those that are to come. (None: that is
@@ -265,7 +284,7 @@ class Refused(MemberReply, frozen=True, gc=False, tag="refused"):
 
 class Stranger(MemberReply, frozen=True, gc=False, tag="stranger"):
     """The scheduler does not know the process, or, if that is ``known``, not that it takes part in groups (it may have
-    been restarted): enrol, and join, again."""
+    been restarted): enrol again, with what is known."""
 
     known: bool = False
 

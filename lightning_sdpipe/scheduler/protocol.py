@@ -16,7 +16,7 @@ import msgspec
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Count, Last, Worker
+from lightning_sdpipe.policies.events import Count, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.rows import MOST_UPDATES, About, NewRows
@@ -40,6 +40,22 @@ class WrongVersion(MalformedFrame):
         self.version = version
 
 
+Answer: TypeAlias = e.Answer
+
+
+def iteration_of(worker: Worker, answer: Answer) -> int | None:
+    """Which ready of ``worker`` it answers."""
+    for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
+        if member == worker:
+            return iteration
+    return None
+
+
+def invitations_of(worker: Worker, answer: Answer) -> int:
+    """How many groups ``worker`` had been invited to before it was answered so."""
+    return dict(zip(answer.group.members, answer.invitations, strict=False)).get(worker, 0)
+
+
 class Failure(msgspec.Struct, frozen=True):
     """The first failure of a run: of a worker, or of the scheduler itself (None)."""
 
@@ -55,26 +71,6 @@ class Failure(msgspec.Struct, frozen=True):
         return e.Now(0, over=e.End(self.reason, True, True, self.worker))
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
-    """A group and, in the order of its members, the iterations whose ready it answers (passive: None), and how often
-    each was invited before; empty if nobody was."""
-
-    group: Group
-    iterations: tuple[Count | None, ...]
-    invitations: tuple[Count, ...] = ()
-
-    def iteration_of(self, worker: Worker) -> int | None:
-        """Which ready of ``worker`` this answers."""
-        for member, iteration in zip(self.group.members, self.iterations, strict=False):
-            if member == worker:
-                return iteration
-        return None
-
-    def invitations_of(self, worker: Worker) -> int:
-        """How many groups ``worker`` had been invited to before it was answered so."""
-        return dict(zip(self.group.members, self.invitations, strict=False)).get(worker, 0)
-
-
 class TrainingRequest(e.FromWorker, frozen=True, gc=False):
     """Said by the thread that trains; by the other one only to a scheduler that was started again."""
 
@@ -86,18 +82,9 @@ class Hello(TrainingRequest, frozen=True, gc=False, tag="hello"):
 
 
 class Join(TrainingRequest, frozen=True, gc=False, tag="join"):
-    """The worker takes part from now on; ``resumed`` when it already did, for all it knows.
-
-    ``heard`` is the highest number of a group that it heard of, -1 if it heard of none, None if it has not joined
-    before; ``answers`` are those that another member could still ask for. ``answered`` is the iteration whose group it
-    has heard of last. ``about`` is for people.
-    """
+    """The worker takes part from now on; ``about`` is for people."""
 
     mesh: tuple[Count, Count] | None
-    resumed: bool = False
-    heard: Last | None = None
-    answers: tuple[Answer, ...] = ()
-    answered: Count | None = None
     about: About | None = None
 
 

@@ -51,12 +51,9 @@ class WorkerModel:
             said += [(self.line, request) for request in asked]
         return said
 
-    def hear(self, peer: bytes, reply: m.Reply | e.Reply) -> list[tuple[bytes, m.Request | e.Request]]:
-        said: list[tuple[bytes, m.Request | e.Request]] = []
+    def hear(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
         for effect in self.talk.hear_training(reply) if peer == self.line else self.talk.hear(reply):
             match effect:
-                case f.Send(request):
-                    said.append((peer, request))
                 case f.Came(m.AskLease, m.Dealt(lease)):
                     self.leases.append(lease)
                     self.asks.leases.trained(sum(lease.size for lease in self.leases))
@@ -66,7 +63,6 @@ class WorkerModel:
                     pass
                 case _:
                     raise AssertionError(effect)
-        return said
 
 
 class LossyDealing(RuleBasedStateMachine):
@@ -88,7 +84,7 @@ class LossyDealing(RuleBasedStateMachine):
 
     def deliver(self, at: int, again: bool) -> None:
         peer, reply = self.to_workers[at] if again else self.to_workers.pop(at)
-        self.to_server += self.by_peer[peer].hear(peer, reply)
+        self.by_peer[peer].hear(peer, reply)
 
     @rule(data=st.data(), seconds=st.sampled_from([0.0, 0.1, 2.0]))
     def somebody_asks(self, data: st.DataObject, seconds: float) -> None:

@@ -137,7 +137,7 @@ class SchedulerClient:
             raise SchedulerError(f"worker {self.worker} asked for a group without being ready; call ready() first")
         answer = self._wait(m.Ready, m.Answer, f"the group of its iteration {self._iteration}")
         self._iteration = None
-        self._wait_for_invitations(answer.invitations_of(self.worker))
+        self._wait_for_invitations(m.invitations_of(self.worker, answer))
         self._group = answer.group.sequence
         return answer.group
 
@@ -229,8 +229,6 @@ class SchedulerClient:
                 match effect:
                     case f.Came(kind, came):
                         self._outcomes[kind] = came
-                    case f.Send(request):
-                        self._connection.send(m.encode(request))  # unsent: said again later
                     case _:
                         others.append(effect)
             self._thread.changed.notify_all()

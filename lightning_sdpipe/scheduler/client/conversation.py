@@ -115,10 +115,10 @@ class Conversation:
         """That this worker has made, for people."""
         self._number, self._member, self._left = 0, False, (-1, -1)
         self._line: e.Line | None = None
-        """Of the newest scheduler, and of those before it, which say nothing any more."""
-        self._earlier: deque[e.Line] = deque(maxlen=MET)
         self._now = e.Now(0)
         """The newest that was heard."""
+        self._earlier: deque[int] = deque(maxlen=MET)
+        """By their versions, schedulers before this one, which say nothing any more."""
         self._open: dict[f.Key, _Open] = {}
         self._stranger: e.Stranger | None = None  # what it lacks is said before all else, as it is then
         self._enrolment: e.Enrol | None = None
@@ -205,7 +205,7 @@ class Conversation:
         at = (request.at for request in self._open.values())
         return -math.inf if self._stranger is not None else min([self._beat_at, *at])
 
-    def due(self, now: float) -> list[e.Request | m.Request]:
+    def due(self, now: float) -> list[e.Request]:
         """What is to be said now."""
         said = [] if self._stranger is None else self._introduction(self._stranger.known)
         if now >= self._beat_at:
@@ -330,18 +330,18 @@ class Conversation:
     def _hear_now(self, now: e.Now) -> list[f.Effect]:
         if now.over is not None:
             return self._ends(now.over)
-        effects: list[f.Effect] = []
-        if now.line is not None and now.line != self._line:
-            if now.line in self._earlier:
-                return []
-            if self._line is not None:
-                self._earlier.append(self._line)
-            self._line, self._now, self.limit = now.line, e.Now(0), now.line.limit
-            effects.append(f.Connect(now.line.port, now.line.nonce))
-        if now.epoch is not None:
-            effects += self._epoch_began(now.epoch)
+        life, before = now.version >> e.LIFE, self._now.version >> e.LIFE
+        if life in self._earlier:
+            return []
+        if life != before:
+            self._earlier.append(before)
+            self._now = e.Now(0)
+        effects = [] if now.epoch is None else self._epoch_began(now.epoch)
         if now.version <= self._now.version:
             return effects
+        if now.line is not None and now.line != self._line:
+            self._line, self.limit = now.line, now.line.limit
+            effects.append(f.Connect(now.line.port, now.line.nonce))
         effects += [f.IsLost(*one) for one in now.lost if one not in self._now.lost]
         self._now = now
         if now.hold is not None:
@@ -375,25 +375,25 @@ class Conversation:
         while len(self._completed) > REMEMBERED:
             self._completed.popitem(last=False)
 
-    def _introduction(self, known: bool) -> list[e.Request | m.Request]:
-        self._stranger, said = None, list[e.Request | m.Request]()
+    def _introduction(self, known: bool) -> list[e.Request]:
+        self._stranger = None
         if not known:
             self._dealt_with.extend(self.donations)
             self._open = {key: request for key, request in self._open.items() if not request.told}
             if self._member and self._published is not None:
                 self._say(self._published, told=True)
-        if not known and self._enrolment is not None:
-            before = tuple(self._met), self._since, tuple(self._regrouped), self.training.heard
-            resumes = e.Resumes(self.epoch, self.held, *before, self.training.leases.book())
-            said.append(self._make(e.Enrol, self._enrolment.fingerprint, resumes if self._member else None))
             for request in self._open.values():
                 request.at = -math.inf
-        return said if (join := self.training.join_again()) is None else [*said, join]
+        if self._enrolment is None:
+            return []
+        before = tuple(self._met), self._since, tuple(self._regrouped)
+        resumes = e.Resumes(self.epoch, self.held, *before, **self.training.resumption())
+        return [self._make(e.Enrol, self._enrolment.fingerprint, resumes if self._member else None)]
 
     def _beat(self) -> e.Request:
         missed_in, misses = self._misses
         enrolled, number = self._enrolment is not None, self.epoch.number
         exchange = self._exchange, self._left, misses if missed_in == number else ()
+        fields = self._now.version, *exchange, self.updates, *self.training.told()
         self._unanswered += 1
-        seen, told = self._now.version, self.training.told()
-        return self._make(e.Beat, self.held, number, enrolled, seen, *exchange, self.updates, *told)
+        return self._make(e.Beat, self.held, number, enrolled, *fields)

@@ -68,13 +68,6 @@ class Unheard:
 
 
 @dataclass(frozen=True)
-class Send:
-    """``request`` is to be sent over the line that is spoken of."""
-
-    request: m.Request
-
-
-@dataclass(frozen=True)
 class Came:
     """What was asked for by the open request of that kind came, or it is refused."""
 
@@ -83,6 +76,6 @@ class Came:
 
 
 Effect: TypeAlias = (
-    Replied | NotGranted | EpochBegan | GroupBroke | Connect | IsLost | Unheard | Send | Came | m.Invitation | e.End
+    Replied | NotGranted | EpochBegan | GroupBroke | Connect | IsLost | Unheard | Came | m.Invitation | e.End
 )
 """An invitation is to be followed; of a lost worker people hear."""

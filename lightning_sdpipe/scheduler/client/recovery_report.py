@@ -13,13 +13,12 @@ from itertools import accumulate
 from lightning_sdpipe import meter
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.membership_protocol import Book
-from lightning_sdpipe.scheduler.protocol import Answer
+from lightning_sdpipe.scheduler.membership_protocol import Answer, Book
 from lightning_sdpipe.scheduler.rows import MOST, NewRows, Spans, UpdateRow
 
 log = logging.getLogger(__name__)
 
-MEMBERS_IN_REPORT = 20_000
+MEMBERS_IN_REPORT = 15_000
 """Of all groups that one report has room for: each takes up to 40 bytes of the largest request."""
 _LONGEST_AGO = 1e6
 """Seconds that a program can have waited for spans."""
@@ -31,18 +30,13 @@ class HeardAnswers:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._last_with: dict[Worker, Answer] = {}
-        self.highest: int | None = None
-        """The highest number of a group that was heard of; -1 if none was, None until the worker has joined."""
-
-    def joined(self) -> None:
-        """The worker has joined."""
-        if self.highest is None:
-            self.highest = -1
+        self.highest = -1
+        """The highest number of a group that was heard of."""
 
     def hear(self, answer: Answer) -> None:
         """The answer to this worker's ready came."""
         group = answer.group
-        self.highest = max(-1 if self.highest is None else self.highest, group.sequence)
+        self.highest = max(self.highest, group.sequence)
         for member in group.members:
             if not group.passive or member not in group.passive:  # who is passive asks for nothing
                 self._last_with[member] = answer

@@ -27,10 +27,10 @@ GROUPS_COST = 60_000
 """What the groups of a status may cost, over all stages: each its members and 4 more. The newest are told."""
 
 
-STATES = {name[0]: name for name in ("computing", "waiting", "held", "away", "lost", "-")}
+STATES = {name[0]: name for name in ("computing", "waiting", "away", "lost", "-")}
 """What a worker does, by the letter for it: the states of a session, and "-" for who has never joined."""
 
-ACTIVE = ("c", "w", "h")
+ACTIVE = ("c", "w")
 
 
 class GroupRow(msgspec.Struct, frozen=True, array_like=True):

@@ -50,8 +50,6 @@ def contradiction(request: m.Request | e.Request, num_stages: int, most_pipeline
     if not exists and not (isinstance(request, e.Enrol) and request.resumes is None):  # whose refusal says what to set
         return f"worker {worker} does not exist in {num_stages} stages × at most {most_pipelines} pipelines"
     match request:
-        case m.Join(answers=answers):
-            return next(filter(None, (_of_answer(answer, worker, most_pipelines) for answer in answers)), None)
         case m.AskLease(segment=segment) | e.Beat(dealt=(segment, _)):
             return _of_leases(segment, ())
         case e.AskRegroup(group=group):
@@ -74,6 +72,7 @@ def _of_resumes(resumes: e.Resumes, worker: Worker, most_pipelines: int) -> str 
         return f"the members {epoch.members} are not among {most_pipelines} pipelines"
     wrong = [_of_met(each, worker) for each in resumes.met]
     wrong += [_of_group(group, worker, most_pipelines) for _, group in resumes.regrouped]
+    wrong += [_of_answer(answer, worker, most_pipelines) for answer in resumes.answers]
     wrong += [_of_leases(book.segment, book.leases) for book in (resumes.book,) if book is not None]
     return next(filter(None, wrong), None)
 

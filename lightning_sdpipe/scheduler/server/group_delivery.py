@@ -25,7 +25,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
-from lightning_sdpipe.scheduler.server.levels import Levels
+from lightning_sdpipe.scheduler.server.liveness import Levels
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, KeptGroup, ProcessGroupRegistry
 

@@ -7,6 +7,7 @@ What membership means for groups and leases goes to the desks that keep them. Re
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -21,8 +22,7 @@ from lightning_sdpipe.scheduler.server.group_delivery import GroupDelivery
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
 from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore
 from lightning_sdpipe.scheduler.server.lease_desk import LeaseDesk
-from lightning_sdpipe.scheduler.server.levels import Levels
-from lightning_sdpipe.scheduler.server.liveness import Liveness
+from lightning_sdpipe.scheduler.server.liveness import Levels, Liveness
 from lightning_sdpipe.scheduler.server.outbox import DeferredRequests, Outbox
 from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, ProcessGroupRegistry
 from lightning_sdpipe.scheduler.server.row_desk import SpanDesk
@@ -63,12 +63,10 @@ class MembershipDesk:
         self._groups, self._leases, self._outbox = groups, leases, outbox
         self._process_groups, self._presence = process_groups, presence
         self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
-        self._store = KeyValueStore()
-        self._levels = Levels(membership, outbox)
-        here = presence.incarnations
-        self._answers = GroupDelivery(groups, process_groups, here, self._unreachable, self._levels, outbox, limit)
-        self._early = DeferredRequests()
+        self._store, self._early = KeyValueStore(), DeferredRequests()
         self.spans = SpanDesk(presence.incarnations, groups.rows.about, outbox)
+        self._levels, here = Levels(membership, outbox), presence.incarnations
+        self._answers = GroupDelivery(groups, process_groups, here, self._unreachable, self._levels, outbox, limit)
         self._rival_since: dict[int, float] = {}
         self._update = -1
         """How far the furthest member is."""
@@ -147,6 +145,11 @@ class MembershipDesk:
             self._answers.proceed(now)
         self._levels.tell()
 
+    @property
+    def held(self) -> int:
+        """Readies that wait until all are back."""
+        return self._early.count(m.Ready) if self.membership.recovering else 0
+
     # ------------------------------------------------- requests of training threads
 
     def admits(self, peer: bytes, request: m.Request, now: float) -> bool:
@@ -178,13 +181,17 @@ class MembershipDesk:
         return core.is_here(worker, incarnation)
 
     def due(self, now: float) -> Iterator[tuple[bytes, m.Request | e.Enrol]]:
-        """Yield the kept requests that can be dealt with, each when what follows from the one before is known."""
+        """Yield the kept requests that can be dealt with, each when what follows from the one before is known; first of
+        all what those say that return."""
         core = self.membership
-        for worker in [] if core.recovering else self._early.workers():
+        workers = [] if core.recovering else self._early.workers()
+        for returns, worker in itertools.product((True, False), workers):
             while (kept := self._early.first(worker)) is not None:
                 peer, request = kept
+                if returns and not isinstance(request, e.Enrol):
+                    break
                 reason = core.roster.tombstone(worker.pipeline, request.incarnation)
-                waits = isinstance(request, m.Join) and not self._shares_a_group(worker, now)
+                waits = isinstance(request, m.Join | e.Enrol) and not self._shares_a_group(worker, now)
                 if reason is None and (waits or not self._trains(worker, request.incarnation)):
                     break
                 self._early.pop(worker)
@@ -217,8 +224,8 @@ class MembershipDesk:
                 nonce = lines.give(worker, incarnation)
                 self._levels.comes(worker, incarnation, e.Line(lines.port, nonce, self._beat, self._limit))
                 self._levels.tell()  # so that its connection is there when it starts
-            if resumes is not None and resumes.book is not None:
-                self._early.keep(peer, request, now)
+            if resumes is not None:
+                self._early.keep(peer, request, now)  # it says more, that is for when all are back
             if resumes is None and fixed and not core.recovering:
                 self._outbox.say(peer, e.Start(core.epoch, fresh=True))
         if resumes is None and not core.roster.is_member(worker.pipeline, incarnation):
@@ -244,9 +251,8 @@ class MembershipDesk:
                 self._update = max(self._update, request.update)
                 if request.misses:
                     self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
-                noted = self.spans.note(request, peer, now)
-                if self._levels.hear(request) or noted.wants is not None:
-                    say(peer, noted)
+                say(peer, self.spans.note(request, peer, now))
+                self._levels.hear(request)
                 if self._trains(worker, incarnation):
                     if worker not in self._early:
                         self._groups.hear_beat(request, peer, now)
@@ -305,7 +311,6 @@ class MembershipDesk:
                     self._update = -1
                 logger.info("epoch %d of membership: %s", decision.number, decision.reason)
                 members = [member.pipeline for member in decision.members]
-                self._groups.members_are(members)
                 self._leases.members_are(members, now)
                 self._levels.change(self._presence.of(members))
             case w.Started(pipeline, epoch, fresh, checkpoint):

@@ -64,7 +64,15 @@ class DeferredRequests:
         kept = [*self._kept.get(request.worker, ()), (peer, request)]
         kept.sort(key=lambda pair: pair[1].number)
         newest = {type(other): (at, other) for at, other in kept if other.incarnation == request.incarnation}
-        self._kept[request.worker] = sorted(newest.values(), key=lambda pair: pair[1].number)
+        if (leaves := newest.get(m.Leave)) is not None:  # which outdates what it wanted before
+            number = leaves[1].number
+            newest = {
+                kind: (at, other)
+                for kind, (at, other) in newest.items()
+                if other.number >= number or not isinstance(other, m.Join | m.Ready)
+            }
+        order = sorted(newest.values(), key=lambda pair: (not isinstance(pair[1], e.Enrol), pair[1].number))
+        self._kept[request.worker] = order
         self._since.setdefault(request.worker, now)
 
     def waited(self, worker: Worker, now: float) -> float:
@@ -74,6 +82,10 @@ class DeferredRequests:
     def workers(self) -> list[Worker]:
         """Of which something is kept."""
         return [*self._kept]
+
+    def count(self, kind: type[m.Request]) -> int:
+        """Those of that ``kind``."""
+        return sum(isinstance(request, kind) for kept in self._kept.values() for _, request in kept)
 
     def first(self, worker: Worker) -> tuple[bytes, m.Request | e.Enrol] | None:
         """Its first one, if there is one."""

@@ -75,10 +75,10 @@ class RowDesk:
         self.about: dict[Worker, About] = {}
         """What workers have said of themselves."""
 
-    def introduce(self, request: m.Join) -> None:
-        """A worker says what people know it by."""
-        if request.about is not None:
-            self.about[request.worker] = request.about
+    def introduce(self, worker: Worker, about: About | None) -> None:
+        """``worker`` says what people know it by."""
+        if about is not None:
+            self.about[worker] = about
 
     def hear(self, request: e.Beat | m.Leave, joined: bool, peer: bytes, now: float) -> Progress | None:
         """What a policy hears of the updates that a worker tells of, which has ``joined``. Rows that make no sense are

@@ -88,7 +88,7 @@ def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() ->
     talk.hear(e.Now(10, donate=("state-2-1",)))
     assert talk.donations == (), "which the one before had asked for"
     another = msgspec.structs.replace(LINE, nonce=b"other")
-    assert talk.hear(e.Now(2, another, hold="too few")) == [f.Connect(5, b"other")], "its versions are its own"
+    assert talk.hear(e.Now(5 << e.LIFE, another, hold="too few")) == [f.Connect(5, b"other")]
     assert talk.held_up == "too few"
     assert talk.hear(e.Now(11, LINE, hold="")) == [], "that was of the one before"
     assert talk.held_up == "too few"

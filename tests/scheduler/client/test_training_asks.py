@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -16,7 +15,7 @@ from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.conversation import LAST_BEAT, Conversation
-from lightning_sdpipe.scheduler.client.effects import Came, Connect, Effect, Send, Unheard
+from lightning_sdpipe.scheduler.client.effects import Came, Connect, Effect, Unheard
 from tests.scheduler.client.test_conversation import LINE, any_of
 
 ME = Worker(0, 1)
@@ -36,10 +35,6 @@ def joined(**options: Any) -> Conversation:
     return talk
 
 
-def said(effects: Sequence[Effect]) -> list[m.Request]:
-    return [effect.request for effect in effects if isinstance(effect, Send)]
-
-
 def test_what_is_open_is_repeated_under_new_numbers_and_any_of_them_answers() -> None:
     talk = conversation().training
     first = talk.ask(m.Join).number
@@ -53,29 +48,29 @@ def test_what_is_open_is_repeated_under_new_numbers_and_any_of_them_answers() ->
     assert not talk.joined
     assert talk.again()[0].number == leave.number + 1, "the ready is dropped"
     assert talk.hear(e.Noted(again.number)) == [], "that was to the join"
-    assert talk.hear(e.Stranger(known=True)) == [], "a worker that leaves does not join again"
     assert talk.asks(m.Leave)
 
 
-def test_a_scheduler_that_was_started_again_hears_what_others_may_lack_and_then_what_is_open() -> None:
-    talk = joined().training
-    talk.ask(m.Ready, 3)
-    talk.ask(m.AskLease, SEGMENT, 0)
-    assert talk.hear(ANSWER) == [Came(m.Ready, ANSWER)], "while the lease is waited for"
-    talk.ask(m.Ready, 4)
-    join, lease, ready = said(talk.hear(e.Stranger()))
-    assert isinstance(join, m.Join)
-    assert (join.resumed, join.heard, join.answers, join.answered) == (True, 4, (ANSWER,), 3)
-    assert (lease, ready) == (
-        m.AskLease(ME, 7, join.number + 1, SEGMENT, 0, Done(0, None, 0.0)),
-        m.Ready(ME, 7, join.number + 2, 4),
-    )
-    again = talk.join_again()
-    assert isinstance(again, m.Join)
-    assert again.answers == (ANSWER,), "over the other line"
-    refused = e.Refused(join.number, "it serves another mesh")
-    assert talk.hear(refused) == [Came(m.AskLease, refused), Came(m.Ready, refused)], "they depend on the join"
-    assert talk.again() == []
+def test_a_scheduler_that_was_started_again_hears_what_others_may_lack() -> None:
+    both = joined()
+    both.hear(e.Start(Epoch(1, (), "tested"), True))
+    both.ask(e.Enrol, {})
+    both.training.ask(m.Ready, 3)
+    assert both.training.hear(ANSWER) == [Came(m.Ready, ANSWER)]
+    both.training.ask(m.Ready, 4)
+    for known in (False, True):
+        both.hear(e.Stranger(known))
+        enrol = both.due(0.0)[0]
+        assert isinstance(enrol, e.Enrol)
+        assert enrol.resumes is not None
+        resumes = enrol.resumes
+        assert (resumes.joined, resumes.heard, resumes.answered, resumes.answers) == (True, 4, 3, (ANSWER,))
+    both.training.ask(m.Leave)
+    both.hear(e.Stranger())
+    enrol = both.due(0.0)[0]
+    assert isinstance(enrol, e.Enrol)
+    assert enrol.resumes is not None
+    assert (enrol.resumes.joined, enrol.resumes.heard, enrol.resumes.answers) == (False, 4, ())
 
 
 def test_what_was_dealt_is_told_to_a_scheduler_that_was_started_again() -> None:
@@ -139,7 +134,7 @@ def test_no_sequence_of_replies_breaks_it_and_repeated_ones_change_nothing(data:
             assert m.encode(talk.ask(kind, *fields))
             heard.clear()  # the same reply may answer another question
         reply, number = m.decode_reply(m.encode(data.draw(REPLIES))), both._number
-        effects = both.hear_training(reply)
+        both.hear_training(reply)
         if getattr(reply, "number", 0) <= number and not isinstance(reply, e.Stranger):
             heard.append(reply)  # others answer what is not said yet
         before = talk.joined, both.stop, talk.leases.book(), talk.asks(m.Ready), talk.asks(m.Join, m.Leave)
@@ -147,5 +142,5 @@ def test_no_sequence_of_replies_breaks_it_and_repeated_ones_change_nothing(data:
             assert both.hear_training(again) == []
         after = talk.joined, both.stop, talk.leases.book(), talk.asks(m.Ready), talk.asks(m.Join, m.Leave)
         assert after == before
-        for request in said(effects) + talk.again() + both.due(float(now)):
+        for request in [*talk.again(), *both.due(float(now))]:
             assert m.decode_request(m.encode(request)) == request

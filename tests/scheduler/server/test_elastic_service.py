@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment, Told
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Epoch, Member
@@ -149,15 +151,13 @@ def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
     d = ElasticDialogue(LocalSGD(every=1))
     epoch = Epoch(4, (A, B), "pipeline 1 has come")
     for member in (A, B):
-        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, e.Resumes(epoch, ()))
-    d.say(m.Join, Worker(0, 0), A.incarnation, None, True, 3, (), 3)
-    d.say(m.Join, Worker(0, 1), B.incarnation, None, True, 3, (), 3)
+        resumes = e.Resumes(epoch, (), heard=3, joined=True, answered=3)
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
     assert d.say(m.Ready, Worker(0, 1), B.incarnation, 4) == [], "it is told to join, which it has done"
     d.say(m.Leave, Worker(0, 1), B.incarnation)
     for member in (A, B):
         d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (5,), 5, True)
-    d.say(m.Ready, Worker(0, 0), A.incarnation, 4)
-    replies = d.service.tick(0.0)
+    replies = d.say(m.Ready, Worker(0, 0), A.incarnation, 4) + d.service.tick(0.0)
     assert [reply.group.members for _, reply in replies if isinstance(reply, m.Answer)] == [(Worker(0, 0),)]
 
 
@@ -166,15 +166,14 @@ def test_a_new_start_of_a_pipeline_is_not_asked_about_groups_of_the_start_before
     d, again = ElasticDialogue(LocalSGD(every=1)), Member(2, 202)
     broke = Group((Worker(0, 0), Worker(0, 1), Worker(0, 2)), (1 / 3,) * 3, 9, "everybody came", epoch=4)
     for member in (A, B):
-        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, e.Resumes(EPOCH, (4,), since=1))
+        resumes = e.Resumes(EPOCH, (4,), since=1, heard=9, joined=True, answered=4)
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
     d.tick(4.0)
     replies = d.say(e.Enrol, Worker(0, 2), again.incarnation, SAME, now=4.0)
     ((peer, (transfer,)),) = donations(replies)
     donor = next(member for member in (A, B) if peer == e.peer_of(Worker(0, member.pipeline), member.incarnation))
     d.say(e.TellSnapshot, Worker(0, donor.pipeline), donor.incarnation, transfer, 3)
     d.say(e.TellReceived, Worker(0, 2), again.incarnation, transfer, 3)
-    for member in (A, B):
-        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), 4)
     replies = d.say(e.AskRegroup, Worker(0, 0), A.incarnation, broke, (), False, now=4.0)
     broken = [(peer, reply.broken) for peer, reply in replies if isinstance(reply, e.Now) and reply.broken]
     assert broken == [(e.peer_of(Worker(0, 1), B.incarnation), (9,))]
@@ -187,11 +186,11 @@ def test_members_of_a_broken_group_hear_alike_who_tries_again_though_the_schedul
     d, epoch = ElasticDialogue(LocalSGD(every=1)), Epoch(5, (A, B), "pipeline 2 lost")
     broke = Group((Worker(0, 0), Worker(0, 1), Worker(0, 2)), (1 / 3,) * 3, 9, "everybody came", epoch=4)
     again = Group((Worker(0, 0), Worker(0, 1)), (0.5, 0.5), 10, "regrouped", epoch=5)
-    d.say(e.Enrol, Worker(0, 1), B.incarnation, SAME, e.Resumes(epoch, (5,), since=1))
+    resumes = e.Resumes(epoch, (5,), since=1, heard=9, joined=True, answered=4)
+    d.say(e.Enrol, Worker(0, 1), B.incarnation, SAME, resumes)
     d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,), False)
-    d.say(e.Enrol, Worker(0, 0), A.incarnation, SAME, e.Resumes(epoch, (5,), since=1, regrouped=((9, again),)))
-    for member in (A, B):
-        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), 4)
+    resumes = msgspec.structs.replace(resumes, regrouped=((9, again),))
+    d.say(e.Enrol, Worker(0, 0), A.incarnation, SAME, resumes)
     replies = d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,), False)
     assert replies == [(e.peer_of(Worker(0, 1), B.incarnation), e.Again(9, again))]
     for member in (A, B):
@@ -205,8 +204,7 @@ def test_a_new_epoch_is_one_message_for_all_that_are_told_the_same_and_again_for
     d.resume(Epoch(4, members, "pipeline 63 has come"), *members)
 
     def beat(member: Member, seen: int, epoch: int) -> m.Reply | e.Reply:
-        ((_, reply),) = d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (), epoch, True, seen)
-        return reply
+        return d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (), epoch, True, seen)[-1][1]
 
     first = beat(members[0], 0, 0)
     assert isinstance(first, e.Now)

@@ -33,7 +33,7 @@ ROWS = NewRows((UpdateRow(7, 1, (1,) * 13, 0), UpdateRow(9, 2, (1000,) * 13, 4))
 REQUESTS = [
     m.Hello(A, 1 << 60, 1, (2, 3)),
     m.Join(A, 1 << 60, 1, None),
-    m.Join(B, 5, 9, (1, 2), True, 3, (ANSWER, ANSWER)),
+    e.Enrol(B, 5, 9, FIXED, e.Resumes(EPOCH, (), heard=3, joined=True, answered=4, answers=(ANSWER, ANSWER))),
     m.Join(B, 5, 9, (1, 2), about=About("host", "cuda:1", 3)),
     m.Ready(A, 1 << 60, 2, 7),
     m.Leave(B, 5, 6),
