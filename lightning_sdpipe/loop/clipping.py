@@ -73,7 +73,7 @@ def _clip_by_known_norm(
 ) -> None:
     """
     Raises:
-        ConfigurationError: nobody could know that gradients would be clipped.
+        ConfigurationError: it could not be known that gradients would be clipped.
         WorkerFailedError: another stage is gone.
     """
     if not pipeline.notes.norms:

@@ -20,12 +20,14 @@ _LARGEST = 1 << 53
 
 class UpdateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The last ``count`` updates of a worker, up to ``update``: microseconds of each of
-    :data:`~lightning_sdpipe.meter.PHASES`, and those without a core."""
+    :data:`~lightning_sdpipe.meter.PHASES`, and those without a core; and the sequence of the group that it waited for,
+    -1 if it waited for none, or for several."""
 
     update: int
     count: int
     us: tuple[int, ...]
     core: int
+    group: int = -1
 
 
 class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -52,7 +54,7 @@ class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if min(self.ago, self.dropped) < 0 or any(later.update <= row.update for row, later in pairwise(self.rows)):
             return "rows that do not increase"
         for row in self.rows:
-            numbers = (row.update, row.core, *row.us)
+            numbers = (row.update, row.core, row.group + 1, *row.us)
             if len(row.us) != len(meter.PHASES) or row.count < 1 or min(numbers) < 0 or max(numbers) > _LARGEST:
                 return f"the row {row}"
         return None
@@ -97,12 +99,16 @@ Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class About(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What people know a worker by, and how many samples one of its updates has, if that is known."""
+    """What people know a worker by, and how many samples one of its updates has, if that is known; and how its pipeline
+    is run."""
 
     host: Text
     device: Text
     rank: Count
     samples: Count | None = None
+    schedule: Text = ""
+    micro_batches: Count = 1
+    sync: Text = ""
 
     def __str__(self) -> str:
         return f"{self.host}, {self.device}"

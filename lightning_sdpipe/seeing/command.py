@@ -17,6 +17,7 @@ from lightning_sdpipe.scheduler.run_file import RunFile, running
 from lightning_sdpipe.seeing.detectors import findings
 from lightning_sdpipe.seeing.page import HEALTHY, NOT_CARRIED_OUT, exit_status, render, to_plain
 from lightning_sdpipe.seeing.recording import Recording, of_log, of_scheduler
+from lightning_sdpipe.seeing.what_if import advised
 
 _ELSEWHERE = 1.0
 """Seconds in which a scheduler of another host must answer to be shown."""
@@ -65,8 +66,12 @@ def _show(look: Look, options: argparse.Namespace) -> int:
         _watch(look, options.watch)
         return HEALTHY
     recording, status = look()
-    print(json.dumps(to_plain(recording, status), allow_nan=False) if options.json else render(recording, status))
-    return exit_status(findings(recording)) if options.once else HEALTHY
+    found = advised(recording, findings(recording))
+    if options.json:
+        print(json.dumps(to_plain(recording, status, found), allow_nan=False))
+    else:
+        print(render(recording, status, found))
+    return exit_status(found) if options.once else HEALTHY
 
 
 def _look(options: argparse.Namespace) -> Look:

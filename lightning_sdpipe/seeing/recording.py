@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,13 +28,16 @@ class Series:
     """The updates of one worker since it last joined as a new client, oldest first. A row of several updates counts as
     so many equal ones.
 
-    ``ends`` are seconds of the scheduler's clock, ``us`` microseconds of each phase, ``core`` those without a core.
+    ``numbers`` are those of the updates, ``ends`` seconds of the scheduler's clock, ``us`` microseconds of each phase,
+    ``core`` those without a core, and ``groups`` the sequence of the group that was waited for, -1 for none.
     """
 
     life: int
+    numbers: list[int] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     us: list[tuple[float, ...]] = field(default_factory=list)
     core: list[float] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
     dropped: int = 0
 
     def __len__(self) -> int:
@@ -49,11 +53,26 @@ class Series:
                 row.core / row.count,
                 sum(row.us) / row.count / 1e6,
             )
-            for _ in range(row.count):
+            for number in range(row.update - row.count + 1, row.update + 1):
                 end += seconds
+                self.numbers.append(number)
+                self.groups.append(row.group)
                 self.ends.append(end)
                 self.us.append(us)
                 self.core.append(core)
+
+    def newest(self, updates: int) -> Series:
+        """The last ones."""
+        last = slice(-updates, None)
+        return Series(
+            self.life,
+            self.numbers[last],
+            self.ends[last],
+            self.us[last],
+            self.core[last],
+            self.groups[last],
+            self.dropped,
+        )
 
     def own(self) -> list[float]:
         """Of each update, the microseconds that were no wait for another worker."""
@@ -81,6 +100,15 @@ class Recording:
     failure: str | None = None
     over: bool = False
     """Is this all that will ever be known?"""
+    policy: dict[str, Any] = field(default_factory=dict)
+    """What the scheduler decides by, as plain values."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Why groups went out, by their sequence, as far as that is known."""
+
+    @property
+    def num_pipelines(self) -> int:
+        """That have told of updates."""
+        return len({worker.pipeline for worker in self.series})
 
     def replicas(self, worker: Worker) -> list[Worker]:
         """Others of its stage that have told of updates."""
@@ -132,7 +160,17 @@ def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series],
         for j, stage in enumerate(status.stages)
         for i in stage.active()
     }
-    return Recording(len(status.stages), reply.now, series, active, dict(reply.workers), lost, status.failure)
+    return Recording(
+        len(status.stages),
+        reply.now,
+        series,
+        active,
+        dict(reply.workers),
+        lost,
+        status.failure,
+        policy=msgspec.json.decode(status.policy),
+        reasons={group.number: group.reason for stage in status.stages for group in stage.groups},
+    )
 
 
 def of_log(path: Path) -> Recording:
@@ -156,7 +194,17 @@ def of_log(path: Path) -> Recording:
     about = {update.rows.worker: update.about for update in record.updates if update.about is not None}
     series = series_of(update.rows for update in record.updates)
     lost = f"its first {record.beginning.after} events, which are in no file any more" if record.beginning.after else ""
-    return Recording(record.beginning.num_stages, now, series, dict.fromkeys(taking_part, now), about, lost, over=True)
+    return Recording(
+        record.beginning.num_stages,
+        now,
+        series,
+        dict.fromkeys(taking_part, now),
+        about,
+        lost,
+        over=True,
+        policy=record.beginning.policy,
+        reasons={group.sequence: group.reason for entry in record.entries for group in entry.decisions},
+    )
 
 
 def series_of(chunks: Iterable[Chunk]) -> dict[Worker, Series]:

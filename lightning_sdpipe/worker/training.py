@@ -52,8 +52,8 @@ class Training:
         groups: its place.
         draws: name the random streams of batches.
         whereabouts: is told when a step runs.
-        watch: looks for numbers that are not finite; None if nobody does.
-        first_failure: around what waits for others, who may have failed.
+        watch: looks for numbers that are not finite; None if none are.
+        first_failure: around what waits for other workers, which may have failed.
         state: hands on what steps change in Python where they end; None if they change nothing.
     """
 
@@ -118,7 +118,17 @@ class Training:
         self._accumulated = False
         size = getattr(self.trainer.train_dataloader, "batch_size", None)
         samples = size * self.trainer.accumulate_grad_batches if isinstance(size, int) else None
-        self.client.about = About(socket.gethostname(), str(self._device), self.groups.rank, samples)
+        options = self.trainer.strategy.options  # type: ignore[attr-defined]
+        sync = options.sync if isinstance(options.sync, str) else type(options.sync).__name__
+        self.client.about = About(
+            socket.gethostname(),
+            str(self._device),
+            self.groups.rank,
+            samples,
+            options.schedule,
+            options.num_micro_batches,
+            sync,
+        )
 
     def begin_batch(self, batch: Any, source: BatchSource) -> None:
         """Lightning shows ``batch`` to the hooks. Takes part from now on, unless there is nothing to train."""
@@ -212,7 +222,7 @@ class Training:
             self.rendezvous.pause(loop.position(self.trainer))
 
     def come_together(self) -> None:
-        """Before anything that waits for other pipelines: who waits there must not be waited for in the scheduler.
+        """Before anything that waits for other pipelines: which must not wait for this worker in the scheduler.
 
         Raises:
             ConfigurationError: not all of them come here.

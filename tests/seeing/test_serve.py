@@ -6,7 +6,6 @@ import asyncio
 import base64
 import http.client
 import json
-import math
 import signal
 import socket
 import subprocess
@@ -207,7 +206,8 @@ def test_a_page_has_findings_and_bars_and_takes_nothing_for_markup(status: Any) 
     page = Page(text)
     assert "<script>alert(1)</script>, cuda:1" in page.words
     assert any("1.50 × as slow as its peers" in word for word in page.words)
-    assert 'class="finding warning"' in text
+    assert 'class="finding critical"' in text
+    assert any(word.startswith("→ ") for word in page.words), "what to do"
     assert 'title="forward 40.0 %"' in text
     Page(view.View(Fixed(), 1.0).page().decode())
 
@@ -294,7 +294,7 @@ def test_many_workers_are_added_up_by_stage() -> None:
 
 def test_findings_have_a_cost_or_none(status: Any) -> None:
     found = Samples(seen(status).metrics().decode())
-    assert math.isnan(found("finding_cost", kind="compute_straggler", who="0.1"))
+    assert found("finding_cost", kind="compute_straggler", who="0.1") == pytest.approx(30 / 200, abs=0.02)
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

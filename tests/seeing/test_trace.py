@@ -236,6 +236,7 @@ def test_a_living_run_is_traced_and_workers_that_are_silent_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_sdpipe.scheduler.server.row_desk.SPANS_WITHIN", 2.0)
+    meter.current().kept.clear()  # of other tests of this thread
     path = tmp_path / "trace.json"
     scheduler_file, worker_file = own_keys()
     keys, credentials = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)

@@ -17,7 +17,7 @@ from lightning_sdpipe.cli import main
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.seeing.detectors import compute_straggler
 from lightning_sdpipe.seeing.recording import of_log
-from tests.seeing.golden.record import MICRO_BATCHES, PIPELINES, SLOW, STAGES, UPDATES
+from tests.seeing.golden.record import PIPELINES, SLOW, STAGES, UPDATES
 from tests.seeing.test_trace import check
 
 
@@ -33,7 +33,7 @@ def trace_when_it_trains(run: subprocess.Popen[str], directory: Path) -> None:
     found = check(trace)
     assert found["workers"] == STAGES * PIPELINES
     shared = found["updates"] // found["workers"] - 1  # by neighbours, one of which may be an update ahead
-    assert found["arrows"] >= shared * 2 * MICRO_BATCHES * PIPELINES
+    assert found["arrows"] >= shared * 2 * STAGES * PIPELINES
     assert max(trace["otherData"]["clock_error_us"].values()) < 1e6
 
 
@@ -57,7 +57,7 @@ def check_metrics(directory: Path) -> None:
 @pytest.mark.distributed
 def test_the_slow_worker_is_named_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    command = [sys.executable, "-m", "tests.seeing.golden.record", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.seeing.golden.record", str(tmp_path), "straggler", "equal"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         trace_when_it_trains(run, tmp_path)
@@ -68,8 +68,10 @@ def test_the_slow_worker_is_named_and_nobody_else(tmp_path: Path, monkeypatch: p
     assert run.returncode == 0, output
     slow, equal = re.findall(r"^sdpipe: .*$", output, re.MULTILINE)
     ratio = r"1\.[3-7]\d × as slow as its peers \(injected\)"
-    assert re.fullmatch(rf"sdpipe: \S+ samples/s; stage 0 of pipeline 1 \(.*, cpu\) {ratio}", slow), slow
-    assert re.fullmatch(r"sdpipe: \S+ samples/s; no worker was slower than its replicas", equal), equal
+    named = rf"stage 0 of pipeline 1 \(.*, cpu\) {ratio}: others stood still \d+\.\d %"
+    more = r"(; \d more findings?)?"  # the machine that runs the tests may stall
+    assert re.fullmatch(rf"sdpipe: \S+ samples/s; {named}{more}", slow), slow
+    assert re.fullmatch(rf"sdpipe: \S+ samples/s; no worker was slower than its replicas{more}", equal), equal
     check_metrics(tmp_path)
     recording = of_log(tmp_path / "straggler.jsonl")
     assert [finding.workers for finding in compute_straggler(recording)] == [(SLOW,)]

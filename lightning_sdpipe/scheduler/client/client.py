@@ -77,6 +77,8 @@ class SchedulerClient:
         self._invited = 0
         self._iteration: int | None = None
         """Of the ready whose group was not fetched yet."""
+        self._group = -1
+        """The sequence of the group that was fetched since the last step."""
         line.thread.on_invitation = self._follow
         self._connection = line.connect(m.routing_id(line.worker, line.incarnation))
 
@@ -136,6 +138,7 @@ class SchedulerClient:
         answer = self._wait(m.Ready, m.Answer, f"the group of its iteration {self._iteration}")
         self._iteration = None
         self._wait_for_invitations(answer.invitations_of(self.worker))
+        self._group = answer.group.sequence
         return answer.group
 
     def lease(self, segment: Segment, ordinal: int) -> Lease:
@@ -158,12 +161,13 @@ class SchedulerClient:
 
         Beats tell the scheduler what the steps were made of; this only notes it.
         """
-        measured = meter.current()
+        measured, group = meter.current(), self._group
+        self._group = -1
         row = measured.update_ended(waited)
         measured.mark(meter.UPDATE, iteration)
         if row is not None:
             with self._thread.talking() as talk:
-                if self._asks.rows.add(iteration, row):
+                if self._asks.rows.add(iteration, row, group):
                     talk.beat_soon()
 
     def first_failure(self, timeout: float) -> Failure | None:

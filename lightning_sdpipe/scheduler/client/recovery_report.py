@@ -138,11 +138,12 @@ class RowBuffer:
         """With the end of each, and whether it follows the one before."""
         self._dropped = 0
 
-    def add(self, update: int, row: meter.MeterRow) -> bool:
-        """``update`` is over. True if there are as many rows now as a heartbeat carries."""
+    def add(self, update: int, row: meter.MeterRow, group: int = -1) -> bool:
+        """``update`` is over, for which that group was waited for. True if there are as many rows now as a heartbeat
+        carries."""
         if len(self._rows) >= MOST:
             self._halve()
-        self._rows.append((UpdateRow(update, 1, row.us, row.core), row.ended, row.follows))
+        self._rows.append((UpdateRow(update, 1, row.us, row.core, group), row.ended, row.follows))
         return len(self._rows) == MOST
 
     def take(self) -> NewRows | None:
