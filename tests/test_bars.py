@@ -68,7 +68,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "pipeline": (1781, 17),
     "placement": (2722, 24),
     "policies": (2382, 25),
-    "recipes": (7339, 106),
+    "recipes": (7408, 108),
     "scheduler": (5263, 45),
     "seeing": (1854, 17),
     "simulate": (640, 6),
