@@ -15,7 +15,7 @@ from lightning_sdpipe.policies.events import Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import ask
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
-from lightning_sdpipe.scheduler.log.event_log import read_log
+from lightning_sdpipe.scheduler.log.event_log import Record, read_log
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.rows import About, Chunk
 
@@ -179,7 +179,11 @@ def of_log(path: Path) -> Recording:
     Raises:
         ConfigurationError: it cannot be read, or is no log.
     """
-    record = read_log(path)[-1]
+    return of_record(read_log(path)[-1])
+
+
+def of_record(record: Record) -> Recording:
+    """What a scheduler knew in the end."""
     ever: set[Worker] = set()
     left: set[Worker] = set()
     for entry in record.entries:
