@@ -70,7 +70,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "policies": (2382, 25),
     "recipes": (7408, 108),
     "scheduler": (5263, 45),
-    "seeing": (2037, 18),
+    "seeing": (2030, 18),
     "simulate": (640, 6),
     "strategy": (902, 6),
     "supervision": (1329, 14),

@@ -89,19 +89,12 @@ class View:
             for name, colour in zip(PHASES, _COLOURS, strict=True)
         ]
         facts = {"title": title, "phases": phases, "silence": self.silence, "recent": RECENT}
-        facts |= {"findings": (), "abstains": None, "healthy": False, "rows": (), "page": ""}
+        facts |= {"said": said, "recommended": recommended, "healthy": False}
+        facts |= {"findings": (), "abstains": None, "rows": (), "page": ""}
         if seen is not None:
             recording, status = seen
             facts |= {
-                "findings": [
-                    {
-                        "kind": finding.kind,
-                        "severity": finding.severity,
-                        "text": said(finding),
-                        "advice": [recommended(advice) for advice in finding.advice],
-                    }
-                    for finding in self._found or ()
-                ],
+                "findings": self._found,
                 "abstains": abstains(recording),
                 "healthy": all(finding.severity == "note" for finding in self._found or ()),
                 "rows": [_row(recording, worker) for worker in sorted(recording.series)],

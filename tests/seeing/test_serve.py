@@ -6,6 +6,7 @@ import asyncio
 import base64
 import http.client
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys
 from lightning_sdpipe.scheduler.log.event_log import read_log
 from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.seeing import following
+from lightning_sdpipe.seeing.finding import Finding
 from lightning_sdpipe.seeing.following import Follower, Totals
 from tests.scheduler.live_scheduler import clients, serving
 from tests.seeing.recordings import chunks, recording
@@ -208,6 +210,7 @@ def test_a_page_has_findings_and_bars_and_takes_nothing_for_markup(status: Any) 
     assert any("1.50 × as slow as its peers" in word for word in page.words)
     assert 'class="finding critical"' in text
     assert any(word.startswith("→ ") for word in page.words), "what to do"
+    assert any("others stood still 15.0 %" in word for word in page.words)
     assert 'title="forward 40.0 %"' in text
     Page(view.View(Fixed(), 1.0).page().decode())
 
@@ -293,8 +296,11 @@ def test_many_workers_are_added_up_by_stage() -> None:
 
 
 def test_findings_have_a_cost_or_none(status: Any) -> None:
+    """What others stood still, in the gauge."""
     found = Samples(seen(status).metrics().decode())
-    assert found("finding_cost", kind="compute_straggler", who="0.1") == pytest.approx(30 / 200, abs=0.02)
+    assert found("finding_cost", kind="compute_straggler", who="0.1") == pytest.approx(0.15)
+    unknown = view.exposition({}, status, [Finding("blind", "blind", (), 0.0, "too little")], True)
+    assert math.isnan(Samples(unknown.decode())("finding_cost", kind="blind", who=""))
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
