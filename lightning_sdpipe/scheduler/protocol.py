@@ -50,9 +50,9 @@ class Failure(msgspec.Struct, frozen=True):
         who = "the scheduler" if self.worker is None else f"worker {self.worker}"
         return f"{who} failed first: {self.reason}"
 
-    def said(self) -> e.Over:
+    def said(self) -> e.Now:
         """To the workers."""
-        return e.Over(self.reason, True, self.worker)
+        return e.Now(0, over=e.End(self.reason, True, True, self.worker))
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
@@ -121,15 +121,6 @@ class AskLease(TrainingRequest, frozen=True, gc=False, tag="ask_lease"):
     done: Done
 
 
-class TellLeases(TrainingRequest, frozen=True, gc=False, tag="tell_leases"):
-    """All leases in ``segment`` that the worker heard of; ``over`` if it heard that too."""
-
-    segment: Segment
-    leases: tuple[Lease, ...]
-    over: bool
-    done: Done
-
-
 class AskStatus(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_status"):
     """How is the run? Anybody who may connect may ask."""
 
@@ -157,13 +148,6 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welco
     mesh: tuple[int, int]
 
 
-class Lost(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="lost"):
-    """The others go on without ``worker``, until it is heard of; ``reason`` is what it was, or did."""
-
-    worker: Worker
-    reason: str
-
-
 class Invitation(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="invitation"):
     """Take part in ``group`` as a passive member. It was decided when the last ready of the worker that had been
     answered, since it joined, was that of iteration ``after``; None if there was none."""
@@ -176,10 +160,6 @@ class Dealt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="dealt")
     """The answer to an :class:`AskLease`, when it is decided."""
 
     lease: Lease
-
-
-class AskLeases(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_leases"):
-    """The scheduler was started anew: which leases has the worker heard of?"""
 
 
 class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="status"):
@@ -209,8 +189,8 @@ class SpansReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="sp
     left_out: tuple[Worker, ...]
 
 
-Request: TypeAlias = Hello | Join | Ready | Leave | AskLease | TellLeases
-Reply: TypeAlias = Welcome | Answer | Lost | Invitation | Dealt | AskLeases | StatusReply | RowsReply | SpansReply
+Request: TypeAlias = Hello | Join | Ready | Leave | AskLease
+Reply: TypeAlias = Welcome | Answer | Invitation | Dealt | StatusReply | RowsReply | SpansReply
 Question: TypeAlias = AskStatus | AskRows | AskSpans
 """Of a program that is no worker."""
 

@@ -331,7 +331,7 @@ class World:
             case f.Connect(nonce=nonce):
                 process.nonce = nonce
                 process.talk.lifeline(there=True)
-            case f.MustStop(reason, run):
+            case e.End(reason=reason, run=run):
                 assert not run or self.finishes_after is not None, reason
                 self.die(process, f"it must end: {reason}")
 

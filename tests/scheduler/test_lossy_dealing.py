@@ -33,6 +33,7 @@ class WorkerModel:
     def __init__(self, worker: Worker, segment: Segment, machine: LossyDealing) -> None:
         self.worker, self.segment = worker, segment
         self.leases: list[Lease] = []
+        self.started = False
         self.talk = Conversation(worker, RUN, clock=lambda: machine.now)
         self.asks = self.talk.training
         self.line, self.beats = m.routing_id(worker, RUN), e.peer_of(worker, RUN)
@@ -45,7 +46,7 @@ class WorkerModel:
     def speak(self, now: float) -> list[tuple[bytes, m.Request | e.Request]]:
         """The ask that is unanswered, again, or the next; beats only, once there is none."""
         said: list[tuple[bytes, m.Request | e.Request]] = [(self.beats, request) for request in self.talk.due(now)]
-        if not self.over:
+        if self.started and not self.over:
             asked = self.asks.again() or [self.asks.ask(m.AskLease, self.segment, len(self.leases))]
             said += [(self.line, request) for request in asked]
         return said
@@ -59,7 +60,9 @@ class WorkerModel:
                 case f.Came(m.AskLease, m.Dealt(lease)):
                     self.leases.append(lease)
                     self.asks.leases.trained(sum(lease.size for lease in self.leases))
-                case f.Replied(_, e.Start()) | f.EpochBegan() | f.Connect():
+                case f.Replied(_, e.Start()):
+                    self.started = True
+                case f.EpochBegan() | f.Connect():
                     pass
                 case _:
                     raise AssertionError(effect)

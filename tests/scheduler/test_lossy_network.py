@@ -69,7 +69,7 @@ class WorkerModel:
                     said.append((peer, request))
                 case f.Came(m.Ready, m.Answer() as answer):
                     self.answers[self.iteration] = answer
-                case f.Came(_, e.Noted()) | f.Replied(_, e.Start()) | f.EpochBegan() | f.Connect() | m.Lost():
+                case f.Came(_, e.Noted()) | f.Replied(_, e.Start()) | f.EpochBegan() | f.Connect() | f.IsLost():
                     pass
                 case _:
                     raise AssertionError(effect)

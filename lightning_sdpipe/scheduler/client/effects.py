@@ -53,13 +53,11 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class MustStop:
-    """This process must end; or the ``run`` is over, perhaps since it ``failed``, through ``worker`` or none."""
+class IsLost:
+    """Of ``worker`` nothing is heard any more, and the others go on without it."""
 
+    worker: Worker
     reason: str
-    run: bool
-    failed: bool
-    worker: Worker | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,6 @@ class Came:
 
 
 Effect: TypeAlias = (
-    Replied | NotGranted | EpochBegan | GroupBroke | Connect | MustStop | Unheard | Send | Came | m.Invitation | m.Lost
+    Replied | NotGranted | EpochBegan | GroupBroke | Connect | IsLost | Unheard | Send | Came | m.Invitation | e.End
 )
 """An invitation is to be followed; of a lost worker people hear."""

@@ -13,6 +13,7 @@ from itertools import accumulate
 from lightning_sdpipe import meter
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler.membership_protocol import Book
 from lightning_sdpipe.scheduler.protocol import Answer
 from lightning_sdpipe.scheduler.rows import MOST, NewRows, Spans, UpdateRow
 
@@ -115,12 +116,12 @@ class HeardLeases:
         """How far the worker is; None before its first segment."""
         return None if self._segment is None else (self._segment, self.done())
 
-    def book(self) -> tuple[Segment, tuple[Lease, ...], bool, Done] | None:
+    def book(self) -> Book | None:
         """All that was heard of this segment, in order, and whether it is over."""
         if self._segment is None:
             return None
         leases = tuple(self._leases[ordinal] for ordinal in sorted(self._leases))
-        return self._segment, leases, any(lease.over for lease in leases), self.done()
+        return Book(self._segment, leases, any(lease.over for lease in leases), self.done())
 
 
 class RowBuffer:

@@ -117,9 +117,10 @@ class TrainingAsks:
         """What follows from ``reply``, which came over the training thread's line."""
         match reply:
             case e.Stranger() if (join := self.join_again()) is not None:
-                return self._say_first(join)
-            case m.AskLeases() if (book := self.book()) is not None:
-                return self._say_first(book)
+                again = self.again()
+                for sent in self._open.values():
+                    sent.insert(1, join)  # if it is refused, so are they
+                return [Send(join), *map(Send, again)]
             case e.Waits(number=number, reason=reason):
                 if any(sent[-1].number == number for sent in self._open.values()):
                     self.waits_for = reason
@@ -127,19 +128,6 @@ class TrainingAsks:
         for kind in answered:
             del self._open[kind]
         return [Came(kind, reply) for kind in answered]
-
-    def book(self) -> m.Request | None:
-        """What was dealt, for a scheduler that was started again."""
-        if (book := self.leases.book()) is None:
-            return None
-        request: m.Request = self._make(m.TellLeases, *book)
-        return request
-
-    def _say_first(self, request: m.Request) -> list[Send | Came]:
-        again = self.again()
-        for sent in self._open.values():
-            sent.insert(1, request)  # if it is refused, so are they
-        return [Send(request), *map(Send, again)]
 
     def _is_answered(self, sent: list[m.Request], reply: m.Reply | e.Reply) -> bool:
         """Says so, and believes the answer."""

@@ -143,17 +143,12 @@ class GroupDesk:
         if session is not None and session.active:
             self.leave(session, now)
 
-    def lose_silent(self, worker: Worker, reason: str, now: float) -> None:
-        """It was silent for too long; the others hear of it if it took part."""
+    def lose_silent(self, worker: Worker, now: float) -> None:
+        """It was silent for too long."""
         session = self.sessions.get(worker)
         if session is None or not session.active:
             return
-        decisions = self._drop(session, Lost(worker), FALLS_SILENT, now)
-        lost = m.Lost(worker, reason)
-        for other in self.sessions:
-            if other.active:
-                self._outbox.say(other.member_peer, lost)
-        self._carry_out(decisions, now)
+        self._carry_out(self._drop(session, Lost(worker), FALLS_SILENT, now), now)
 
     def lose(self, pipeline: int, left: bool, now: float) -> None:
         """``pipeline`` of an elastic run is gone: it has left, or is lost."""

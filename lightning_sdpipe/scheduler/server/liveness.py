@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from lightning_sdpipe.membership.silence import Silence
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.server.lifelines import Lines
 
 logger = logging.getLogger(__name__)
@@ -57,11 +56,10 @@ class Liveness:
         self.incarnations.pop(worker, None)
         self._silence.forget(worker)
 
-    def peers(self, pipelines: Collection[int], stage: int | None = None) -> Iterator[bytes]:
-        """The sockets of the processes of ``pipelines``, in ``stage`` or in all."""
-        for worker, incarnation in self.incarnations.items():
-            if worker.pipeline in pipelines and stage in (None, worker.stage):
-                yield e.peer_of(worker, incarnation)
+    def of(self, pipelines: Collection[int]) -> list[Worker]:
+        """Those of ``pipelines`` that are there."""
+        among = set(pipelines)
+        return [worker for worker in self.incarnations if worker.pipeline in among]
 
     def silent(
         self, now: float, members: Collection[object], replaced: Collection[int]

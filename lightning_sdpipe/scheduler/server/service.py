@@ -227,7 +227,7 @@ class SchedulerService:
                 self._refuse(request, peer, str(error))
         self.members.deliver(now)
 
-    def _dispatch(self, peer: bytes, request: m.Request, now: float) -> None:
+    def _dispatch(self, peer: bytes, request: m.Request | e.Enrol, now: float) -> None:
         session = self.groups.sessions.of(request.worker, request.incarnation)
         if session is None:
             self._before_its_join(request, peer, now)
@@ -237,7 +237,7 @@ class SchedulerService:
         else:
             self.ignore("replayed", peer, f"number {request.number} was seen before")
 
-    def _before_its_join(self, request: m.Request, peer: bytes, now: float) -> None:
+    def _before_its_join(self, request: m.Request | e.Enrol, peer: bytes, now: float) -> None:
         """This start of the worker has not joined: it is new, or the scheduler is."""
         match request:
             case m.Join():
@@ -252,7 +252,7 @@ class SchedulerService:
             case _:
                 self._of_any(request, peer, now)
 
-    def _of_training(self, session: Session, request: m.Request, peer: bytes, now: float) -> None:
+    def _of_training(self, session: Session, request: m.Request | e.Enrol, peer: bytes, now: float) -> None:
         match request:
             case m.Ready():
                 self.groups.ready(session, request, peer, now)
@@ -267,7 +267,7 @@ class SchedulerService:
             case _:
                 self._of_any(request, peer, now)
 
-    def _of_any(self, request: m.Hello | m.AskLease | m.TellLeases, peer: bytes, now: float) -> None:
+    def _of_any(self, request: m.Hello | m.AskLease | e.Enrol, peer: bytes, now: float) -> None:
         """What needs no session."""
         match request:
             case m.Hello():
@@ -277,8 +277,8 @@ class SchedulerService:
                 self._outbox.say(peer, m.Welcome(request.number, self._description, self._extent.planned))
             case m.AskLease():
                 self.leases.ask(request, peer, now)
-            case m.TellLeases():
-                self.leases.hear_leases(request, now)
+            case e.Enrol(worker=worker, resumes=e.Resumes(book=e.Book() as book)):
+                self.leases.hear_book(worker, book, now)
 
     # ----------------------------------------------------------------- replies
 

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
+from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.conversation import LAST_BEAT, Conversation
-from lightning_sdpipe.scheduler.client.effects import Came, Connect, Effect, MustStop, Send, Unheard
-from tests.scheduler.client.test_conversation import any_of
+from lightning_sdpipe.scheduler.client.effects import Came, Connect, Effect, Send, Unheard
+from tests.scheduler.client.test_conversation import LINE, any_of
 
 ME = Worker(0, 1)
 SEGMENT = Segment(0, 0, 0, 9)
@@ -77,22 +78,26 @@ def test_a_scheduler_that_was_started_again_hears_what_others_may_lack_and_then_
     assert talk.again() == []
 
 
-def test_what_was_dealt_is_told_when_it_is_asked_for() -> None:
-    talk = conversation().training
-    assert talk.hear(m.AskLeases()) == [], "nothing was"
-    talk.ask(m.AskLease, SEGMENT, 0)
+def test_what_was_dealt_is_told_to_a_scheduler_that_was_started_again() -> None:
+    both = conversation()
+    both.hear(e.Start(Epoch(1, (), "tested"), True))
+    assert both.training.leases.book() is None, "nothing was"
+    both.training.ask(m.AskLease, SEGMENT, 0)
     lease = Lease(SEGMENT, 1, 0, 0, 0, 4, 0.0, 1.0)
-    assert talk.hear(m.Dealt(msgspec.structs.replace(lease, ordinal=1))) == []
-    assert talk.hear(m.Dealt(lease)) == [Came(m.AskLease, m.Dealt(lease))]
-    (book,) = said(talk.hear(m.AskLeases()))
-    assert isinstance(book, m.TellLeases)
-    assert (book.segment, book.leases, book.over) == (SEGMENT, (lease,), False)
+    assert both.training.hear(m.Dealt(msgspec.structs.replace(lease, ordinal=1))) == []
+    assert both.training.hear(m.Dealt(lease)) == [Came(m.AskLease, m.Dealt(lease))]
+    both.ask(e.Enrol, {})
+    both.hear(e.Stranger())
+    enrol = both.due(0.0)[0]
+    assert isinstance(enrol, e.Enrol)
+    assert enrol.resumes is not None
+    assert enrol.resumes.book == e.Book(SEGMENT, (lease,), False, Done(0, None, 0.0))
 
 
 @pytest.mark.parametrize("host", [None, Worker(0, 0)])
 def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worker | None) -> None:
     talk, effects = joined(host=host), list[Effect]()
-    talk.hear(e.Line(5, b"nonce", 1.0, 30.0))
+    talk.hear(e.Now(1, LINE))
     for now in range(LAST_BEAT - 1):
         talk.due(float(now))
     talk.hear(e.Noted(3))
@@ -100,20 +105,20 @@ def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worke
         talk.due(float(now))
         effects += talk.given_up()
     what = "it ended without a word, and the scheduler with it"
-    assert effects == [Unheard(LAST_BEAT) if host is None else MustStop(what, True, True, host)]
+    assert effects == [Unheard(LAST_BEAT) if host is None else e.End(what, True, True, host)]
 
 
 def test_an_invitation_a_line_and_the_end_are_heard_of_once_over_either_line() -> None:
-    talk, invitation = joined(), m.Invitation(PAIR, 3)
+    talk, invitation, end = joined(), m.Invitation(PAIR, 3), e.End("broke", True, True, ME)
     for reply, effect in (
         (invitation, invitation),
-        (e.Line(5, b"nonce", 1.0, 30.0), Connect(5, b"nonce")),
-        (e.Over("broke", True, ME), MustStop("broke", True, True, ME)),
+        (e.Now(1, LINE), Connect(5, b"nonce")),
+        (e.Now(0, over=end), end),
     ):
         assert talk.hear(reply) == [effect]
         assert talk.hear(reply) == []
-    assert talk.hear_training(e.Over("lost its neighbour", True)) == []
-    assert talk.stop == MustStop("broke", True, True, ME)
+    assert talk.hear_training(e.Now(0, over=e.End("lost its neighbour", True))) == []
+    assert talk.stop == end
 
 
 REPLIES = st.one_of(
@@ -121,8 +126,6 @@ REPLIES = st.one_of(
     for kind in (*get_args(m.Reply), *get_args(e.Reply))
     if kind is not m.StatusReply
 )
-LEVELS = (e.Stranger, m.AskLeases)
-"""These are answered anew each time."""
 
 
 @settings(deadline=None)
@@ -137,7 +140,7 @@ def test_no_sequence_of_replies_breaks_it_and_repeated_ones_change_nothing(data:
             heard.clear()  # the same reply may answer another question
         reply, number = m.decode_reply(m.encode(data.draw(REPLIES))), both._number
         effects = both.hear_training(reply)
-        if getattr(reply, "number", 0) <= number and not isinstance(reply, LEVELS):
+        if getattr(reply, "number", 0) <= number and not isinstance(reply, e.Stranger):
             heard.append(reply)  # others answer what is not said yet
         before = talk.joined, both.stop, talk.leases.book(), talk.asks(m.Ready), talk.asks(m.Join, m.Leave)
         for again in heard:

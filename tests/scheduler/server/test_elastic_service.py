@@ -46,7 +46,7 @@ class ElasticDialogue:
     def resume(self, epoch: Epoch, *back: Member) -> None:
         """The processes of ``back`` were in ``epoch``, which another scheduler decided."""
         for pipeline, incarnation in ((member.pipeline, member.incarnation) for member in back):
-            self.say(e.Resume, Worker(0, pipeline), incarnation, SAME, epoch, (epoch.number,), ())
+            self.say(e.Enrol, Worker(0, pipeline), incarnation, SAME, e.Resumes(epoch, (epoch.number,)))
 
     def ask(
         self, member: Member, ordinal: int, batches: int, now: float = 0.0, stage: int = 0, segment: Segment = S
@@ -56,12 +56,9 @@ class ElasticDialogue:
         replies = self.say(m.AskLease, worker, member.incarnation, segment, ordinal, Done(batches), now=now)
         return [reply for _, reply in replies]
 
-    def tell(
-        self, member: Member, *leases: Lease, batches: int = 0, segment: Segment = S, stage: int = 0
-    ) -> list[m.Reply | e.Reply]:
-        worker = Worker(stage, member.pipeline)
-        replies = self.say(m.TellLeases, worker, member.incarnation, segment, leases, False, Done(batches))
-        return [reply for _, reply in replies]
+
+def donations(replies: list[Addressed]) -> list[tuple[bytes, tuple[str, ...]]]:
+    return [(peer, reply.donate) for peer, reply in replies if isinstance(reply, e.Now) and reply.donate]
 
 
 A, B, C = Member(0, 100), Member(1, 101), Member(2, 102)
@@ -69,18 +66,16 @@ EPOCH = Epoch(4, (A, B, C), "pipeline 2 has come")
 
 
 def test_a_scheduler_without_a_journal_hears_what_a_pipeline_beyond_the_plan_was_dealt(tmp_path: Path) -> None:
-    """Though it tells last; and the log plays back."""
+    """Though it came back first, when nothing was decided; and the log plays back."""
     log = EventLog(tmp_path / "log")
     d = ElasticDialogue(log=log)
     terms = d.service.members.membership.terms
     log.open(Beginning(registry.to_plain(T_INF), 1, 2, 0.0, "", terms))
-    d.resume(EPOCH, A, B, C)
-    for member in (A, B):
-        assert d.ask(member, 0, 0) == [m.AskLeases()]
-        assert d.tell(member) == []
-        assert d.ask(member, 0, 0) == [], "pipeline 2 has not told"
-    assert d.ask(C, 1, 1) == [m.AskLeases()]
-    answered = d.tell(C, Lease(S, 2, 0, 1, 4, 8, 0.0, 2.0), batches=1)
+    book = e.Book(S, (Lease(S, 2, 0, 1, 4, 8, 0.0, 2.0),), False, Done(1))
+    d.say(e.Enrol, Worker(0, 2), C.incarnation, SAME, e.Resumes(EPOCH, (4,), book=book))
+    d.resume(EPOCH, A, B)
+    assert d.ask(A, 0, 0) == [], "pipeline 1 has not said that it was dealt nothing"
+    answered = d.ask(B, 0, 0)
     assert [(reply.lease.home, reply.lease.start) for reply in answered if isinstance(reply, m.Dealt)] == [
         (0, 0),
         (1, 0),
@@ -127,16 +122,14 @@ def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_jo
     d.say(e.Depart, Worker(0, 1), B.incarnation, False, "OSError: gone")
     for stage in (0, 1):
         replies = d.say(e.Enrol, Worker(stage, 1), again.incarnation, SAME)
-    assert [peer for peer, reply in replies if isinstance(reply, e.Give)] == [e.peer_of(Worker(0, 0), A.incarnation)]
-    (transfer,) = {reply.donate.transfer for _, reply in replies if isinstance(reply, e.Give)}
+    ((peer, (transfer,)),) = donations(replies)
+    assert peer == e.peer_of(Worker(0, 0), A.incarnation)
     for stage in (0, 1):
         d.say(e.TellSnapshot, Worker(stage, 0), A.incarnation, transfer, 3)
     for stage in (0, 1):
         d.say(e.TellReceived, Worker(stage, 1), again.incarnation, transfer, 3)
-    assert d.ask(A, 0, 0, segment=one_batch) == [m.AskLeases()]
-    for stage in (0, 1):
-        d.tell(A, segment=one_batch, stage=stage)
-    assert isinstance(d.ask(A, 0, 0, segment=one_batch)[0], m.Dealt)
+    assert d.ask(A, 0, 0, segment=one_batch) == []
+    assert isinstance(d.ask(A, 0, 0, stage=1, segment=one_batch)[0], m.Dealt)
     assert isinstance(d.ask(again, 0, 0, segment=one_batch)[0], m.Dealt)
     ordinal = 1
     for stage in (0, 1):
@@ -156,13 +149,13 @@ def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
     d = ElasticDialogue(LocalSGD(every=1))
     epoch = Epoch(4, (A, B), "pipeline 1 has come")
     for member in (A, B):
-        d.say(e.Resume, Worker(0, member.pipeline), member.incarnation, SAME, epoch, (), ())
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, e.Resumes(epoch, ()))
     d.say(m.Join, Worker(0, 0), A.incarnation, None, True, 3, (), 3)
     d.say(m.Join, Worker(0, 1), B.incarnation, None, True, 3, (), 3)
     assert d.say(m.Ready, Worker(0, 1), B.incarnation, 4) == [], "it is told to join, which it has done"
     d.say(m.Leave, Worker(0, 1), B.incarnation)
     for member in (A, B):
-        d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (5,), 5, True, False)
+        d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (5,), 5, True)
     d.say(m.Ready, Worker(0, 0), A.incarnation, 4)
     replies = d.service.tick(0.0)
     assert [reply.group.members for _, reply in replies if isinstance(reply, m.Answer)] == [(Worker(0, 0),)]
@@ -173,16 +166,18 @@ def test_a_new_start_of_a_pipeline_is_not_asked_about_groups_of_the_start_before
     d, again = ElasticDialogue(LocalSGD(every=1)), Member(2, 202)
     broke = Group((Worker(0, 0), Worker(0, 1), Worker(0, 2)), (1 / 3,) * 3, 9, "everybody came", epoch=4)
     for member in (A, B):
-        d.say(e.Resume, Worker(0, member.pipeline), member.incarnation, SAME, EPOCH, (4,), (), 1)
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, e.Resumes(EPOCH, (4,), since=1))
     d.tick(4.0)
     replies = d.say(e.Enrol, Worker(0, 2), again.incarnation, SAME, now=4.0)
-    (donate,) = {reply.donate for _, reply in replies if isinstance(reply, e.Give)}
-    d.say(e.TellSnapshot, Worker(0, donate.donor), (A, B)[donate.donor].incarnation, donate.transfer, 3)
-    d.say(e.TellReceived, Worker(0, 2), again.incarnation, donate.transfer, 3)
+    ((peer, (transfer,)),) = donations(replies)
+    donor = next(member for member in (A, B) if peer == e.peer_of(Worker(0, member.pipeline), member.incarnation))
+    d.say(e.TellSnapshot, Worker(0, donor.pipeline), donor.incarnation, transfer, 3)
+    d.say(e.TellReceived, Worker(0, 2), again.incarnation, transfer, 3)
     for member in (A, B):
         d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), 4)
     replies = d.say(e.AskRegroup, Worker(0, 0), A.incarnation, broke, (), False, now=4.0)
-    assert [peer for peer, reply in replies if isinstance(reply, e.Broke)] == [e.peer_of(Worker(0, 1), B.incarnation)]
+    broken = [(peer, reply.broken) for peer, reply in replies if isinstance(reply, e.Now) and reply.broken]
+    assert broken == [(e.peer_of(Worker(0, 1), B.incarnation), (9,))]
     replies = d.say(e.TellCompleted, Worker(0, 1), B.incarnation, 9, now=4.0)
     assert [reply.group.members for _, reply in replies if isinstance(reply, e.Again)] == [(Worker(0, 0),)]
 
@@ -192,9 +187,9 @@ def test_members_of_a_broken_group_hear_alike_who_tries_again_though_the_schedul
     d, epoch = ElasticDialogue(LocalSGD(every=1)), Epoch(5, (A, B), "pipeline 2 lost")
     broke = Group((Worker(0, 0), Worker(0, 1), Worker(0, 2)), (1 / 3,) * 3, 9, "everybody came", epoch=4)
     again = Group((Worker(0, 0), Worker(0, 1)), (0.5, 0.5), 10, "regrouped", epoch=5)
-    d.say(e.Resume, Worker(0, 1), B.incarnation, SAME, epoch, (5,), (), 1)
+    d.say(e.Enrol, Worker(0, 1), B.incarnation, SAME, e.Resumes(epoch, (5,), since=1))
     d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,), False)
-    d.say(e.Resume, Worker(0, 0), A.incarnation, SAME, epoch, (5,), (), 1, ((9, again),))
+    d.say(e.Enrol, Worker(0, 0), A.incarnation, SAME, e.Resumes(epoch, (5,), since=1, regrouped=((9, again),)))
     for member in (A, B):
         d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), 4)
     replies = d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,), False)
@@ -203,3 +198,32 @@ def test_members_of_a_broken_group_hear_alike_who_tries_again_though_the_schedul
         replies = d.say(m.Ready, Worker(0, member.pipeline), member.incarnation, 5)
     replies += d.service.tick(0.0)
     assert {reply.group.sequence for _, reply in replies if isinstance(reply, m.Answer)} == {11}
+
+
+def test_a_new_epoch_is_one_message_for_all_that_are_told_the_same_and_again_for_those_that_have_not_seen_it() -> None:
+    d, members = ElasticDialogue(), tuple(Member(i, 100 + i) for i in range(64))
+    d.resume(Epoch(4, members, "pipeline 63 has come"), *members)
+
+    def beat(member: Member, seen: int, epoch: int) -> m.Reply | e.Reply:
+        ((_, reply),) = d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (), epoch, True, seen)
+        return reply
+
+    first = beat(members[0], 0, 0)
+    assert isinstance(first, e.Now)
+    assert first.line is not None
+    assert first.epoch is not None
+    for member in members:
+        now = beat(member, 0, 0)
+        assert isinstance(now, e.Now)
+        assert isinstance(beat(member, now.version, 5), e.Noted), "it has seen all"
+    nonces = {of.pipeline: nonce for nonce, (of, _) in d.service.lines._given.items()}
+    told = [reply for _, reply in d.service.line_ended(nonces[9], 1.0) if isinstance(reply, e.Now)]
+    (now,) = {id(reply): reply for reply in told if reply.over is None}.values()
+    assert len(told) == 64, "63 others, and the one that must end"
+    assert (now.epoch, now.line) == (d.service.members.membership.epoch, None)
+    again = beat(members[0], now.version - 1, 5)
+    assert isinstance(again, e.Now)
+    assert again.epoch == now.epoch
+    later = beat(members[0], again.version - 1, 6)
+    assert isinstance(later, e.Now)
+    assert later.epoch is None, "it is known to have that"

@@ -33,6 +33,11 @@ def beats(worker: Worker, incarnation: int = 7) -> bytes:
     return e.peer_of(worker, incarnation)
 
 
+def of_interest(replies: list[Addressed]) -> list[Addressed]:
+    """Without what is true now, unless it is the end."""
+    return [(peer, reply) for peer, reply in replies if not isinstance(reply, e.Now) or reply.over is not None]
+
+
 class Dialogue:
     """Talks to a service as workers would, which enrol before they say anything; numbers the requests, and has it look
     for contradictions in itself."""
@@ -74,19 +79,19 @@ class Dialogue:
     ) -> list[Addressed]:
         """What it is told, but for that the beat was heard."""
         known = self.service.members.membership.epoch.number
-        beliefs = (), known, True, False, None, (-1, -1), (), -1, joined, rows, dealt
+        beliefs = (), known, True, 0, None, (-1, -1), (), -1, joined, rows, dealt
         replies = self.say(e.Beat, worker, *beliefs, now=now)
-        return [(peer, reply) for peer, reply in replies if reply != e.Noted(self.number)]
+        return [(peer, reply) for peer, reply in replies if not isinstance(reply, e.Noted)]
 
     def hear(self, identity: bytes, request: m.Request | e.Request, now: float = 0.0) -> list[Addressed]:
         replies = self.service.handle(identity, request, now)
         self.service.validate()
-        return replies
+        return of_interest(replies)
 
     def tick(self, now: float) -> list[Addressed]:
         replies = self.service.tick(now)
         self.service.validate()
-        return replies
+        return of_interest(replies)
 
     def states(self) -> list[str]:
         return [row.state for row in self.service.status(0.0).workers()]
@@ -154,10 +159,10 @@ def test_a_run_that_has_finished_makes_room_for_the_next_one() -> None:
         assert [peer for peer, reply in answers if isinstance(reply, m.Answer)] == [line(A, run), line(B, run)]
         d.say(e.Depart, A, True, incarnation=run)
         told = d.say(e.Depart, B, True, incarnation=run)
-        assert {(peer, reply.failed) for peer, reply in told if isinstance(reply, e.Over)} == {
-            (beats(A, run), False),
-            (beats(B, run), False),
+        ends = {
+            (peer, reply.over.failed) for peer, reply in told if isinstance(reply, e.Now) and reply.over is not None
         }
+        assert ends == {(beats(A, run), False), (beats(B, run), False)}
     assert d.service.refused == {}
 
 
@@ -214,10 +219,10 @@ def test_a_silent_worker_is_lost_and_may_come_back() -> None:
     for now in (2.0, 4.0, 6.0, 7.5):
         assert d.tick(now) == []
     d.beat(A, True, now=8.5)
-    assert d.tick(9.0) == [
-        (beats(A), m.Lost(B, "was silent for 9.0 s")),
-        (line(A), m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,))),
-    ]
+    answer, (peer, now) = d.service.tick(9.0)
+    assert answer == (line(A), m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,)))
+    assert isinstance(now, e.Now)
+    assert (peer, now.lost) == (beats(A), ((B, "was silent for 9.0 s"),))
     assert d.states() == ["computing", "lost"]
     assert d.beat(B, True, now=10.0) == [(beats(B), e.Stranger(known=True))]
     assert d.join(B, resumed=True, now=10.0) == d.noted(B)
@@ -271,7 +276,7 @@ def test_the_first_failure_reaches_all_and_stays_the_first() -> None:
     d = Dialogue()
     d.join(A)
     d.join(B)
-    over = e.Over("out of memory", True, B)
+    over = m.Failure(B, "out of memory").said()
     everywhere = {(name(worker), over) for worker in (A, B) for name in (line, beats)}
     assert set(d.say(e.Depart, B, False, "out of memory")) == everywhere | {(beats(B), e.Noted(d.number))}
     assert d.say(e.Depart, A, False, "lost its neighbour") == [(beats(A), e.Noted(d.number))]
@@ -414,7 +419,7 @@ class TestAPolicyThatFails:
         d.join(A)
         d.join(B)
         replies = d.say(m.Ready, A, 0)
-        assert {peer for peer, reply in replies if isinstance(reply, e.Over)} == {
+        assert {peer for peer, reply in replies if isinstance(reply, e.Now)} == {
             *(line(A), beats(A), line(B), beats(B))
         }
         failure = d.service.failure

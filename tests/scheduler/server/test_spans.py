@@ -27,8 +27,8 @@ def beat(talk: Dialogue, worker: Worker, spans: Spans | None = None, now: float 
 
 
 def wants(answer: list[Addressed]) -> tuple[int, float, float] | None:
-    (noted,) = [message for _, message in answer if isinstance(message, e.Noted)]
-    return noted.wants
+    """A beat that lacks a level is answered by that, unless spans are wanted."""
+    return next((message.wants for _, message in answer if isinstance(message, e.Noted)), None)
 
 
 def ask(talk: Dialogue, updates: int = 20, peer: bytes = b"viewer", now: float = 1.0) -> list[Addressed]:
