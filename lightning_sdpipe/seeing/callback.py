@@ -16,6 +16,8 @@ from lightning_sdpipe.seeing.following import Follower
 from lightning_sdpipe.seeing.recording import Recording
 
 _ANSWER_WITHIN = 5.0
+_KEPT = 128
+"""Newest updates that findings are looked for in, beside rank 0's training."""
 _LAST_WITHIN = 1.0
 """Seconds for which the end of training waits for an answer."""
 _SHARES = {
@@ -61,7 +63,8 @@ class RunMetrics(Callback):
             )
         if trainer.is_global_zero and trainer.loggers:
             client = connected.client
-            self._asking, self._asked_at = _Asking(Follower(client.address, client.credentials)), trainer.global_step
+            self._asking = _Asking(Follower(client.address, client.credentials, _KEPT))
+            self._asked_at = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -17,7 +17,6 @@ from lightning_sdpipe.scheduler.rows import Chunk
 from lightning_sdpipe.seeing.recording import Recording, Series, of_answers
 
 KEPT = 1024
-"""Newest updates of each worker that findings are looked for in, or up to twice as many."""
 
 
 class Totals:
@@ -36,10 +35,16 @@ class Totals:
 
 
 class Follower:
-    """Follows the run of the scheduler at ``address``, from the oldest rows that this still has."""
+    """Follows the run of the scheduler at ``address``, from the oldest rows that this still has.
 
-    def __init__(self, address: str, keys: WorkerKeys | None) -> None:
-        self.address, self._keys = address, keys
+    Args:
+        address: of the scheduler.
+        keys: that open it.
+        kept: newest updates of each worker that findings are looked for in, or up to twice as many.
+    """
+
+    def __init__(self, address: str, keys: WorkerKeys | None, kept: int = KEPT) -> None:
+        self.address, self._keys, self._kept = address, keys, kept
         self.totals: dict[Worker, Totals] = {}
         self._series: dict[Worker, Series] = {}
         self._next = 0
@@ -78,8 +83,8 @@ class Follower:
         if series is None or series.life != chunk.life:
             series = self._series[chunk.worker] = Series(chunk.life)
         series.add(chunk)
-        if len(series) >= 2 * KEPT:
+        if len(series) >= 2 * self._kept:
             for column in fields(series):
                 values = getattr(series, column.name)
                 if isinstance(values, list):
-                    del values[:KEPT]
+                    del values[: self._kept]

@@ -159,13 +159,12 @@ def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series],
         for j, stage in enumerate(status.stages)
         for i in stage.active()
     }
-    about = dict(reply.workers)
     return Recording(
         len(status.stages),
         reply.now,
         series,
         active,
-        about,
+        dict(reply.workers),
         lost,
         status.failure,
         policy=msgspec.json.decode(status.policy),

@@ -47,6 +47,7 @@ class View:
         self._follower, self._timeout = follower, timeout
         self._lock = threading.Lock()
         self._seen: tuple[Recording, Status] | None = None
+        self._found: list[Finding] | None = None
         self._made: dict[str, bytes] = {}
         self.silence = "it was not asked yet"
         """Why nothing new is known, if so."""
@@ -55,7 +56,7 @@ class View:
         """Ask the scheduler."""
         with self._lock:
             try:
-                self._seen, self.silence = self._follower.look(self._timeout), ""
+                self._seen, self._found, self.silence = self._follower.look(self._timeout), None, ""
             except SchedulerError as error:  # it may be started again
                 self.silence = str(error)
             self._made = {}
@@ -74,6 +75,8 @@ class View:
 
     def _form(self, name: str, make: Callable[[], bytes]) -> bytes:
         with self._lock:
+            if self._found is None and self._seen is not None:
+                self._found = findings(self._seen[0])
             made = self._made.get(name)
             if made is None:
                 made = self._made[name] = make()
@@ -86,25 +89,26 @@ class View:
             for name, colour in zip(PHASES, _COLOURS, strict=True)
         ]
         facts = {"title": title, "phases": phases, "silence": self.silence, "recent": RECENT}
-        facts |= {"said": said, "recommended": recommended, "findings": (), "abstains": None, "rows": (), "page": ""}
+        facts |= {"said": said, "recommended": recommended, "healthy": False}
+        facts |= {"findings": (), "abstains": None, "rows": (), "page": ""}
         if seen is not None:
             recording, status = seen
             facts |= {
-                "findings": findings(recording),
+                "findings": self._found,
                 "abstains": abstains(recording),
+                "healthy": all(finding.severity == "note" for finding in self._found or ()),
                 "rows": [_row(recording, worker) for worker in sorted(recording.series)],
                 "page": status_page.render(status),
             }
         return _template().render(facts).encode()
 
     def _plain(self) -> bytes:
-        plain = {} if self._seen is None else to_plain(*self._seen)
+        plain = {} if self._seen is None else to_plain(*self._seen, self._found)
         return json.dumps(plain | {"silence": self.silence or None}, allow_nan=False).encode()
 
     def _metrics(self) -> bytes:
-        recording, status = self._seen or (None, None)
-        found = [] if recording is None else findings(recording)
-        return exposition(self._follower.totals, status, found, not self.silence)
+        status = None if self._seen is None else self._seen[1]
+        return exposition(self._follower.totals, status, self._found or (), not self.silence)
 
 
 def exposition(

@@ -56,7 +56,8 @@ def check_metrics(directory: Path) -> None:
 
 @pytest.mark.distributed
 def test_the_slow_worker_is_named_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):  # other tests have schedulers, too
+        monkeypatch.setenv(name, str(tmp_path))
     command = [sys.executable, "-m", "tests.seeing.golden.record", str(tmp_path), "straggler", "equal"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
