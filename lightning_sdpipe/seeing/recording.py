@@ -110,8 +110,22 @@ class Recording:
         return len({worker.pipeline for worker in self.series})
 
     def replicas(self, worker: Worker) -> list[Worker]:
-        """Others of its stage that have told of updates."""
-        return [other for other in sorted(self.series) if other.stage == worker.stage and other != worker]
+        """Others of its stage that have told of updates, in pipelines of as many stages."""
+        depths = self._depths()
+        return [
+            other
+            for other in sorted(self.series)
+            if other.stage == worker.stage
+            and other != worker
+            and depths[other.pipeline] == depths.get(worker.pipeline, depths[other.pipeline])
+        ]
+
+    def _depths(self) -> dict[int, int]:
+        """The number of stages of each pipeline, as far as they have told of updates."""
+        depths: dict[int, int] = {}
+        for worker in self.series:
+            depths[worker.pipeline] = max(depths.get(worker.pipeline, 0), worker.stage + 1)
+        return depths
 
     def name(self, worker: Worker) -> str:
         """For people."""
@@ -120,10 +134,10 @@ class Recording:
 
     def samples_per_second(self) -> float | None:
         """Of all pipelines together while they trained, pauses left out; None if the size of a batch is not known."""
-        rate, last = 0.0, self.num_stages - 1
+        rate, depths = 0.0, self._depths()
         for worker, series in self.series.items():
             about = self.about.get(worker)
-            if worker.stage == last and len(series):
+            if worker.stage == depths[worker.pipeline] - 1 and len(series):
                 if about is None or about.samples is None:
                     return None
                 rate += about.samples * len(series) / series.seconds()

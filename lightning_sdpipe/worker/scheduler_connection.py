@@ -82,7 +82,8 @@ def start_scheduler(
     """
     scheduler, told = None, b""
     if dist.get_rank() == 0:
-        scheduler = SchedulerProcess.embedded(policy, mesh.num_stages, mesh.num_pipelines, bind, log=log)
+        depths = () if mesh.alike else mesh.depths
+        scheduler = SchedulerProcess.embedded(policy, mesh.num_stages, mesh.num_pipelines, bind, log=log, depths=depths)
         keys = msgspec.to_builtins(scheduler.credentials)
         told = json.dumps({"address": scheduler.address, "keys": keys}).encode()
     everybody = dist.group.WORLD
