@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from lightning_sdpipe.exchange.payloads import OneBit as OneBit
     from lightning_sdpipe.exchange.payloads import TopK as TopK
     from lightning_sdpipe.loop.weight_averaging import SDPipeWeightAveraging as SDPipeWeightAveraging
-    from lightning_sdpipe.partition.plan import Balanced as Balanced
+    from lightning_sdpipe.partition.pipeline_cut import Balanced as Balanced
+    from lightning_sdpipe.seeing.callback import RunMetrics as RunMetrics
     from lightning_sdpipe.strategy import SDPipeStrategy as SDPipeStrategy
     from lightning_sdpipe.sync import ADPSGD as ADPSGD
     from lightning_sdpipe.sync import PHDPSGD as PHDPSGD
@@ -45,7 +46,8 @@ _HOMES = {
     "Half": "lightning_sdpipe.exchange.payloads",
     "OneBit": "lightning_sdpipe.exchange.payloads",
     "TopK": "lightning_sdpipe.exchange.payloads",
-    "Balanced": "lightning_sdpipe.partition.plan",
+    "Balanced": "lightning_sdpipe.partition.pipeline_cut",
+    "RunMetrics": "lightning_sdpipe.seeing.callback",
     "SDPipeStrategy": "lightning_sdpipe.strategy",
     "SDPipeWeightAveraging": "lightning_sdpipe.loop.weight_averaging",
     "ADPSGD": "lightning_sdpipe.sync",

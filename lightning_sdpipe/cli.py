@@ -2,10 +2,11 @@
 
 ``sdpipe run`` trains on one machine with several pipelines, any of which may die.
 ``sdpipe keygen DIRECTORY`` makes the keys of a run, ``sdpipe scheduler`` serves one, ``sdpipe status`` shows how it
-goes, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time. ``sdpipe
-partition`` shows how a model would be cut, ``sdpipe check`` whether it then computes the same, and ``sdpipe record
-FILE`` writes down how fast a device is over time. ``sdpipe measure FILE`` measures links and devices, and ``sdpipe
-place FILE`` decides which device runs what. ``sdpipe demo`` compares methods on handwritten digits.
+goes, ``sdpipe trace`` writes it down span by span, ``sdpipe serve`` shows it in a browser, ``sdpipe report LOG`` how it
+went, and ``sdpipe replay FILE`` checks its log. ``sdpipe simulate`` tries a policy in virtual time.
+``sdpipe partition`` shows how a model would be cut, ``sdpipe check`` whether it then computes the same, and
+``sdpipe record FILE`` writes down how fast a device is over time. ``sdpipe measure FILE`` measures links and devices,
+and ``sdpipe place FILE`` decides which device runs what. ``sdpipe demo`` compares methods on handwritten digits.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ _OWN_OPTIONS = {  # commands that parse their own
     "run": "supervision.command",
     "demo": "demo",
     "status": "seeing.command",
+    "trace": "seeing.trace",
+    "report": "seeing.report",
+    "serve": "seeing.serve",
 }
 
 
@@ -164,6 +168,9 @@ def _parser() -> argparse.ArgumentParser:
     scheduler.set_defaults(run=_scheduler)
 
     commands.add_parser("status", help="show what workers do, and which of them is slow", add_help=False)
+    commands.add_parser("trace", help="write what workers do, span by span, for a viewer of traces", add_help=False)
+    commands.add_parser("report", help="write one file about a run that is over", add_help=False)
+    commands.add_parser("serve", help="show a run in a browser, and to Prometheus", add_help=False)
 
     replay = commands.add_parser(
         "replay", help="play a scheduler's log back to its policy, and compare what it decides"

@@ -348,7 +348,7 @@ def set_writer(logger: CSVLogger, writer: ExperimentWriter) -> None:
     logger._experiment = writer
 
 
-def count_pipelines(monitor: ThroughputMonitor, pipelines: int, stages: int) -> None:
+def count_pipelines(monitor: ThroughputMonitor, pipelines: int, stages: float) -> None:
     """Has ``monitor`` take a pipeline, whose ``stages`` compute at the same time, for what it calls a device."""
     for throughput in monitor._throughputs.values():
         throughput.world_size = pipelines

@@ -5,6 +5,9 @@ on a stack, and time counts for the one on top: a forward from 0 to 9 around a s
 of injected. At the end of an update the time since the one before is a :class:`MeterRow` of whole microseconds, in
 which nothing is lost or counted twice. None of a worker's own time waits for another worker: it tells a slow one from
 those that wait for it.
+
+The newest spans are kept, too: what was on top from when to when, but for ``other``, with marks in between: where an
+update has ended, and which message to a neighbour of the pipeline was sent or had come.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import sub
@@ -33,6 +37,14 @@ OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, INJECTED, GC, WAIT_UP, WAIT_DOWN, SEN
 OWN = WAIT_UP
 """So many of the phases, the first ones, are a worker's own time."""
 FOR_NEIGHBOURS = WAIT_UP, WAIT_DOWN, SEND
+
+UPDATE, START, SENT, RECEIVED, HIDDEN = -1, -2, -3, -4, -5
+"""Marks among the spans: the update of that number has ended; what came before belongs to none; a message was sent, or
+had come; and a span of another thread of this worker, which moved tensors beside the training."""
+LANES = 1 << 16
+"""A message is marked by its number on its lane, times this, plus the lane's, which both ends know it by."""
+SPANS = 16384
+"""That are kept, marks included."""
 
 CLOCK = time.perf_counter_ns
 
@@ -77,6 +89,8 @@ class Meter:
         self.spans = [Span(self, phase) for phase in range(len(PHASES))]
         """Of each phase."""
         self.core_wait = core_wait or self._core_wait
+        self.kept: deque[tuple[int, int, int]] = deque(maxlen=SPANS)
+        """Spans, each a phase, its begin and its end; and marks: what, the time, and the number."""
         self._clock = clock
         self._totals = [0] * len(PHASES)
         self._stack = [OTHER]
@@ -110,6 +124,18 @@ class Meter:
     def start(self) -> None:
         """What passed before now belongs to no update."""
         self._marked = False
+        self.mark(START)
+
+    def mark(self, what: int, number: int = 0) -> None:
+        """At the last change of phase."""
+        self.kept.append((what, self._since, number))
+
+    def recent(self, updates: int, until: int) -> list[tuple[int, int, int]]:
+        """What is kept of the last so many updates that had ended at ``until``, and of what was between them; for any
+        thread."""
+        kept = list(self.kept)  # at once, as long as one thread runs Python at a time
+        ends = [index for index, (what, at, _) in enumerate(kept) if what == UPDATE and at <= until]
+        return kept[ends[max(0, len(ends) - 1 - updates)] : ends[-1] + 1] if len(ends) > 1 else []
 
     def update_ended(self, waited: float) -> MeterRow | None:
         """An update is over; ``waited`` are all seconds so far that the exchange knows it has waited for replicas. None
@@ -137,8 +163,11 @@ class Meter:
         now = self._clock()
         passed = now - self._since
         if passed > 0:  # else garbage was collected behind the look at the clock, which has counted until later
-            self._totals[self._stack[-1]] += passed
-            self._since = now
+            phase, since = self._stack[-1], self._since
+            self._totals[phase] += passed
+            self._since = now  # before anything is made, which may collect garbage
+            if phase:
+                self.kept.append((phase, since, now))
 
     def _core_wait(self) -> int:
         if self._descriptor is None:

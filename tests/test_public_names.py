@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
     "lightning_sdpipe": (
-        *("SDPipeStrategy", "SDPipeWeightAveraging", "ConfigurationError", "Balanced", "Exchange"),
+        *("SDPipeStrategy", "SDPipeWeightAveraging", "RunMetrics", "ConfigurationError", "Balanced", "Exchange"),
         *("Full", "Half", "EightBit", "OneBit", "TopK"),
         *("ADPSGD", "AllReduce", "Decentralized", "DiLoCo", "HetPipe", "LocalSGD", "NoSync", "ParameterServer"),
         *("PHDPSGD", "PartialReduce", "SemiDecentralized"),

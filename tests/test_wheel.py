@@ -82,7 +82,10 @@ def test_the_demo_needs_nothing_but_the_wheel(site: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout.count(f"{'━' * 24} 1/1 epochs\n") == 4
-    assert [path.name for path in tmp_path.iterdir()] == ["sdpipe-demo.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sdpipe-demo.html", "sdpipe-demo.png"]
+    *_, ours, theirs = done.stdout.splitlines()
+    for line, method in ((ours, "SDPipe"), (theirs, "all-reduce")):
+        assert re.fullmatch(rf"   {method} +sdpipe: .*; too short to tell \(\d+ of 96 updates\)", line), line
 
 
 @pytest.mark.slow

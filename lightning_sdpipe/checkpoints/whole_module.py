@@ -56,7 +56,7 @@ def make_whole(module: nn.Module, ownership: Ownership, groups: ProcessGroups, k
         tensor: Tensor = slot[name]
         owners = ownership.stages[whole_name]
         value = tensor.detach().clone() if stage in owners else torch.empty(tensor.shape, dtype=tensor.dtype)
-        if len(owners) < mesh.num_stages or not isinstance(tensor, nn.Parameter):
+        if len(owners) < mesh.depth(pipeline) or not isinstance(tensor, nn.Parameter):
             # the last one's, since buffers outside of blocks are up to date where the step runs to its end
             with waiting_for(groups.pipeline, "bringing the module together"):
                 dist.broadcast(value, mesh.rank(owners[-1], pipeline), group=groups.pipeline)

@@ -77,8 +77,9 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises ConfigurationError if the module's state is one that cannot be saved."""
-        stage_of_zero, _ = self._groups.mesh.locate(0)
-        sends = not self.distributed and self._stage != stage_of_zero
+        mesh, rank = self._groups.mesh, self._groups.rank
+        to_zero = mesh.alike or mesh.locate(rank)[1] == mesh.locate(0)[1]
+        sends = to_zero and not self.distributed and not mesh.is_last(rank)
         whole.check_module_state(self._module, self._ownership, self._stage, sends)
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:

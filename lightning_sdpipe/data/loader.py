@@ -105,7 +105,7 @@ class PipelineLoader:
         unknown = 2**62
         lengths = torch.tensor([unknown, -unknown, 1] if mine is None else [mine, -mine, int(not trusted)])
         lengths = lengths.to(device)
-        dist.all_reduce(lengths, dist.ReduceOp.MAX, group=groups.stage)
+        dist.all_reduce(lengths, dist.ReduceOp.MAX, group=groups.meeting)
         longest, shortest, doubtful = (int(number) for number in lengths)
         self.even = longest == -shortest and not doubtful
         self._longest = None if longest == unknown else longest

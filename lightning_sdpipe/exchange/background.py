@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 
 import torch
 
+from lightning_sdpipe import meter
 from lightning_sdpipe.errors import WorkerFailedError
 
 
@@ -21,14 +21,17 @@ class Job:
         self._timeout = timeout
         self._done = threading.Event()
         self._failure: BaseException | None = None
+        self._span: tuple[int, int, int] | None = None
 
     def run(self) -> None:
         """Does it; what it raises is raised where it is waited for."""
+        begun = meter.CLOCK()
         try:
             with torch.no_grad():
                 self._work()
         except BaseException as error:
             self._failure = error
+        self._span = meter.HIDDEN, begun, meter.CLOCK()
         self._done.set()
 
     def wait(self) -> float:
@@ -40,12 +43,15 @@ class Job:
         Raises:
             WorkerFailedError: it is not done within the time that it has; or whatever it raised.
         """
-        start = time.perf_counter()
+        start = meter.CLOCK()
         if not self._done.wait(self._timeout):
             raise WorkerFailedError(f"{self._purpose} was not done within {self._timeout:g} s")
         if self._failure is not None:
             raise self._failure
-        return time.perf_counter() - start
+        if self._span is not None:
+            meter.current().kept.append(self._span)
+            self._span = None  # it may be waited for again
+        return (meter.CLOCK() - start) / 1e9
 
 
 class Background:

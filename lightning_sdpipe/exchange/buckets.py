@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ class FlatBucket:
     """Did its parameters train when it was made? Equal on all replicas, whatever their users do meanwhile."""
     tied: Mapping[nn.Parameter, Sequence[Tensor]] = field(default_factory=dict)
     """Other objects over the memory of a parameter: parameters, and tensors that users keep."""
+    section: int | None = None
+    """Of the chain, if its replicas are known by that."""
 
     @property
     def all_parameters(self) -> list[nn.Parameter]:
@@ -46,7 +49,11 @@ def tensors_of(buckets: Sequence[FlatBucket]) -> list[Tensor]:
     return [bucket.buffer for bucket in buckets]
 
 
-def flatten(parameters: Iterable[nn.Parameter], together: Iterable[Sequence[Tensor]] = ()) -> list[FlatBucket]:
+def flatten(
+    parameters: Iterable[nn.Parameter],
+    together: Iterable[Sequence[Tensor]] = (),
+    sections: Mapping[nn.Parameter, int] = MappingProxyType({}),
+) -> list[FlatBucket]:
     """Moves parameters into flat buffers and makes each parameter a view of its buffer: one per dtype for those that
     train, and one for those that are frozen.
 
@@ -55,9 +62,10 @@ def flatten(parameters: Iterable[nn.Parameter], together: Iterable[Sequence[Tens
     Args:
         parameters: in the order in which they are laid out.
         together: tensors over the same memory, which get one place. They count as trained if a parameter among them is.
+        sections: of parameters; those of different ones, and those of none, lie in different buffers.
     """
     same = {id(tensor): tensors for tensors in together for tensor in tensors}
-    alike: dict[tuple[torch.dtype, bool], dict[nn.Parameter, Sequence[Tensor]]] = {}
+    alike: dict[tuple[torch.dtype, bool, int | None], dict[nn.Parameter, Sequence[Tensor]]] = {}
     placed: set[int] = set()
     for parameter in parameters:
         if id(parameter) in placed:
@@ -67,11 +75,13 @@ def flatten(parameters: Iterable[nn.Parameter], together: Iterable[Sequence[Tens
         trained = (t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad)
         first = next(trained, parameter)
         others = [tensor for tensor in tensors if tensor is not first]
-        alike.setdefault((first.dtype, first.requires_grad), {})[first] = others
-    return [_flatten_one(list(group), group) for group in alike.values()]
+        alike.setdefault((first.dtype, first.requires_grad, sections.get(first)), {})[first] = others
+    return [_flatten_one(list(group), group, section) for (_, _, section), group in alike.items()]
 
 
-def _flatten_one(parameters: list[nn.Parameter], tied: Mapping[nn.Parameter, Sequence[Tensor]]) -> FlatBucket:
+def _flatten_one(
+    parameters: list[nn.Parameter], tied: Mapping[nn.Parameter, Sequence[Tensor]], section: int | None
+) -> FlatBucket:
     total = sum(p.numel() for p in parameters)
     flat = torch.empty(total, dtype=parameters[0].dtype, device=parameters[0].device)
     offset = 0
@@ -82,7 +92,7 @@ def _flatten_one(parameters: list[nn.Parameter], tied: Mapping[nn.Parameter, Seq
             tensor.data = view
         offset += parameter.numel()
     tied_here = {p: tied[p] for p in parameters if tied[p]}
-    return FlatBucket(as_real(flat), parameters, parameters[0].requires_grad, tied_here)
+    return FlatBucket(as_real(flat), parameters, parameters[0].requires_grad, tied_here, section)
 
 
 def as_real(flat: Tensor) -> Tensor:

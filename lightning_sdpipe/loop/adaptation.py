@@ -18,6 +18,7 @@ from lightning_sdpipe.loop.loss_scale import agree_on_overflow, scale_without_fl
 from lightning_sdpipe.loop.refusals import leave_out_example
 from lightning_sdpipe.loop.user_hooks import refuse_metrics_elsewhere, show_whole_groups
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.partition.sections import Sections
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.pipeline import Pipeline
 from lightning_sdpipe.pipeline.ready_signal import LastWait, ReadySignal
@@ -46,6 +47,7 @@ def adapt(
     whole_groups_shown: Callable[[], AbstractContextManager[None]],
     hand_on: Callable[[str], None],
     logged_late: Collection[str],
+    sections: Sections | None = None,
 ) -> list[Callable[[], None]]:
     """Changes hooks, metrics, callbacks, clipping and the loss scale of ``trainer`` so.
 
@@ -61,27 +63,27 @@ def adapt(
         whole_groups_shown: within, the optimizer's own groups have them.
         hand_on: gives other stages what the last one's Python has changed in an evaluation that ends with this hook.
         logged_late: metrics that the training step logs after the first stage has ended.
+        sections: of the chain, if pipelines are cut unlike.
 
     Returns:
         What undoes it.
     """
     module, precision = trainer.lightning_module, trainer.precision_plugin
     callbacks: Sequence[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    stage, _ = groups.mesh.locate(groups.rank)
-    last = groups.mesh.num_stages - 1
+    is_last, is_cut = groups.mesh.is_last(groups.rank), groups.mesh.num_stages > 1
     result_hook = partial(whereabouts.result_hook, parameters=lambda: [bucket.buffer for bucket in buckets])
     if isinstance(pipeline, PipeDreamPipeline):
         pipeline.notes.norms = clips_by_norm(trainer)
         clip_without_flush(precision, module, ownership, groups, pipeline, ready)
         scale_without_flush(precision, pipeline)
     else:
-        clip_over_stages(precision, module, ownership, groups, ready)
+        clip_over_stages(precision, module, ownership, groups, ready, sections)
         agree_on_overflow(precision, groups, ready)
     return [
-        leave_results_to_the_last_stage(module, callbacks, stage == last, result_hook, hand_on),
-        leave_out_example(module) if last else lambda: None,
-        gather_metrics_over(module, groups.stage, lambda: stage != last and whereabouts.in_step),
+        leave_results_to_the_last_stage(module, callbacks, is_last, result_hook, hand_on),
+        leave_out_example(module) if is_cut else lambda: None,
+        gather_metrics_over(module, groups.stage, lambda: not is_last and whereabouts.in_step),
         finetuning.adapt(callbacks, whole_groups),
-        show_whole_groups(module, callbacks, whole_groups_shown) if last else lambda: None,
-        refuse_metrics_elsewhere(module, callbacks, logged_late) if stage != last else lambda: None,
+        show_whole_groups(module, callbacks, whole_groups_shown) if is_cut else lambda: None,
+        refuse_metrics_elsewhere(module, callbacks, logged_late) if not is_last else lambda: None,
     ][::-1]  # several may have changed the same hook

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
+from lightning_sdpipe.partition.sections import Sections
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
 from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -35,11 +36,18 @@ def clip_over_stages(
     ownership: Ownership,
     groups: ProcessGroups,
     ready: ReadySignal,
+    sections: Sections | None = None,
 ) -> None:
     """Makes ``precision`` clip by the norm over all stages of this pipeline, which must step together; ``ready`` is
-    told when the norm is known."""
+    told when the norm is known. With ``sections`` it is the same on all pipelines, to the last bit."""
     counted = _counted(module, ownership, groups)
-    precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_norm, counted, groups.pipeline, ready)
+    if sections is None:
+        square = _square
+    else:
+        names = {id(p): name for name, p in module.named_parameters()}
+        section_of = {id(p): sections.parameters[names[id(p)]] for p in counted}
+        square = partial(_square_by_section, section_of, len(sections.owners))
+    precision.__dict__["clip_grad_by_norm"] = partial(_clip_by_norm, counted, groups.pipeline, ready, square)
     precision.__dict__["main_params"] = _held  # by value
 
 
@@ -73,7 +81,7 @@ def _clip_by_known_norm(
 ) -> None:
     """
     Raises:
-        ConfigurationError: nobody could know that gradients would be clipped.
+        ConfigurationError: it could not be known that gradients would be clipped.
         WorkerFailedError: another stage is gone.
     """
     if not pipeline.notes.norms:
@@ -82,7 +90,7 @@ def _clip_by_known_norm(
             "configure_gradient_clipping is overridden, so that with schedule='pipedream' no stage was told the norms "
             "of the others. Do one of the two."
         )
-    gradients = _gradients(counted, optimizer)
+    gradients = [p.grad for p in _applied(counted, optimizer) if p.grad is not None]
     norms = pipeline.norms(float(get_total_norm(gradients).double().square()))
     ready.passed("norm")
     for norm in norms:
@@ -93,6 +101,7 @@ def _clip_by_norm(
     counted: Sequence[nn.Parameter],
     pipeline: dist.ProcessGroup,
     ready: ReadySignal,
+    square_of: Callable[[Sequence[nn.Parameter], dist.ProcessGroup], Tensor],
     optimizer: Optimizer,
     clip_val: float,
 ) -> None:
@@ -102,25 +111,54 @@ def _clip_by_norm(
         counted: whose gradients make up this stage's part of the norm; a shared parameter counts on one stage only.
         pipeline: the stages.
         ready: is told when all of them have been waited for.
+        square_of: that of the norm over all stages, of which these parameters are this stage's part.
         optimizer: whose gradients are clipped.
         clip_val: the L2 norm above which they are.
 
     Raises:
         WorkerFailedError: another stage is gone.
     """
-    gradients = _gradients(counted, optimizer)
-    square = get_total_norm(gradients).square()
-    square = square.to(next((g.device for g in gradients), square.device))
-    with waiting_for(pipeline, "clipping gradients"):
-        dist.all_reduce(square, group=pipeline)
+    square = square_of(_applied(counted, optimizer), pipeline)
     ready.passed("norm")
     clip_grads_with_norm_(_held(optimizer), clip_val, square.sqrt())
 
 
-def _gradients(counted: Sequence[nn.Parameter], optimizer: Optimizer) -> list[Tensor]:
-    """Those that ``optimizer`` applies, as in one process."""
+def _square(counted: Sequence[nn.Parameter], pipeline: dist.ProcessGroup) -> Tensor:
+    gradients = [p.grad for p in counted if p.grad is not None]
+    square = get_total_norm(gradients).square()
+    square = square.to(next((g.device for g in gradients), square.device))
+    with waiting_for(pipeline, "clipping gradients"):
+        dist.all_reduce(square, group=pipeline)
+    return square
+
+
+def _square_by_section(
+    section_of: Mapping[int, int], count: int, counted: Sequence[nn.Parameter], pipeline: dist.ProcessGroup
+) -> Tensor:
+    """As :func:`_square`. One stage of a pipeline computes the square of a section, and it is added to zeros; so which
+    stages there are changes no bit."""
+    squares = torch.zeros(count, dtype=torch.float64)
+    for parameter in counted:
+        if parameter.grad is not None:
+            squares = squares.to(parameter.grad.device)
+            norm = torch.linalg.vector_norm(parameter.grad, dtype=_wide(parameter.grad))
+            squares[section_of[id(parameter)]] += norm.real.square()
+    with waiting_for(pipeline, "clipping gradients"):
+        dist.all_reduce(squares, group=pipeline)
+    total = squares.new_zeros(())
+    for square in squares:
+        total = total + square
+    return total
+
+
+def _wide(gradient: Tensor) -> torch.dtype:
+    return torch.complex128 if gradient.is_complex() else torch.float64
+
+
+def _applied(counted: Sequence[nn.Parameter], optimizer: Optimizer) -> list[nn.Parameter]:
+    """Those that ``optimizer`` applies the gradients of, as in one process."""
     applied = {id(p) for p in _held(optimizer)}
-    return [p.grad for p in counted if p.grad is not None and id(p) in applied]
+    return [p for p in counted if p.grad is not None and id(p) in applied]
 
 
 def _held(optimizer: Optimizer) -> list[nn.Parameter]:

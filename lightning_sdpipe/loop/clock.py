@@ -1,7 +1,7 @@
 """At which batches all look at the clock, so that a limit of time does not hold the pipelines in step.
 
 Lightning asks after every batch whether ``max_time`` is over or a checkpoint is due by the clock, and takes rank 0's
-answer, which makes everybody wait for rank 0 each time. Here the workers agree on the number of the batch after which
+answer, which makes all workers wait for rank 0 each time. Here the workers agree on the number of the batch after which
 they ask next: half of the way to what is due next, as far as rank 0 can tell from its pace. So they meet some ten
 times on the way to a limit, and at the end of it after every batch.
 """
@@ -19,7 +19,7 @@ class ClockChecks:
 
     Args:
         waits: each returns the seconds until something is due, and infinity if nothing is; asked on rank 0.
-        from_rank_zero: gives everybody rank 0's number; all workers call it at the same batch.
+        from_rank_zero: gives all workers rank 0's number; all workers call it at the same batch.
     """
 
     def __init__(self, waits: Sequence[Callable[[], float]], from_rank_zero: Callable[[int], int]) -> None:

@@ -2,7 +2,7 @@
 
 Between two pauses lies a segment of the epoch, whose batches all pipelines train together, each as many as it can. A
 turn is one batch of this pipeline. When there is nothing for it, it leaves the others alone, and waits for more or for
-the end of the segment, within the turn of its last batch. So hooks at the end of that turn find everybody together, at
+the end of the segment, within the turn of its last batch. So hooks at the end of that turn find all workers there, at
 the numbers of an equal split. A pipeline that was dealt nothing is absent for one turn.
 """
 
@@ -99,7 +99,7 @@ class DealtBatchSource:
         self._next: DealtBatch | None = None
         self._now: DealtBatch | None = None
         self._looked = False  # is `_next` what follows the batch of this turn?
-        self._over = False  # has everybody trained what there was in this segment?
+        self._over = False  # have all workers trained what there was in this segment?
         self._trained = 0  # in this segment
         self._accumulated = 0  # batches of this pipeline whose gradients wait for an update
         self._closes = False
@@ -255,7 +255,7 @@ class DealtBatchSource:
         return self._segment.stop == self._trainer.num_training_batches
 
     def _look(self) -> None:
-        """At what follows; nobody else is waited for."""
+        """At what follows; no other worker is waited for."""
         assert self._dealt is not None
         if not self._looked:
             with self._turns.first_failure():
@@ -268,7 +268,7 @@ class DealtBatchSource:
         self._wait()
 
     def _rest(self) -> None:
-        """Everything is finished, and nobody held up."""
+        """Everything is finished, and no worker is held up."""
         self._turns.rest()
         self._client.trained(self._trained)
 

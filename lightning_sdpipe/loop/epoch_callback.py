@@ -18,13 +18,13 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 class EpochCallback(Callback):
-    """Ends an epoch with equal replicas, and gives everybody the same metrics, those of rank 0's pipeline in most runs,
+    """Ends an epoch with equal replicas, and gives all workers the same metrics, mostly those of rank 0's pipeline,
     so that ModelCheckpoint, EarlyStopping and plateau schedulers decide alike everywhere. The strategy puts it first.
 
     Args:
         groups: this worker's place.
         turns: this worker's.
-        share: what everybody gets of the metrics that each has; it returns what it is given where they stay.
+        share: what all workers get of the metrics that each has; it returns what it is given where they stay.
         random_states: of all workers, for a checkpoint.
         checks: says when all look at the clock.
         draws: begin the streams that hooks draw from.

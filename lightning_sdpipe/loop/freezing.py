@@ -7,8 +7,9 @@ way and all pipelines are together; what runs in between goes by what was agreed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ class Freezing:
         parameters: this stage's, about in the order in which a backward completes their gradients.
         groups: this worker's place.
         together: tensors over the same memory.
+        sections: of the parameters, if their replicas are known by that.
 
     Raises:
         ConfigurationError: ranks differ in which parameters train, or in which modules are in training mode. All ranks
@@ -40,12 +42,14 @@ class Freezing:
         parameters: Sequence[nn.Parameter],
         groups: ProcessGroups,
         together: Sequence[Sequence[Tensor]] = (),
+        sections: Mapping[nn.Parameter, int] = MappingProxyType({}),
     ) -> None:
         self._named = list(module.named_parameters())
         modes = {name: m.training for name, m in module.named_modules()}
         self._parameters = parameters
         self._groups = groups
         self._together = together
+        self._sections = sections
         self.generation = 0
         """Counts the changes; equal on all stages."""
         self.trained: list[nn.Parameter] = []
@@ -126,4 +130,4 @@ class Freezing:
         self._agreed = self._flags()
         self.trained[:] = [p for p in self._parameters if p.requires_grad]
         self.buckets.clear()  # before the new ones are made, so that old memory is let go of meanwhile
-        self.buckets += flatten(self._parameters, self._together)
+        self.buckets += flatten(self._parameters, self._together, self._sections)

@@ -3,7 +3,7 @@ speed allows.
 
 Pipelines tell each other how long they compute for a micro-batch: after a few rounds, then after ever more, up to
 :data:`LONGEST`. What they divide next follows from that, equally on all workers. Loaders prefetch, so a division holds
-from the round on that nobody has asked its loader for.
+from the round on that no worker has asked its loader for.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class JointBatchSource:
 
     def close(self) -> None:
         """The fit is over; workers of the loader may end."""
-        self._batches = self.portion = None  # type: ignore[assignment]  # nobody asks any more
+        self._batches = self.portion = None  # type: ignore[assignment]  # none is asked for any more
         self._delays.measures = False
 
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:
@@ -153,7 +153,7 @@ class JointBatchSource:
         return next(counts for start, counts in reversed(self._plan) if start <= number)
 
     def _look(self, number: int) -> None:
-        """At how fast everybody was. What is divided anew holds from round ``number`` on."""
+        """At how fast each worker was. What is divided anew holds from round ``number`` on."""
         first, bubble = self._rounds == 1, self._groups.mesh.num_stages - 1
         self._look_at += min(2 * self._rounds, LONGEST)
         seconds = self._measured()

@@ -62,7 +62,7 @@ class _LateScaler(torch.amp.GradScaler):
 
     Gradients come without a loss scale, and Lightning's ``backward`` brings this scaler's own, which is taken out here.
     A gradient that is not finite takes away those of the same mini-batches: of all parameters that this stage holds
-    alone, or of all that it shares with the same owners, who then do likewise. The others are updated.
+    alone, or of all that it shares with the same owners, which then do likewise. The others are updated.
 
     The last stage's scale is that of the pipeline. It becomes ``backoff_factor`` times the scale that overflowed on any
     stage, unless it is smaller already; after ``growth_interval`` updates without such a report it grows.

@@ -1,6 +1,6 @@
 """Ending a run whose numbers are not finite any more, before one pipeline's model reaches the others.
 
-A loss of one pipeline that is nan makes its parameters nan within a step, and averaging those of everybody soon after.
+A loss of one pipeline that is nan makes its parameters nan within a step, and averaging those of all others soon after.
 So each worker looks at its losses and at its parameters after each update, and reads what it found before it shares
 its model. Looking does not wait for a GPU; reading does, which is why it is put off until then.
 """

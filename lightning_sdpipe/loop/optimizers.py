@@ -75,14 +75,20 @@ class OptimizerProgress:
         optimizers: of the Trainer, once there are any.
         precision: the Trainer's.
         buckets: the stage's parameters, in an order that is the same on all replicas; the sequence may change.
+        only: some of them, if the others do not count.
     """
 
     def __init__(
-        self, optimizers: Callable[[], Sequence[Optimizer]], precision: Precision, buckets: Sequence[FlatBucket]
+        self,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        precision: Precision,
+        buckets: Sequence[FlatBucket],
+        only: Sequence[torch.nn.Parameter] | None = None,
     ) -> None:
         self._optimizers = optimizers
         self._precision = precision
         self._buckets = buckets
+        self._only = only
 
     def digest(self) -> int:
         """See :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`; from sums of the tensors."""
@@ -118,7 +124,13 @@ class OptimizerProgress:
         if scaler is not None:
             scaler.load_state_dict(scale)
 
-    def _parameters(self) -> list[torch.nn.Parameter]:
+    def of(self, parameters: Sequence[torch.nn.Parameter]) -> OptimizerProgress:
+        """See :class:`~lightning_sdpipe.sync.synchronizer.TrainingState`."""
+        return OptimizerProgress(self._optimizers, self._precision, self._buckets, parameters)
+
+    def _parameters(self) -> Sequence[torch.nn.Parameter]:
+        if self._only is not None:
+            return self._only
         return [p for bucket in self._buckets for p in bucket.all_parameters]
 
     def _scaler(self) -> torch.amp.GradScaler | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -26,9 +26,10 @@ from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import Method, current, data_source
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.partition import apart, plan, rehearsal
-from lightning_sdpipe.partition import profile as cache
+from lightning_sdpipe.partition import profile as profiles
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.ownership import move
+from lightning_sdpipe.partition.pipeline_cut import PipelineCut, is_measured
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
@@ -42,31 +43,33 @@ class Planning:
 
     Args:
         trainer: set up to run; its data can be asked for.
-        num_stages: of all workers of a pipeline together.
-        partition: as for :func:`~lightning_sdpipe.partition.plan.plan`, and so is the next one.
+        cuts: as for :func:`~lightning_sdpipe.partition.plan.plans`, with the stages of all workers of a pipeline
+            together.
         names: of the blocks, if the user has named them.
         num_micro_batches: parts of a mini-batch.
         device: where rank 0 computes.
         whereabouts: of this worker, which is told when a step is rehearsed.
         timeout: seconds that the other ranks wait for the plan.
-        in_flight: what the schedule keeps, if memory counts.
         notes: what the user is told, filled meanwhile.
     """
 
     trainer: Trainer
-    num_stages: int
-    partition: plan.Partition
+    cuts: Sequence[PipelineCut]
     names: Sequence[str] | None
     num_micro_batches: int
     device: torch.device
     whereabouts: CollectiveGuard
     timeout: float
-    in_flight: plan.InFlight | None = None
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def several_stages(self) -> bool:
+        """Is any pipeline cut?"""
+        return any(cut.num_stages > 1 for cut in self.cuts)
 
-def plan_on_rank_zero(planning: Planning) -> plan.Plan:
-    """The plan for the trainer's module, the same on every rank; all must call it.
+
+def plan_on_rank_zero(planning: Planning) -> list[plan.Plan]:
+    """The plans for the trainer's module, one for each cut, the same on every rank; all must call it.
 
     Raises:
         ConfigurationError: the module cannot be cut so.
@@ -76,7 +79,7 @@ def plan_on_rank_zero(planning: Planning) -> plan.Plan:
     assert everybody is not None
     if dist.get_rank() == 0:
         try:
-            answer = b"p" + plan.encode(_plan(planning))
+            answer = b"p" + msgspec.json.encode([plan.encode(made) for made in _plans(planning)])
         except ConfigurationError as error:
             p2p.broadcast_bytes(b"c" + str(error).encode(), 0, everybody)
             raise
@@ -90,21 +93,21 @@ def plan_on_rank_zero(planning: Planning) -> plan.Plan:
         raise ConfigurationError(answer[1:].decode())
     if answer[:1] == b"e":
         raise WorkerFailedError(f"Rank 0 could not plan the stages: {answer[1:].decode()}")
-    return plan.decode(answer[1:])
+    return [plan.decode(made) for made in msgspec.json.decode(answer[1:], type=list[bytes])]
 
 
 class _Answer(msgspec.Struct):
     """What has come of trying the user's code."""
 
-    plan: msgspec.Raw
+    plans: list[bytes]
     notes: list[str]
     communicates: bool
 
 
-def _plan(planning: Planning) -> plan.Plan:
+def _plans(planning: Planning) -> list[plan.Plan]:
     """Made in a child process where that is possible: what the user's code changes would else stay on rank 0 alone."""
-    if planning.num_stages == 1 and not plan.is_measured(planning.partition):
-        return plan.plan(planning.trainer.lightning_module, 1, planning.partition, planning.names)
+    if not planning.several_stages and not any(is_measured(cut.partition) for cut in planning.cuts):
+        return plan.plans(planning.trainer.lightning_module, planning.cuts, planning.names)
     data = None
     if apart.is_possible(planning.device):
         try:
@@ -117,7 +120,7 @@ def _plan(planning: Planning) -> plan.Plan:
     for note in answer.notes:
         rank_zero_info(note)
     planning.whereabouts.communicates = answer.communicates
-    return plan.decode(answer.plan)
+    return [plan.decode(made) for made in answer.plans]
 
 
 def _try_here(planning: Planning) -> bytes:
@@ -134,22 +137,23 @@ def _try_here(planning: Planning) -> bytes:
 
 
 def _try(planning: Planning) -> bytes:
-    steps = _steps(planning) if planning.num_stages > 1 else []
+    steps = _steps(planning) if planning.several_stages else []
     try:
         made = apart.with_all_threads(partial(_made, planning, steps))
     except ConfigurationError as error:
         error.__notes__ = planning.notes
         raise
-    answer = _Answer(msgspec.Raw(plan.encode(made)), planning.notes, planning.whereabouts.communicates)
+    answer = _Answer([plan.encode(each) for each in made], planning.notes, planning.whereabouts.communicates)
     return msgspec.json.encode(answer)
 
 
-def _made(planning: Planning, steps: Sequence[StepCalls]) -> plan.Plan:
+def _made(planning: Planning, steps: Sequence[StepCalls]) -> list[plan.Plan]:
     module = planning.trainer.lightning_module
-    partition = planning.partition
-    if planning.trainer.state.fn != TrainerFn.FITTING and plan.is_measured(partition):
-        partition = "parameters"  # there is no training data to measure with
+    cuts = planning.cuts
+    if planning.trainer.state.fn != TrainerFn.FITTING:  # there is no training data to measure with
+        cuts = [replace(cut, partition="parameters") if is_measured(cut.partition) else cut for cut in cuts]
 
+    @cache
     def measure(blocks: Sequence[Block]) -> plan.Profile:
         calls = next((step.calls for step in steps if step.trains), None)
         calls = calls or _calls(planning, "training_step", planning.trainer.fit_loop)
@@ -165,7 +169,7 @@ def _made(planning: Planning, steps: Sequence[StepCalls]) -> plan.Plan:
             _not_rehearsed(planning, "a step could not be run before training", error)
             return None
 
-    return plan.plan(module, planning.num_stages, partition, planning.names, measure, rehearse, planning.in_flight)
+    return plan.plans(module, cuts, planning.names, measure, rehearse)
 
 
 def _steps(planning: Planning) -> list[StepCalls]:
@@ -263,8 +267,8 @@ def _not_rehearsed(planning: Planning, what: str, error: Exception) -> None:
 def _measure(planning: Planning, blocks: Sequence[Block], batch: Any, arguments: Sequence[int]) -> plan.Profile:
     trainer: Any = planning.trainer
     module = trainer.lightning_module
-    key = cache.fingerprint(module, blocks, batch, planning.device)
-    measured = cache.load(key)
+    key = profiles.fingerprint(module, blocks, batch, planning.device)
+    measured = profiles.load(key)
     if measured is None:
         if all(not p.is_meta for p in module.parameters()):  # else the profile says what is wrong
             move(module, planning.device)
@@ -274,5 +278,5 @@ def _measure(planning: Planning, blocks: Sequence[Block], batch: Any, arguments:
                 return module.training_step(batch, *arguments)
 
         measured = profile(module, blocks, step, planning.device)
-        cache.store(key, measured)
+        profiles.store(key, measured)
     return measured

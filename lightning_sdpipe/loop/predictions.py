@@ -66,15 +66,14 @@ def collect(predictions: list[list[Any]], loaders: Iterable[Any], groups: Proces
         ConfigurationError: they hold something that cannot be sent.
     """
     mesh = groups.mesh
-    stage, _ = mesh.locate(groups.rank)
-    if stage != mesh.num_stages - 1:
+    if not mesh.is_last(groups.rank):
         return
     for mine, loader in zip(predictions, loaders, strict=True):
         sampler = getattr(loader, "batch_sampler", None)
         dealt = batches_of(sampler) if isinstance(sampler, IndexBatchSampler) else None
         if not isinstance(dealt, _Dealt):
             continue
-        sources = mesh.stage_ranks(stage)[: len(dealt._batches)]  # the others have repeated a batch
+        sources = mesh.last_ranks[: len(dealt._batches)]  # the others have repeated a batch
         if groups.rank != 0:
             if groups.rank in sources:
                 _send(mine, groups)

@@ -86,9 +86,9 @@ class PythonState:
         self._groups = groups
         self._first_failure = first_failure
         self._late = late
-        stage, pipeline = groups.mesh.locate(groups.rank)
+        _, pipeline = groups.mesh.locate(groups.rank)
         self._ranks: Sequence[int] = groups.mesh.pipeline_ranks(pipeline)
-        self._is_last = stage == groups.mesh.num_stages - 1
+        self._is_last = groups.mesh.is_last(groups.rank)
         module = trainer.lightning_module
         self._buffers = [name for name, _ in module.named_buffers() if len(ownership.stages[name]) > 1]
         self._before: dict[Address, Any] | None = None

@@ -11,11 +11,11 @@ from lightning_sdpipe.data.shards import takes_turns
 from lightning_sdpipe.errors import ConfigurationError
 
 Split = list[int]
-"""Pipelines, batches of each in an epoch, and samples of a batch (0 if nobody says)."""
+"""Pipelines, batches of each in an epoch, and samples of a batch (0 if it is not known)."""
 
 
 def split_of(loader: Any, num_pipelines: int) -> Split | None:
-    """That of ``loader``, which every pipeline has; None if nobody knows its length."""
+    """That of ``loader``, which every pipeline has; None if its length is not known."""
     batches = sized_len(loader)
     return None if batches is None else [num_pipelines, batches, getattr(loader, "batch_size", None) or 0]
 

@@ -63,6 +63,7 @@ class StreamSwitches:
         self._dealt = dealt
         self._stage, self._pipeline = groups.mesh.locate(groups.rank)
         self._num_pipelines = groups.mesh.num_pipelines
+        self._alike = groups.mesh.alike
         self.stream: tuple[int, ...] = ()
         """Names the streams of the batch that is with its step now."""
         self._common: tuple[int, ...] = ()  # those between steps, around that batch
@@ -94,9 +95,16 @@ class StreamSwitches:
         """The optimizer has stepped.
 
         Raises:
-            ConfigurationError: it has drawn random numbers for parameters that several stages hold.
+            ConfigurationError: it has drawn random numbers for parameters that several stages hold, or where stages
+                have no replicas that draw alike.
         """
-        if self._shared and self._streams.drawn_from():
+        if (self._shared or not self._alike) and self._streams.drawn_from():
+            if not self._alike:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} draws random numbers in its step, and pipelines of unlike cuts would "
+                    "draw others for the same parameter and come apart. Use an optimizer that draws none, or pipelines "
+                    "of one depth and cut."
+                )
             trained = [name for name in self._shared if self._module.get_parameter(name).requires_grad]
             if trained:
                 raise ConfigurationError(

@@ -26,6 +26,8 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For how long a pipeline that others cannot reach is not let in again, at first."""
     fixed: bool = False
     """Pipelines neither come late nor go: ``min_pipelines`` begin together, and one that ends ends the run."""
+    depths: tuple[int, ...] = ()
+    """Of a fixed roster, the stages of each pipeline, if they differ."""
 
     def __post_init__(self) -> None:
         check_integer("min_pipelines", self.min_pipelines, 1, "pipelines")
@@ -37,11 +39,13 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         if self.fixed and self.to_start != self.min_pipelines:
             raise refusal("start_pipelines", self.start_pipelines, f"{self.min_pipelines}, all of a fixed roster")
+        if self.depths and not (self.fixed and len(self.depths) == self.min_pipelines and min(self.depths) >= 1):
+            raise refusal("depths", list(self.depths), "the stages of each pipeline of a fixed roster, 1 or more")
 
     @classmethod
-    def of_fixed(cls, num_pipelines: int, recovery_grace: float = 10.0) -> ElasticConfig:
+    def of_fixed(cls, num_pipelines: int, recovery_grace: float = 10.0, depths: tuple[int, ...] = ()) -> ElasticConfig:
         """Of a run whose pipelines are known."""
-        return cls(num_pipelines, recovery_grace=recovery_grace, settle=0.0, fixed=True)
+        return cls(num_pipelines, recovery_grace=recovery_grace, settle=0.0, fixed=True, depths=depths)
 
     @property
     def to_start(self) -> int:

@@ -105,11 +105,12 @@ class PipelineStart:
 
 
 class Roster:
-    """The starts that are there, their rivals, and the tombstones of those that are gone."""
+    """The starts that are there, their rivals, and the tombstones of those that are gone. Each pipeline has
+    ``num_stages`` stages, unless ``depths`` say how many."""
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, depths: Sequence[int] = ()) -> None:
         self.here: dict[int, PipelineStart] = {}
-        self._num_stages = num_stages
+        self._num_stages, self._depths = num_stages, depths
         self._rivals: dict[int, dict[Worker, w.Enrolled]] = {}
         self._tombs: dict[Member, str] = {}
 
@@ -130,9 +131,13 @@ class Roster:
         here = self.here.get(worker.pipeline)
         return here is not None and here.incarnation == incarnation and worker.stage in here.processes
 
+    def depth(self, pipeline: int) -> int:
+        """The number of its stages."""
+        return self._depths[pipeline] if self._depths else self._num_stages
+
     def absent(self, pipeline: int) -> list[int]:
         """Stages of ``pipeline``, which is there, that are not."""
-        return sorted(set(range(self._num_stages)) - self.here[pipeline].processes.keys())
+        return sorted(set(range(self.depth(pipeline))) - self.here[pipeline].processes.keys())
 
     def processes(self) -> dict[Worker, int]:
         """All that are there, or have finished, and their incarnations."""
@@ -178,7 +183,7 @@ class Roster:
     def enrols(self, worker: Worker, incarnation: int, now: float) -> None:
         """A process of a start that is there, or of a new one, has come."""
         here = self.here.setdefault(worker.pipeline, PipelineStart(incarnation))
-        last = len(here.processes.keys() | {worker.stage}) == self._num_stages
+        last = len(here.processes.keys() | {worker.stage}) == self.depth(worker.pipeline)
         here.move("the last enrols" if last else "a stage enrols")
         here.move_process(worker.stage, "enrols")
         if last:
@@ -189,7 +194,7 @@ class Roster:
         again."""
         here = self.here[member.pipeline] = PipelineStart(member.incarnation)
         here.move("returns")
-        for stage in range(self._num_stages):
+        for stage in range(self.depth(member.pipeline)):
             here.move_process(stage, "enrols")
         here.arrived, here.since = now, since
 
@@ -244,7 +249,7 @@ class EntryRules:
     def __init__(self, num_stages: int, terms: ElasticConfig) -> None:
         self.expected: dict[str, str] | None = None
         """The fingerprint of all jobs, once one has come."""
-        self._num_stages = num_stages
+        self._num_stages, self._depths = num_stages, terms.depths
         self._fixed = terms.fixed
         self._most = terms.min_pipelines if terms.fixed else MOST_PIPELINES
 
@@ -262,6 +267,8 @@ class EntryRules:
     def refusal(self, event: w.Enrolled | w.Resumed, over: w.RunOver | None) -> str:
         """Why the process cannot be taken; empty if it can."""
         worker, stages = event.worker, self._num_stages
+        if 0 <= worker.pipeline < len(self._depths):
+            stages = self._depths[worker.pipeline]
         if not 0 <= worker.stage < stages:
             return (
                 f"worker {worker} does not exist: this scheduler serves pipelines of {stages} stages, 0 to "

@@ -22,7 +22,7 @@ class RunState:
     def __init__(self, num_stages: int, terms: ElasticConfig, now: float = 0.0, num_pipelines: int = 1) -> None:
         self.offered = self.terms = terms
         self.epoch = Epoch(0, (), "nobody has come yet")
-        self.roster = Roster(num_stages)
+        self.roster = Roster(num_stages, terms.depths)
         self.ending = Ending(terms)
         self.ever: set[int] = set()
         """Pipelines that were members at any time."""
@@ -71,7 +71,8 @@ class RunState:
         return sorted(
             i
             for i, here in self.roster.here.items()
-            if (here.member or self.donations.taken_in(i, stage)) and here.processes[stage] not in ("done", "lost")
+            if (here.member or self.donations.taken_in(i, stage))
+            and here.processes.get(stage, "done") not in ("done", "lost")
         )
 
     def states(self) -> dict[int, str]:

@@ -73,7 +73,7 @@ class StateTransfers:
         donor = min(members, key=lambda i: (i in failed, age[i] == 0, gives.count(i), -age[i]))
         self._count += 1
         self._under_way[pipeline] = donation = StateTransfer(donor, pipeline, f"state-{pipeline}-{self._count}")
-        return [self._told_donor(donation)]
+        return [Donate(donor, pipeline, donation.transfer)]
 
     def copied(self, stage: int, donor: int, transfer: str, update: int) -> list[MemberDecision]:
         """A stage of ``donor`` has copied its state when it had made ``update`` updates."""
@@ -136,17 +136,13 @@ class StateTransfers:
             del self._under_way[pipeline]
         return newcomers
 
-    def unheard(self, worker: Worker) -> list[Donate]:
-        """Of what ``worker``, stage 0 of a donor, has said nothing: it may not have heard of it."""
+    def unheard(self, worker: Worker) -> tuple[str, ...]:
+        """The transfers of which ``worker``, stage 0 of a donor, has said nothing: it may not have heard of them."""
         if worker.stage:
-            return []
+            return ()
         mine = [donation for donation in self._under_way.values() if donation.donor == worker.pipeline]
-        return [self._told_donor(donation) for donation in mine if 0 not in donation.updates]
+        return tuple(donation.transfer for donation in mine if 0 not in donation.updates)
 
     def under_way(self) -> Mapping[int, StateTransfer]:
         """By newcomer."""
         return self._under_way
-
-    @staticmethod
-    def _told_donor(donation: StateTransfer) -> Donate:
-        return Donate(donation.donor, donation.pipeline, donation.transfer)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import rehearsal
-from lightning_sdpipe.partition.plan import Balanced, Partition
+from lightning_sdpipe.partition.pipeline_cut import Balanced, Partition
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any
 
 import msgspec
 from torch import nn
@@ -16,50 +16,20 @@ from lightning_sdpipe.partition.balance import balance
 from lightning_sdpipe.partition.chain import Block, find_chains, join_ends, refuse_compiled
 from lightning_sdpipe.partition.cut import cut
 from lightning_sdpipe.partition.memory import Memory
+from lightning_sdpipe.partition.pipeline_cut import (
+    Balanced,
+    InFlight,
+    Partition,
+    PipelineCut,
+    check_partition,
+    is_measured,
+)
 from lightning_sdpipe.partition.profile import BlockProfile
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.partition.saved_bytes import parameter_bytes
 from lightning_sdpipe.partition.travel import Travel
 
-
-@dataclass(frozen=True)
-class Balanced:
-    """Cut where the slowest stage is fastest, by measured times.
-
-    Args:
-        speeds: relative speed of the device of each stage; all equal by default. 0.5 gets about half the
-            work.
-        bandwidth: bytes per second between neighbouring stages, in either direction.
-        memory: bytes that training may use of the device of each stage; None if that need not be looked at.
-            Counted are parameters, gradients, the optimizer's state, and what the micro-batches in flight keep.
-        optimizer_state: its bytes for each byte of trained parameters: 2 for Adam, 1 with momentum, 0 for plain SGD.
-    """
-
-    speeds: Sequence[float] | None = None
-    bandwidth: float = 1e9
-    memory: Sequence[float] | None = None
-    optimizer_state: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
-            raise ConfigurationError(f"bandwidth={self.bandwidth} must be positive, in bytes per second.")
-        if not self.optimizer_state >= 0:
-            raise ConfigurationError(
-                f"optimizer_state={self.optimizer_state} must be at least 0, in bytes for each byte of parameters."
-            )
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """What each stage keeps of a schedule at most: measured micro-batches whose backward is still to come, and
-    copies of its weights."""
-
-    micro_batches: Sequence[int]
-    copies: Sequence[int]
-
-
-Partition = Literal["uniform", "parameters", "balanced"] | Balanced | Sequence[int]
 Profile = Sequence[BlockProfile]
 
 
@@ -97,31 +67,44 @@ def plan(
     rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
     in_flight: InFlight | None = None,
 ) -> Plan:
-    """Finds the chain of ``module`` and cuts it into ``num_stages`` stages.
+    """The only one of :func:`plans`, for a cut of these values."""
+    (made,) = plans(module, [PipelineCut(num_stages, partition, in_flight)], names, measure, rehearse)
+    return made
+
+
+def plans(
+    module: nn.Module,
+    cuts: Sequence[PipelineCut],
+    names: Sequence[str] | None = None,
+    measure: Callable[[Sequence[Block]], Profile] | None = None,
+    rehearse: Callable[[Sequence[str]], RehearsalResult | None] = lambda _: None,
+) -> list[Plan]:
+    """Finds the chain of ``module`` and cuts it in each of these ways.
 
     If blocks are not named, the next of the chains of :func:`~lightning_sdpipe.partition.chain.find_chains` is tried
     when the first cannot be cut so.
 
     Args:
         module: its parameters may be on ``meta``.
-        num_stages: M.
-        partition: ``"uniform"``: equally many blocks. ``"parameters"``: the largest stage has as few
-            parameters as possible. ``"balanced"`` or :class:`Balanced`: the slowest stage is as fast as
-            possible. A list: the number of blocks of each stage.
+        cuts: the number of stages, M, and where: ``"uniform"``: equally many blocks. ``"parameters"``: the largest
+            stage has as few parameters as possible. ``"balanced"`` or :class:`Balanced`: the slowest stage is as fast
+            as possible. A list: the number of blocks of each stage.
         names: of the blocks, as for :func:`~lightning_sdpipe.partition.chain.find_blocks`.
         measure: gives the profile of the blocks; called for ``"balanced"`` only.
         rehearse: runs the user's steps with a chain, to see in which order its modules run and what crosses a cut; None
             if that cannot be found out. Called for several stages only.
-        in_flight: of the schedule; needed for :class:`Balanced` with ``memory``.
 
     Raises:
         ConfigurationError: the chain cannot be cut so.
     """
-    check_partition(num_stages, partition)
+    num_stages = max(cut.num_stages for cut in cuts)
+    for each in cuts:
+        check_partition(each)
     refused: ConfigurationError | None = None
     for found in find_chains(module, names):
         try:
-            _check_weights(module, found, num_stages, partition, in_flight)
+            for each in cuts:
+                _check_weights(module, found, each)
             if num_stages > 1:
                 refuse_compiled(module, found)
             chain, rehearsed = _rehearsed(found, num_stages, rehearse, names) if num_stages > 1 else (found, None)
@@ -130,7 +113,7 @@ def plan(
             continue
         for blocks in _blocks(module, chain, names, rehearsed is not None):
             try:
-                return _cut(module, blocks, num_stages, partition, measure, rehearsed, in_flight)
+                return [_cut(module, blocks, each, measure, rehearsed) for each in cuts]
             except ConfigurationError as error:
                 refused = refused or error
     assert refused is not None
@@ -169,6 +152,17 @@ def _rehearsed(
 def _cut(
     module: nn.Module,
     blocks: tuple[Block, ...],
+    of: PipelineCut,
+    measure: Callable[[Sequence[Block]], Profile] | None,
+    rehearsed: RehearsalResult | None,
+) -> Plan:
+    with of.named():
+        return _cut_into(module, blocks, of.num_stages, of.partition, measure, rehearsed, of.in_flight)
+
+
+def _cut_into(
+    module: nn.Module,
+    blocks: tuple[Block, ...],
     num_stages: int,
     partition: Partition,
     measure: Callable[[Sequence[Block]], Profile] | None,
@@ -187,11 +181,11 @@ def _cut(
         seconds = [block.forward_seconds + block.backward_seconds for block in measured]
         crossing = [transfer_seconds(block, options.bandwidth) for block in measured[:-1]]
         memory = None if options.memory is None else _memory(options, measured, in_flight)
-        spans, _ = balance(seconds, crossing, options.speeds or [1.0] * num_stages, memory)
+        spans, _ = balance(seconds, crossing, _each(options.speeds) or [1.0] * num_stages, memory)
     else:
         spans = cut(len(blocks), num_stages, partition)  # type: ignore[arg-type]  # names are dealt with above
     made = Plan(blocks, spans)
-    if rehearsed is None:
+    if rehearsed is None or num_stages == 1:
         return made
     travel = {step: rehearsed.travel(step, made.module_spans) for step in rehearsed.traces}
     readers = {name: sorted(stages) for name, stages in rehearsed.readers(made.module_spans).items()}
@@ -213,28 +207,25 @@ def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: Rehearsa
     ]
 
 
-def is_measured(partition: Partition) -> bool:
-    """Whether a batch is needed to cut so."""
-    return partition == "balanced" or isinstance(partition, Balanced)
-
-
 def check(
     module: nn.Module,
     names: Sequence[str] | None,
-    num_stages: int,
-    partition: Partition,
-    in_flight: InFlight | None = None,
+    cuts: Sequence[PipelineCut],
 ) -> None:
     """Raises ConfigurationError if it can be seen without a batch that ``module`` cannot be cut so."""
-    check_partition(num_stages, partition)
+    for each in cuts:
+        check_partition(each)
     same_memory(module)
     refused: ConfigurationError | None = None
     for chain in find_chains(module, names):
         num_blocks = len(join_ends(module, chain)) if names is None else len(chain)
         try:
-            cut(num_blocks, num_stages, "uniform" if isinstance(partition, (str, Balanced)) else partition)
-            _check_weights(module, chain, num_stages, partition, in_flight)
-            if num_stages > 1:
+            for each in cuts:
+                with each.named():
+                    given = each.partition
+                    cut(num_blocks, each.num_stages, "uniform" if isinstance(given, (str, Balanced)) else given)
+                _check_weights(module, chain, each)
+            if max(each.num_stages for each in cuts) > 1:
                 refuse_compiled(module, chain)
         except ConfigurationError as error:
             refused = refused or error
@@ -242,26 +233,6 @@ def check(
             return
     assert refused is not None
     raise refused
-
-
-def check_partition(num_stages: int, partition: Partition) -> None:
-    """Raises ConfigurationError if no model can be cut so."""
-    if isinstance(partition, str) and partition not in ("uniform", "parameters", "balanced"):
-        raise ConfigurationError(
-            f"partition={partition!r} is not known. Use 'uniform', 'parameters', 'balanced', Balanced(...) "
-            "or a list "
-            "of block counts."
-        )
-    if isinstance(partition, Balanced) and partition.speeds and len(partition.speeds) != num_stages:
-        raise ConfigurationError(
-            f"Balanced(speeds={list(partition.speeds)}) names {len(partition.speeds)} devices for num_stages="
-            f"{num_stages}. Give one speed for each stage."
-        )
-    if isinstance(partition, Balanced) and partition.memory and len(partition.memory) != num_stages:
-        raise ConfigurationError(
-            f"Balanced(memory={list(partition.memory)}) names {len(partition.memory)} devices for num_stages="
-            f"{num_stages}. Give the bytes of one device for each stage."
-        )
 
 
 def encode(plan: Plan) -> bytes:
@@ -297,39 +268,15 @@ def transfer_seconds(block: BlockProfile, bandwidth: float) -> float:
     return (block.activation_bytes + block.gradient_bytes) / bandwidth
 
 
-def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> InFlight:
-    """What each of M stages keeps at most, when a mini-batch is m micro-batches.
-
-    Stage j has begun up to M − j micro-batches whose backward is to come with ``"1f1b"``, all m with ``"gpipe"``, and
-    M − j whole mini-batches with ``"pipedream"``, which keeps the weights of each, except on the last stage.
-
-    Raises:
-        ConfigurationError: another schedule, of which it is not known.
-    """
-    ahead = range(num_stages, 0, -1)
-    match schedule:
-        case "1f1b":
-            return InFlight([min(num_micro_batches, depth) for depth in ahead], [0] * num_stages)
-        case "gpipe":
-            return InFlight([num_micro_batches] * num_stages, [0] * num_stages)
-        case "pipedream":
-            copies = [depth if depth > 1 else 0 for depth in ahead]
-            return InFlight([num_micro_batches * depth for depth in ahead], copies)
-    raise ConfigurationError(
-        f"Balanced(memory=...) does not know what schedule={schedule!r} keeps in memory. Use 1f1b, gpipe or pipedream, "
-        "or leave memory out."
-    )
-
-
-def _check_weights(
-    module: nn.Module, chain: Sequence[str], num_stages: int, partition: Partition, in_flight: InFlight | None
-) -> None:
+def _check_weights(module: nn.Module, chain: Sequence[str], of: PipelineCut) -> None:
     """Refuses a model of which not even the weights fit, before it is on any device."""
+    num_stages, partition = of.num_stages, of.partition
     if not isinstance(partition, Balanced) or partition.memory is None or len(chain) < num_stages:
         return
     weights = [BlockProfile(0, 0, 0, 0, *parameter_bytes(module, (path,))) for path in chain]
     nothing = [0.0] * len(chain)
-    balance(nothing, nothing[1:], [1.0] * num_stages, _memory(partition, weights, in_flight))
+    with of.named():
+        balance(nothing, nothing[1:], [1.0] * num_stages, _memory(partition, weights, of.in_flight))
 
 
 def _memory(options: Balanced, profile: Profile, in_flight: InFlight | None) -> Memory:
@@ -337,10 +284,15 @@ def _memory(options: Balanced, profile: Profile, in_flight: InFlight | None) -> 
     if in_flight is None:
         raise ConfigurationError("Balanced(memory=...) needs to know what the schedule keeps in flight.")
     return Memory(
-        options.memory,
+        _each(options.memory),
         [block.parameter_bytes + (1 + options.optimizer_state) * block.trained_bytes for block in profile],
         [block.saved_bytes for block in profile],
         in_flight.micro_batches,
         [block.trained_bytes for block in profile],
         in_flight.copies,
     )
+
+
+def _each(values: Any) -> list[float]:
+    """Of one pipeline, as is checked before."""
+    return list(values or ())

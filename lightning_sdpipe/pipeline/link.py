@@ -14,7 +14,7 @@ for one of its mini-batch there, so either stage finds that the other one has no
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +61,8 @@ class StageLink:
     _sent_up: deque[p2p.Transfer] = field(default_factory=deque)
     _untold: BatchDigest | None = None  # of a mini-batch whose first message is still to come, as the next
     _unheard: BatchDigest | None = None
+    _counts: Counter[int] = field(default_factory=Counter)
+    """Messages of each lane, by tag: sent here, or received."""
 
     def begin(self, digest: BatchDigest) -> None:
         """The messages of another mini-batch follow."""
@@ -79,6 +81,7 @@ class StageLink:
 
     def send_activations(self, message: Message, key: Hashable) -> None:
         """Starts sending a micro-batch's message to the next stage; ``key`` identifies its shapes on both ends."""
+        self._mark(meter.SENT, 2 * self.stage + 2)
         layout = message.layout
         layouts = self._outgoing.get(key)
         if layouts is None or self.dynamic_shapes:
@@ -120,6 +123,7 @@ class StageLink:
         layout = layouts[number]
         if not _as_expected(layout, layouts[0]):
             _, numbers, tensors = self._receive(layout)
+        self._mark(meter.RECEIVED, 2 * self.stage)
         for tensor, meta in zip(tensors, layout.values, strict=True):
             tensor.requires_grad_(meta.requires_grad)
         return Message(tensors, numbers, layout)
@@ -134,6 +138,8 @@ class StageLink:
             message = [torch.tensor([g is not None for g in gradients]), *(g for g in gradients if g is not None)]
         else:
             message = [torch.zeros_like(t) if g is None else g for t, g in zip(received, gradients, strict=True)]
+        if message:
+            self._mark(meter.SENT, tag)
         self._sent_up.append(p2p.send(message, self.ranks[to], self._lane(tag), tag, self.name(to)))
         if self.sends_in_flight is not None:
             self._settle(self._sent_up, self.sends_in_flight)
@@ -148,7 +154,10 @@ class StageLink:
             self._wait(p2p.receive([flags], rank, self._lane(tag), tag, name), meter.WAIT_DOWN)
             outputs = [t for t, used in zip(sent, flags.tolist(), strict=True) if used]
         buffers = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in outputs]
-        return outputs, self._wait(p2p.receive(buffers, rank, self._lane(tag), tag, name), meter.WAIT_DOWN)
+        gradients = self._wait(p2p.receive(buffers, rank, self._lane(tag), tag, name), meter.WAIT_DOWN)
+        if sent:
+            self._mark(meter.RECEIVED, tag)
+        return outputs, gradients
 
     def make_room(self) -> None:
         """Waits until one more gradient can be sent without waiting for the previous stage."""
@@ -163,6 +172,11 @@ class StageLink:
     def _settle(self, transfers: deque[p2p.Transfer], leave: int) -> None:
         while len(transfers) > leave:
             self._wait(transfers.popleft(), meter.SEND)
+
+    def _mark(self, what: int, tag: int) -> None:
+        """Both ends of a lane count its messages."""
+        self._counts[tag] += 1
+        meter.current().mark(what, self._counts[tag] * meter.LANES + tag)
 
     def _wait(self, transfer: p2p.Transfer, phase: int) -> list[Tensor]:
         with meter.phase(phase), p2p.labelled("wait"):

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import waiting_for
@@ -35,7 +35,7 @@ class SharedParameters:
 
     Args:
         module: whole.
-        ownership: which worker of a pipeline holds what.
+        ownerships: which worker of each pipeline of this world holds what.
         by_stage: which stage does, of which a worker may have several.
         groups: this worker's place.
         timeout: of the process groups.
@@ -44,20 +44,23 @@ class SharedParameters:
     def __init__(
         self,
         module: nn.Module,
-        ownership: Ownership,
+        ownerships: Sequence[Ownership],
         by_stage: Ownership,
         groups: ProcessGroups,
         timeout: timedelta | None,
     ) -> None:
         mesh = groups.mesh
-        shared = ownership.shared_parameters(module)
         stage, _ = mesh.locate(groups.rank)
         self._module = module
+        self._groups = groups
         self._stage = stage
         self._summed = by_stage.shared_parameters(module)
         self._copies: list[_Copies] = []
-        for owners in sorted({owners for owners, _ in shared}):
-            for row in mesh.ranks:
+        for row, ownership in zip(mesh.ranks, ownerships, strict=True):
+            shared = ownership.shared_parameters(module)
+            if groups.rank in row:
+                self._ownership = ownership
+            for owners in sorted({owners for owners, _ in shared}):
                 ranks = [row[j] for j in owners]
                 group = dist.new_group(sorted(ranks), timeout=timeout)
                 if groups.rank in ranks:
@@ -92,6 +95,29 @@ class SharedParameters:
             for parameter in self._of(copies):
                 dist.broadcast(parameter.data, copies.ranks[0], group=copies.group)
 
+    def make_buffers_equal(self, device: torch.device) -> None:
+        """Gives every copy of a buffer, on ``device``, the value of the last stage that holds it. All stages must call
+        it."""
+        ranks = self._groups.mesh.pipeline_ranks(self._groups.mesh.locate(self._groups.rank)[1])
+        for name, buffer in self._module.named_buffers():
+            owners = self._ownership.stages[name]
+            if len(owners) > 1:
+                held = buffer if self._stage in owners else torch.empty_like(buffer, device=device)
+                value = torch.view_as_real(held) if held.is_complex() else held
+                with waiting_for(self._groups.pipeline, "handing on buffers"):
+                    dist.broadcast(value, ranks[owners[-1]], group=self._groups.pipeline)
+
+    def copies(self) -> list[tuple[dist.ProcessGroup, int, list[nn.Parameter]]]:
+        """Of each set of owners that this stage is among: their group, the rank of the first, and what they share."""
+        return [(copies.group, copies.ranks[0], self._of(copies)) for copies in self._copies]
+
+    def hand_on(self, gradients: dict[nn.Parameter, Tensor | None]) -> None:
+        """Gives every copy the gradient that the first stage which holds it has in ``gradients``."""
+        for copies in self._copies:
+            trained = [p for p in self._of(copies) if p.requires_grad]
+            for dtype in {p.dtype: None for p in trained}:
+                _hand_on([p for p in trained if p.dtype == dtype], gradients, copies)
+
     def sum_gradients(self) -> None:
         """Gives every copy the sum of the gradients of all; a parameter that no owner used has none, as in one
         process."""
@@ -122,3 +148,25 @@ def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup)
     anybody = mine if all(mine) else owners.tolist()  # reading them waits for a GPU
     for parameter, total, exists in zip(parameters, totals, anybody, strict=True):
         parameter.grad = total.view_as(parameter) if exists else None
+
+
+def _hand_on(parameters: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None], copies: _Copies) -> None:
+    """Of one type. Which parameters have a gradient travels with the gradients."""
+    found = [gradients[p] for p in parameters]
+    flags = torch.tensor([g is not None for g in found], dtype=parameters[0].dtype, device=parameters[0].device)
+    flat = torch.cat(
+        [
+            flags,
+            *(
+                torch.zeros_like(p).flatten() if g is None else g.flatten()
+                for p, g in zip(parameters, found, strict=True)
+            ),
+        ]
+    )
+    with waiting_for(copies.group, "handing on the gradients of shared parameters"):
+        dist.broadcast(flat, copies.ranks[0], group=copies.group)
+    if dist.get_rank() == copies.ranks[0]:
+        return
+    exists, *totals = torch.split_with_sizes(flat, [len(parameters), *(p.numel() for p in parameters)])
+    for parameter, total, there in zip(parameters, totals, exists.tolist(), strict=True):
+        gradients[parameter] = total.view_as(parameter) if there else None

@@ -10,16 +10,16 @@ one.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Count, Last, Worker
+from lightning_sdpipe.policies.events import Count, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.log.status import Status
-from lightning_sdpipe.scheduler.rows import About, NewRows
+from lightning_sdpipe.scheduler.rows import MOST_UPDATES, About, NewRows
 
 VERSION = 5
 MAX_REQUEST_BYTES = 1 << 20
@@ -40,6 +40,22 @@ class WrongVersion(MalformedFrame):
         self.version = version
 
 
+Answer: TypeAlias = e.Answer
+
+
+def iteration_of(worker: Worker, answer: Answer) -> int | None:
+    """Which ready of ``worker`` it answers."""
+    for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
+        if member == worker:
+            return iteration
+    return None
+
+
+def invitations_of(worker: Worker, answer: Answer) -> int:
+    """How many groups ``worker`` had been invited to before it was answered so."""
+    return dict(zip(answer.group.members, answer.invitations, strict=False)).get(worker, 0)
+
+
 class Failure(msgspec.Struct, frozen=True):
     """The first failure of a run: of a worker, or of the scheduler itself (None)."""
 
@@ -50,29 +66,9 @@ class Failure(msgspec.Struct, frozen=True):
         who = "the scheduler" if self.worker is None else f"worker {self.worker}"
         return f"{who} failed first: {self.reason}"
 
-    def said(self) -> e.Over:
+    def said(self) -> e.Now:
         """To the workers."""
-        return e.Over(self.reason, True, self.worker)
-
-
-class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
-    """A group and, in the order of its members, the iterations whose ready it answers (passive: None), and how often
-    each was invited before; empty if nobody was."""
-
-    group: Group
-    iterations: tuple[Count | None, ...]
-    invitations: tuple[Count, ...] = ()
-
-    def iteration_of(self, worker: Worker) -> int | None:
-        """Which ready of ``worker`` this answers."""
-        for member, iteration in zip(self.group.members, self.iterations, strict=False):
-            if member == worker:
-                return iteration
-        return None
-
-    def invitations_of(self, worker: Worker) -> int:
-        """How many groups ``worker`` had been invited to before it was answered so."""
-        return dict(zip(self.group.members, self.invitations, strict=False)).get(worker, 0)
+        return e.Now(0, over=e.End(self.reason, True, True, self.worker))
 
 
 class TrainingRequest(e.FromWorker, frozen=True, gc=False):
@@ -86,18 +82,9 @@ class Hello(TrainingRequest, frozen=True, gc=False, tag="hello"):
 
 
 class Join(TrainingRequest, frozen=True, gc=False, tag="join"):
-    """The worker takes part from now on; ``resumed`` when it already did, for all it knows.
-
-    ``heard`` is the highest number of a group that it heard of, -1 if it heard of none, None if it has not joined
-    before; ``answers`` are those that another member could still ask for. ``answered`` is the iteration whose group it
-    has heard of last. ``about`` is for people.
-    """
+    """The worker takes part from now on; ``about`` is for people."""
 
     mesh: tuple[Count, Count] | None
-    resumed: bool = False
-    heard: Last | None = None
-    answers: tuple[Answer, ...] = ()
-    answered: Count | None = None
     about: About | None = None
 
 
@@ -121,15 +108,6 @@ class AskLease(TrainingRequest, frozen=True, gc=False, tag="ask_lease"):
     done: Done
 
 
-class TellLeases(TrainingRequest, frozen=True, gc=False, tag="tell_leases"):
-    """All leases in ``segment`` that the worker heard of; ``over`` if it heard that too."""
-
-    segment: Segment
-    leases: tuple[Lease, ...]
-    over: bool
-    done: Done
-
-
 class AskStatus(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_status"):
     """How is the run? Anybody who may connect may ask."""
 
@@ -141,6 +119,13 @@ class AskRows(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_r
     since: int
 
 
+class AskSpans(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_spans"):
+    """What did workers do in their newest ``updates``, span by span? The answer comes when all have told, or seconds
+    later. Anybody who may connect may ask."""
+
+    updates: Annotated[int, msgspec.Meta(ge=1, le=MOST_UPDATES)]
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welcome"):
     """The scheduler is the right one; ``policy`` are the values of what it decides by, as JSON, and ``mesh`` the stages
     and pipelines that it serves."""
@@ -148,13 +133,6 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welco
     number: int
     policy: str
     mesh: tuple[int, int]
-
-
-class Lost(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="lost"):
-    """The others go on without ``worker``, until it is heard of; ``reason`` is what it was, or did."""
-
-    worker: Worker
-    reason: str
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="invitation"):
@@ -169,10 +147,6 @@ class Dealt(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="dealt")
     """The answer to an :class:`AskLease`, when it is decided."""
 
     lease: Lease
-
-
-class AskLeases(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_leases"):
-    """The scheduler was started anew: which leases has the worker heard of?"""
 
 
 class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="status"):
@@ -192,9 +166,19 @@ class RowsReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="row
     chunks: tuple[bytes, ...]
 
 
-Request: TypeAlias = Hello | Join | Ready | Leave | AskLease | TellLeases
-Reply: TypeAlias = Welcome | Answer | Lost | Invitation | Dealt | AskLeases | StatusReply | RowsReply
-Question: TypeAlias = AskStatus | AskRows
+class SpansReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="spans"):
+    """Each of ``chunks`` is a :class:`~lightning_sdpipe.scheduler.rows.SpanChunk` in msgpack. Workers that are
+    ``missing`` did not tell in time; those ``left_out`` did, and the reply had no room for them."""
+
+    workers: tuple[tuple[Worker, About], ...]
+    chunks: tuple[bytes, ...]
+    missing: tuple[Worker, ...]
+    left_out: tuple[Worker, ...]
+
+
+Request: TypeAlias = Hello | Join | Ready | Leave | AskLease
+Reply: TypeAlias = Welcome | Answer | Invitation | Dealt | StatusReply | RowsReply | SpansReply
+Question: TypeAlias = AskStatus | AskRows | AskSpans
 """Of a program that is no worker."""
 
 _PREFIX = bytes([VERSION])

@@ -12,18 +12,22 @@ from lightning_sdpipe.policies.events import Count, Progress, Worker
 
 MOST = 32
 """Rows of one heartbeat; so many that wait are sent at once."""
+MOST_UPDATES = 64
+"""Of which spans may be asked for."""
 _LARGEST = 1 << 53
 """Microseconds that are taken for meant; above, JSON would lose digits."""
 
 
 class UpdateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The last ``count`` updates of a worker, up to ``update``: microseconds of each of
-    :data:`~lightning_sdpipe.meter.PHASES`, and those without a core."""
+    :data:`~lightning_sdpipe.meter.PHASES`, and those without a core; and the sequence of the group that it waited for,
+    -1 if it waited for none, or for several."""
 
     update: int
     count: int
     us: tuple[int, ...]
     core: int
+    group: int = -1
 
 
 class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -50,22 +54,61 @@ class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if min(self.ago, self.dropped) < 0 or any(later.update <= row.update for row, later in pairwise(self.rows)):
             return "rows that do not increase"
         for row in self.rows:
-            numbers = (row.update, row.core, *row.us)
+            numbers = (row.update, row.core, row.group + 1, *row.us)
             if len(row.us) != len(meter.PHASES) or row.count < 1 or min(numbers) < 0 or max(numbers) > _LARGEST:
                 return f"the row {row}"
         return None
+
+
+class Spans(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a worker's :attr:`~lightning_sdpipe.meter.Meter.kept` has of its newest updates, with times in whole
+    microseconds before ``said``.
+
+    The scheduler has ``asked`` for those of so many ``updates``, in seconds of its clock. By the worker's, in
+    microseconds, that was ``heard``, and then this was ``said``.
+    """
+
+    updates: Count
+    asked: float
+    heard: int
+    said: int
+    kept: tuple[tuple[int, int, int], ...]
+
+    def fault(self) -> str | None:
+        """What no client would say, if anything."""
+        times = -_LARGEST <= self.heard <= self.said <= _LARGEST and abs(self.asked) <= _LARGEST
+        if len(self.kept) > meter.SPANS or not times:
+            return f"{len(self.kept)} spans, asked for at {self.asked}, heard at {self.heard} and said at {self.said}"
+        for what, begin, number in self.kept:
+            known = meter.HIDDEN <= what < len(meter.PHASES) and 0 <= begin <= _LARGEST and 0 <= number <= _LARGEST
+            if not known or ((what >= 0 or what == meter.HIDDEN) and number > begin):
+                return f"the span {(what, begin, number)}"
+        return None
+
+
+class SpanChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Spans of ``worker`` in one session, its ``life``; they came ``at``, in seconds of the scheduler's clock."""
+
+    worker: Worker
+    life: int
+    at: float
+    spans: Spans
 
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class About(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What people know a worker by, and how many samples one of its updates has, if that is known."""
+    """What people know a worker by, and how many samples one of its updates has, if that is known; and how its pipeline
+    is run."""
 
     host: Text
     device: Text
     rank: Count
     samples: Count | None = None
+    schedule: Text = ""
+    micro_batches: Count = 1
+    sync: Text = ""
 
     def __str__(self) -> str:
         return f"{self.host}, {self.device}"

@@ -1,1 +1,2 @@
-"""Seeing a run: what its workers did, and which of them is slow. Nothing here changes a decision, or imports torch."""
+"""Seeing a run: what its workers did, and which of them is slow. Nothing here changes a decision, and nothing but
+``callback`` imports torch."""

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
@@ -17,9 +18,12 @@ from lightning_sdpipe.scheduler.run_file import RunFile, running
 from lightning_sdpipe.seeing.detectors import findings
 from lightning_sdpipe.seeing.page import HEALTHY, NOT_CARRIED_OUT, exit_status, render, to_plain
 from lightning_sdpipe.seeing.recording import Recording, of_log, of_scheduler
+from lightning_sdpipe.seeing.what_if import advised
 
 _ELSEWHERE = 1.0
 """Seconds in which a scheduler of another host must answer to be shown."""
+_OF_A_CORE, _WATCHED = 0.05, 256
+"""What ``--watch`` may take, beside a refresh a second; and updates of each worker that it looks at."""
 
 Look = Callable[[], tuple[Recording, Status | None]]
 
@@ -65,14 +69,18 @@ def _show(look: Look, options: argparse.Namespace) -> int:
         _watch(look, options.watch)
         return HEALTHY
     recording, status = look()
-    print(json.dumps(to_plain(recording, status), allow_nan=False) if options.json else render(recording, status))
-    return exit_status(findings(recording)) if options.once else HEALTHY
+    found = advised(recording, findings(recording))
+    if options.json:
+        print(json.dumps(to_plain(recording, status, found), allow_nan=False))
+    else:
+        print(render(recording, status, found))
+    return exit_status(found) if options.once else HEALTHY
 
 
 def _look(options: argparse.Namespace) -> Look:
     if options.run is not None and Path(options.run).is_file():
         return lambda: (of_log(Path(options.run)), None)
-    address, keys = _scheduler_of(options.run, options.key_file)
+    address, keys = scheduler_of(options.run, options.key_file)
     return lambda: of_scheduler(address, keys, options.timeout)
 
 
@@ -82,13 +90,20 @@ def _watch(look: Look, seconds: float) -> None:
         from rich.text import Text
     except ImportError as error:
         raise ConfigurationError("--watch needs rich; install it: pip install 'lightning-sdpipe[watch]'") from error
-    with Live(Text(render(*look())), auto_refresh=False) as live:
+    with Live(auto_refresh=False) as live:
         while True:
-            time.sleep(seconds)
-            live.update(Text(render(*look())), refresh=True)
+            begun = time.process_time()
+            live.update(Text(_newest(*look())), refresh=True)
+            time.sleep(max(seconds, (time.process_time() - begun) / _OF_A_CORE))
 
 
-def _scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None]:
+def _newest(recording: Recording, status: Status | None) -> str:
+    """A page about the last updates, which takes tens of milliseconds to find."""
+    series = {worker: series.newest(_WATCHED) for worker, series in recording.series.items()}
+    return render(replace(recording, series=series), status)
+
+
+def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None]:
     """The address, and the keys that open it.
 
     Raises:

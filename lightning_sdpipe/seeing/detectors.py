@@ -13,26 +13,14 @@ import statistics
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.seeing.bottlenecks import bottlenecks
+from lightning_sdpipe.seeing.costs import costs
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, severity
 from lightning_sdpipe.seeing.recording import Recording, Series
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something about ``workers`` that is worth knowing, since a moment of the scheduler's clock.
-
-    ``severity`` is ``"warning"``, ``"critical"`` or ``"blind"``; ``evidence`` are the numbers that it rests on.
-    """
-
-    kind: str
-    severity: str
-    workers: tuple[Worker, ...]
-    since: float
-    text: str
-    evidence: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,12 +62,22 @@ _SHORTEST_INTERVAL = 1.0
 """Seconds between heartbeats."""
 
 
+_FOR_CAUSE = {
+    "data": (Advice("load its batches in more processes, or from a faster disk", "data.num_workers=4"),),
+    "shares its cores": (Advice("run fewer threads, programs or workers on its machine"),),
+    "gc": (Advice("collect no garbage in the midst of training: call gc.freeze() when it begins"),),
+    "other": (Advice("look for a hook, callback or logger that only this rank runs"),),
+}
+
+
 @dataclass(frozen=True)
 class _Slow:
-    """``worker`` is slow by ``ratio``, in its updates ``start`` to ``stop``, and has been ``since``."""
+    """``worker`` is slow by ``ratio``, in its updates ``start`` to ``stop``; the looks that say so began at ``begun``,
+    and it was ``since`` that they could."""
 
     worker: Worker
     ratio: float
+    begun: float
     since: float
     start: int
     stop: int
@@ -89,7 +87,8 @@ def findings(recording: Recording, rule: SlowRule = RULE) -> list[Finding]:
     """All, the gravest first."""
     failed = recording.failure
     found = [] if failed is None else [Finding("failed", "critical", (), recording.now, failed)]
-    return [*found, *blind(recording), *compute_straggler(recording, rule)]
+    slow = compute_straggler(recording, rule)
+    return [*found, *blind(recording), *slow, *bottlenecks(recording, bool(slow))]
 
 
 def abstains(recording: Recording, rule: SlowRule = RULE) -> str | None:
@@ -113,7 +112,7 @@ def compute_straggler(recording: Recording, rule: SlowRule = RULE) -> list[Findi
             by_host[recording.about[worker].host].append(worker)
     hosts = {host: workers for host, workers in by_host.items() if len(workers) > 1 and slow.keys() >= {*workers}}
     told = {worker for workers in hosts.values() for worker in workers}
-    found = [_of_host(host, [slow[worker] for worker in sorted(workers)]) for host, workers in hosts.items()]
+    found = [_of_host(recording, host, [slow[worker] for worker in sorted(workers)]) for host, workers in hosts.items()]
     found += [_of_worker(recording, slow[worker]) for worker in slow if worker not in told]
     return sorted(found, key=lambda finding: -finding.evidence["ratio"])
 
@@ -145,7 +144,7 @@ def _slow(recording: Recording, worker: Worker, rule: SlowRule) -> _Slow | None:
     mine, others = recording.series[worker], [recording.series[other] for other in recording.replicas(worker)]
     ratios = _log_ratios(mine, others, rule.block)
     found: _Slow | None = None
-    in_a_row, since = 0, 0.0
+    in_a_row, begun, since = 0, 0.0, 0.0
     for stop in range(rule.blocks * rule.block, len(mine) + 1, rule.step):
         at = stop // rule.block
         look = [ratio for ratio in ratios[at - rule.blocks : at] if ratio is not None]
@@ -155,14 +154,21 @@ def _slow(recording: Recording, worker: Worker, rule: SlowRule) -> _Slow | None:
         median = statistics.median(look)
         error = statistics.stdev(look) / math.sqrt(rule.blocks)
         says_so = median >= math.log(rule.named) and statistics.fmean(look) >= rule.certainty * error
-        since = since if in_a_row else mine.ends[stop - 1]
+        start = stop - rule.blocks * rule.block
+        if not in_a_row:
+            begun, since = _begun(mine, start), mine.ends[stop - 1]
         in_a_row = in_a_row + 1 if says_so else 0
         if in_a_row >= rule.looks or (found is not None and median >= math.log(rule.cleared)):
-            first = since if found is None else found.since
-            found = _Slow(worker, math.exp(median), first, stop - rule.blocks * rule.block, stop)
+            first = (begun, since) if found is None else (found.begun, found.since)
+            found = _Slow(worker, math.exp(median), *first, start, stop)
         else:
             found = None
     return found
+
+
+def _begun(series: Series, at: int) -> float:
+    """When that update began."""
+    return series.ends[at] - sum(series.us[at]) / 1e6
 
 
 def _log_ratios(mine: Series, others: Sequence[Series], block: int) -> list[float | None]:
@@ -172,7 +178,7 @@ def _log_ratios(mine: Series, others: Sequence[Series], block: int) -> list[floa
     ratios: list[float | None] = []
     for start in range(0, len(mine) - block + 1, block):
         stop = start + block
-        begun, ended = mine.ends[start] - sum(mine.us[start]) / 1e6, mine.ends[stop - 1]
+        begun, ended = _begun(mine, start), mine.ends[stop - 1]
         medians = [
             statistics.median(part)
             for ends, times in theirs
@@ -184,22 +190,41 @@ def _log_ratios(mine: Series, others: Sequence[Series], block: int) -> list[floa
     return ratios
 
 
-def _of_host(host: str, slow: Sequence[_Slow]) -> Finding:
+def _cost(recording: Recording, slow: Sequence[_Slow]) -> Charge:
+    """Of their pipelines, since they are slow."""
+    found = costs(recording, min(each.begun for each in slow))
+    return sum((found[pipeline] for pipeline in {each.worker.pipeline for each in slow}), Charge())
+
+
+def _of_host(recording: Recording, host: str, slow: Sequence[_Slow]) -> Finding:
     ratio = statistics.median(each.ratio for each in slow)
     text = f"all {len(slow)} workers of {host} {ratio:.2f} × as slow as their peers"
+    cost = _cost(recording, slow)
     return Finding(
         "slow_host",
-        "warning",
+        severity(cost),
         tuple(each.worker for each in slow),
         min(each.since for each in slow),
         text,
         {"ratio": round(ratio, 3)},
+        cost,
+        _for_slow_ones(recording),
     )
+
+
+def _for_slow_ones(recording: Recording) -> tuple[Advice, ...]:
+    """What makes a run bear with devices of different speed."""
+    if recording.policy.get("type") in ("no_sync", "all_reduce", "local_sgd"):
+        return (
+            Advice("let the others go on without it", "sync=semi_decentralized"),
+            Advice("give it fewer micro-batches", "sync=all_reduce strategy.batch_by_speed=true"),
+        )
+    return (Advice("make sure that it gets fewer batches, as it does by default", "strategy.data=dealt"),)
 
 
 def _of_worker(recording: Recording, slow: _Slow) -> Finding:
     mine = recording.series[slow.worker]
-    begun, ended = mine.ends[slow.start] - sum(mine.us[slow.start]) / 1e6, mine.ends[slow.stop - 1]
+    begun, ended = _begun(mine, slow.start), mine.ends[slow.stop - 1]
     others = [recording.series[other] for other in recording.replicas(slow.worker)]
     here = _means(mine, slow.start, slow.stop)
     there = [_means(other, bisect_right(other.ends, begun), bisect_right(other.ends, ended)) for other in others]
@@ -215,7 +240,9 @@ def _of_worker(recording: Recording, slow: _Slow) -> Finding:
         if us or peer:
             evidence |= {f"{name}_ms": round(us / 1e3, 3), f"{name}_ms_of_peers": round(peer / 1e3, 3)}
     text = f"{recording.name(slow.worker)} {slow.ratio:.2f} × as slow as its peers ({cause})"
-    return Finding("compute_straggler", "warning", (slow.worker,), slow.since, text, evidence)
+    cost = _cost(recording, [slow])
+    advice = _FOR_CAUSE.get(cause) or _for_slow_ones(recording)
+    return Finding("compute_straggler", severity(cost), (slow.worker,), slow.since, text, evidence, cost, advice)
 
 
 def _means(series: Series, start: int, stop: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.meter import PHASES
@@ -10,7 +11,8 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.log import status_page
 from lightning_sdpipe.scheduler.log.status import Status
-from lightning_sdpipe.seeing.detectors import Finding, abstains, findings
+from lightning_sdpipe.seeing.detectors import abstains, findings
+from lightning_sdpipe.seeing.finding import Advice, Finding
 from lightning_sdpipe.seeing.recording import Recording, of_scheduler
 
 SCHEMA = 1
@@ -20,12 +22,14 @@ LAST_LINE_WITHIN = 1.0
 HEALTHY, NOT_CARRIED_OUT = 0, 2
 EXIT = {"blind": 12, "critical": 11, "warning": 10}
 """Exit statuses of ``sdpipe status --once``, the gravest first; a traceback's is 1."""
+IN_ONE_LINE = ("failed", "blind", "compute_straggler", "slow_host")
+"""Findings that the last line of a run words; others are counted there."""
 
 _WIDTH = 40
-_RECENT = 64
+RECENT = 64
 """Updates that a bar is of."""
 _LETTERS = dict(zip(PHASES, "-dfboig^v>|.x", strict=True))
-_MEANINGS = {
+MEANINGS = {
     "other": "anything else",
     "injected": "injected sleep",
     "gc": "garbage collection",
@@ -47,22 +51,37 @@ def exit_status(found: Sequence[Finding]) -> int:
     return next((status for severity, status in EXIT.items() if severity in severities), HEALTHY)
 
 
-def render(recording: Recording, status: Status | None) -> str:
-    """A page of text."""
-    found, why = findings(recording), abstains(recording)
-    lines = [f"{finding.severity.upper():9}{finding.text}  [{finding.kind}]" for finding in found]
+def render(recording: Recording, status: Status | None, found: Sequence[Finding] | None = None) -> str:
+    """A page of text, with what was ``found``, which is looked for if it is not given."""
+    found, why = findings(recording) if found is None else found, abstains(recording)
+    lines = [line for finding in found if finding.severity != "note" for line in _lines(finding)]
     if why is not None:
         lines.append(f"slow?    {why}")
     elif not lines:
         lines.append("healthy  no worker is slower than its replicas")
+    lines += [line for finding in found if finding.severity == "note" for line in _lines(finding)]
     lines += ["", *_bars(recording)]
     if status is not None:
         lines += ["", status_page.render(status), "", _CELL]
     return "\n".join(lines)
 
 
-def to_plain(recording: Recording, status: Status | None) -> dict[str, object]:
-    """Plain values, for JSON."""
+def said(finding: Finding) -> str:
+    """For people: what was found, and what it costs."""
+    if finding.cost is None:
+        return finding.text
+    blamed = finding.kind in (*IN_ONE_LINE, "stalling")
+    return f"{finding.text}: {'others stood still' if blamed else 'it costs'} {100 * finding.cost.stood:.1f} %"
+
+
+def recommended(advice: Advice) -> str:
+    """For people."""
+    gain = "" if advice.gain is None else f" ({advice.gain:.2f} × as fast)"
+    return advice.text + (f": {advice.override}" if advice.override else "") + gain
+
+
+def to_plain(recording: Recording, status: Status | None, found: Sequence[Finding] | None = None) -> dict[str, object]:
+    """Plain values, for JSON; see :func:`render`."""
     rate = recording.samples_per_second()
     plain: dict[str, object] = {} if status is None else status_page.to_plain(status)
     return plain | {
@@ -75,8 +94,10 @@ def to_plain(recording: Recording, status: Status | None) -> dict[str, object]:
                 "seconds_ago": round(max(0.0, recording.now - finding.since), 3),
                 "text": finding.text,
                 "evidence": finding.evidence,
+                "cost": None if finding.cost is None else asdict(finding.cost),
+                "advice": [asdict(advice) for advice in finding.advice],
             }
-            for finding in findings(recording)
+            for finding in (findings(recording) if found is None else found)
         ],
         "abstains": abstains(recording),
         "samples_per_second": None if rate is None else round(rate, 3),
@@ -94,13 +115,17 @@ def last_line(address: str, keys: WorkerKeys | None) -> str | None:
 
 
 def in_one_line(recording: Recording) -> str:
-    """How fast the run was, and which worker was slow."""
+    """How fast the run was, and which worker was slow; what cost little besides is left out."""
     found = findings(recording)
-    said = [finding.text for finding in found[:1]] + ([f"{len(found) - 1} more findings"] if found[1:] else [])
-    if not said:
-        said = [abstains(recording) or "no worker was slower than its replicas"]
+    named = [finding for finding in found if finding.kind in IN_ONE_LINE]
+    more = [finding for finding in found if finding.severity != "note" and finding not in named[:1]]
+    parts = [said(finding) for finding in named[:1]]
+    if not parts:
+        parts = [abstains(recording) or "no worker was slower than its replicas"]
+    if more:
+        parts.append(f"{len(more)} more finding{'s' * (len(more) > 1)}")
     rate = recording.samples_per_second()
-    return "sdpipe: " + "; ".join([*([] if rate is None else [f"{_rounded(rate)} samples/s"]), *said])
+    return "sdpipe: " + "; ".join([*([] if rate is None else [f"{_rounded(rate)} samples/s"]), *parts])
 
 
 def bar(shares: Sequence[float], width: int = _WIDTH) -> str:
@@ -116,21 +141,26 @@ def bar(shares: Sequence[float], width: int = _WIDTH) -> str:
     return "".join(_LETTERS[name] * count for name, count in zip(PHASES, counts, strict=True))
 
 
+def _lines(finding: Finding) -> list[str]:
+    advice = [f"{'':9}→ {recommended(each)}" for each in finding.advice]
+    return [f"{finding.severity.upper():9}{said(finding)}  [{finding.kind}]", *advice]
+
+
 def _bars(recording: Recording) -> list[str]:
     if not recording.series:
         return ["no worker has told of an update yet"]
-    rows = [["stage", "pipeline", "rank", "where", "updates", "ms", "own", f"the last {_RECENT} updates"]]
+    rows = [["stage", "pipeline", "rank", "where", "updates", "ms", "own", f"the last {RECENT} updates"]]
     drawn = ""
     for worker, series in sorted(recording.series.items()):
-        about, recent = recording.about.get(worker), series.us[-_RECENT:]
+        about, recent = recording.about.get(worker), series.us[-RECENT:]
         shares = [sum(us[phase] for us in recent) for phase in range(len(PHASES))]
-        milliseconds = [sum(times) / len(recent) / 1e3 for times in (shares, series.own()[-_RECENT:])]
+        milliseconds = [sum(times) / len(recent) / 1e3 for times in (shares, series.own()[-RECENT:])]
         rank, where = ("-", "-") if about is None else (str(about.rank), str(about))
         line = bar(shares)
         numbers = [str(number) for number in (worker.stage, worker.pipeline)]
         rows.append([*numbers, rank, where, str(len(series)), *(f"{each:.1f}" for each in milliseconds), line])
         drawn += line
-    legend = [f"{_LETTERS[name]} {_MEANINGS.get(name, name)}" for name in PHASES if _LETTERS[name] in drawn]
+    legend = [f"{_LETTERS[name]} {MEANINGS.get(name, name)}" for name in PHASES if _LETTERS[name] in drawn]
     return [*status_page.aligned(rows), "own: without waits for other workers; " + ", ".join(legend)]
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,7 +15,7 @@ from lightning_sdpipe.policies.events import Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import ask
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
-from lightning_sdpipe.scheduler.log.event_log import read_log
+from lightning_sdpipe.scheduler.log.event_log import Record, read_log
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.rows import About, Chunk
 
@@ -27,13 +28,16 @@ class Series:
     """The updates of one worker since it last joined as a new client, oldest first. A row of several updates counts as
     so many equal ones.
 
-    ``ends`` are seconds of the scheduler's clock, ``us`` microseconds of each phase, ``core`` those without a core.
+    ``numbers`` are those of the updates, ``ends`` seconds of the scheduler's clock, ``us`` microseconds of each phase,
+    ``core`` those without a core, and ``groups`` the sequence of the group that was waited for, -1 for none.
     """
 
     life: int
+    numbers: list[int] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     us: list[tuple[float, ...]] = field(default_factory=list)
     core: list[float] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
     dropped: int = 0
 
     def __len__(self) -> int:
@@ -49,11 +53,25 @@ class Series:
                 row.core / row.count,
                 sum(row.us) / row.count / 1e6,
             )
-            for _ in range(row.count):
+            for number in range(row.update - row.count + 1, row.update + 1):
                 end += seconds
+                self.numbers.append(number)
+                self.groups.append(row.group)
                 self.ends.append(end)
                 self.us.append(us)
                 self.core.append(core)
+
+    def newest(self, updates: int) -> Series:
+        """The last ones."""
+        return self._part(slice(-updates, None))
+
+    def oldest(self, updates: int) -> Series:
+        """The first ones."""
+        return self._part(slice(updates))
+
+    def _part(self, of: slice) -> Series:
+        columns = self.numbers[of], self.ends[of], self.us[of], self.core[of], self.groups[of]
+        return Series(self.life, *columns, self.dropped)
 
     def own(self) -> list[float]:
         """Of each update, the microseconds that were no wait for another worker."""
@@ -81,10 +99,33 @@ class Recording:
     failure: str | None = None
     over: bool = False
     """Is this all that will ever be known?"""
+    policy: dict[str, Any] = field(default_factory=dict)
+    """What the scheduler decides by, as plain values."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Why groups went out, by their sequence, as far as that is known."""
+
+    @property
+    def num_pipelines(self) -> int:
+        """That have told of updates."""
+        return len({worker.pipeline for worker in self.series})
 
     def replicas(self, worker: Worker) -> list[Worker]:
-        """Others of its stage that have told of updates."""
-        return [other for other in sorted(self.series) if other.stage == worker.stage and other != worker]
+        """Others of its stage that have told of updates, in pipelines of as many stages."""
+        depths = self._depths()
+        return [
+            other
+            for other in sorted(self.series)
+            if other.stage == worker.stage
+            and other != worker
+            and depths[other.pipeline] == depths.get(worker.pipeline, depths[other.pipeline])
+        ]
+
+    def _depths(self) -> dict[int, int]:
+        """The number of stages of each pipeline, as far as they have told of updates."""
+        depths: dict[int, int] = {}
+        for worker in self.series:
+            depths[worker.pipeline] = max(depths.get(worker.pipeline, 0), worker.stage + 1)
+        return depths
 
     def name(self, worker: Worker) -> str:
         """For people."""
@@ -93,10 +134,10 @@ class Recording:
 
     def samples_per_second(self) -> float | None:
         """Of all pipelines together while they trained, pauses left out; None if the size of a batch is not known."""
-        rate, last = 0.0, self.num_stages - 1
+        rate, depths = 0.0, self._depths()
         for worker, series in self.series.items():
             about = self.about.get(worker)
-            if worker.stage == last and len(series):
+            if worker.stage == depths[worker.pipeline] - 1 and len(series):
                 if about is None or about.samples is None:
                     return None
                 rate += about.samples * len(series) / series.seconds()
@@ -122,13 +163,27 @@ def of_scheduler(address: str, keys: WorkerKeys | None, timeout: float) -> tuple
         if not reply.chunks:
             break
         since = reply.next
+    return of_answers(status, reply, series_of(chunks), lost), status
+
+
+def of_answers(status: Status, reply: m.RowsReply, series: dict[Worker, Series], lost: str) -> Recording:
+    """What a scheduler has said of its run, and of the workers' updates ``series``."""
     active = {
         Worker(j, i): reply.now - (stage.joined[i] or 0.0)
         for j, stage in enumerate(status.stages)
         for i in stage.active()
     }
-    about = dict(reply.workers)
-    return Recording(len(status.stages), reply.now, series_of(chunks), active, about, lost, status.failure), status
+    return Recording(
+        len(status.stages),
+        reply.now,
+        series,
+        active,
+        dict(reply.workers),
+        lost,
+        status.failure,
+        policy=msgspec.json.decode(status.policy),
+        reasons={group.number: group.reason for stage in status.stages for group in stage.groups},
+    )
 
 
 def of_log(path: Path) -> Recording:
@@ -137,7 +192,11 @@ def of_log(path: Path) -> Recording:
     Raises:
         ConfigurationError: it cannot be read, or is no log.
     """
-    record = read_log(path)[-1]
+    return of_record(read_log(path)[-1])
+
+
+def of_record(record: Record) -> Recording:
+    """What a scheduler knew in the end."""
     ever: set[Worker] = set()
     left: set[Worker] = set()
     for entry in record.entries:
@@ -152,7 +211,17 @@ def of_log(path: Path) -> Recording:
     about = {update.rows.worker: update.about for update in record.updates if update.about is not None}
     series = series_of(update.rows for update in record.updates)
     lost = f"its first {record.beginning.after} events, which are in no file any more" if record.beginning.after else ""
-    return Recording(record.beginning.num_stages, now, series, dict.fromkeys(taking_part, now), about, lost, over=True)
+    return Recording(
+        record.beginning.num_stages,
+        now,
+        series,
+        dict.fromkeys(taking_part, now),
+        about,
+        lost,
+        over=True,
+        policy=record.beginning.policy,
+        reasons={group.sequence: group.reason for entry in record.entries for group in entry.decisions},
+    )
 
 
 def series_of(chunks: Iterable[Chunk]) -> dict[Worker, Series]:

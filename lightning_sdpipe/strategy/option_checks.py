@@ -20,6 +20,7 @@ _FOR_EXAMPLE = {
     "exchange": '"eight_bit", or Exchange(EightBit(), overlap="step")',
     "delays": "Delays(probability=0.1, seconds=0.3)",
     "partition": '"parameters", or [3, 2]: the number of blocks of each stage',
+    "num_stages": "2, or [1, 2, 2]: those of each pipeline",
     "blocks": '["model.embeddings", "model.layers.*"]',
     "timeout": "timedelta(minutes=10)",
 }
@@ -89,9 +90,15 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 
 def _check_values(given: Mapping[str, Any]) -> None:
     schedule, stages, micro_batches = given["schedule"], given["num_stages"], given["num_micro_batches"]
-    for name in ("num_stages", "stages_per_worker", "num_micro_batches"):
+    for name in ("stages_per_worker", "num_micro_batches") + (("num_stages",) if isinstance(stages, int) else ()):
         if given[name] is not None and given[name] < 1:
             raise ConfigurationError(f"{name}={given[name]} is not allowed; use 1 or more.")
+    if not isinstance(stages, int):
+        if not stages or min(stages) < 1:
+            raise ConfigurationError(
+                f"num_stages={list(stages)} is not allowed; give the stages of each pipeline, 1 or more each."
+            )
+        stages = max(stages)
     if schedule in LOOPED and (stages < 2 or given["stages_per_worker"] < 2):
         raise ConfigurationError(
             f"schedule={schedule!r} needs num_stages and stages_per_worker of 2 or more; given {stages} and "
@@ -149,7 +156,7 @@ def _described(hint: Any) -> str:
         if typing.get_origin(each) is typing.Literal:
             return " or ".join(map(repr, typing.get_args(each)))
         if typing.get_origin(each) is Sequence:
-            return f"a list of {typing.get_args(each)[0].__name__}"
+            return f"a list of {name(typing.get_args(each)[0]).removeprefix('a ')}"
         return "None" if each is types.NoneType else str(each.__name__)
 
     return " or ".join(map(name, _alternatives(hint)))

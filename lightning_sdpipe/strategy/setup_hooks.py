@@ -17,6 +17,7 @@ from torch import nn
 from lightning_sdpipe import lightning_internals
 from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.checkpoints.worker import Checkpoints
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.adaptation import adapt
@@ -60,7 +61,8 @@ _SHOWN = 4  # of a stage's ranks, when the run begins
 class SetupHooks(CheckpointHooks):
     """Starts the processes, cuts the model, and makes what the hooks of a run call."""
 
-    _plan: tuple[nn.Module, plan.Plan] | None = None
+    _plans: tuple[nn.Module, Sequence[plan.Plan]] | None = None
+    """Of each pipeline, or one that all have."""
     _undo: Sequence[Callable[[], None]] = ()
     _failed = _gathers = False
 
@@ -86,10 +88,18 @@ class SetupHooks(CheckpointHooks):
         if module is None:
             return
         refuse_unsupported(trainer, options.total_stages > 1)
+        self._refuse_averaging(trainer)
         if not options.batch_by_speed:
             refuse_small_batches(module, train_loader, options.num_micro_batches)
         if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):  # else the model is not there
-            plan.check(module, options.blocks, options.total_stages, options.partition, options.in_flight)
+            plan.check(module, options.blocks, options.all_cuts)
+
+    def _refuse_averaging(self, trainer: Trainer) -> None:
+        if self.options.cuts and averaging_of(trainer.callbacks) is not None:  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                "SDPipeWeightAveraging needs pipelines of one depth and cut, and those of "
+                f"num_stages={list(self.options.depths)} are unlike: leave it out, or give one number of stages."
+            )
 
     def setup_environment(self) -> None:
         environment = self.cluster_environment
@@ -113,6 +123,7 @@ class SetupHooks(CheckpointHooks):
         self._failed = False
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, self.options.total_stages > 1)
+        self._refuse_averaging(trainer)
         self._run.check_trainer(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._cut(trainer)
@@ -127,21 +138,31 @@ class SetupHooks(CheckpointHooks):
     def _what_runs(self) -> str:
         """What a user looks at when a run is not what was meant: what each rank runs, and how."""
         options, ranks = self.options, self.mesh.ranks
-        assert self._plan is not None
-        stages = self._plan[1]
+        assert self._plans is not None
         devices = self.parallel_devices or [self.root_device]
 
         def worker(rank: int) -> str:
+            if options.cuts and self.num_nodes > 1:  # machines may have unlike numbers of devices
+                return f"rank {rank}"
             node = f" of node {rank // len(devices)}" if self.num_nodes > 1 else ""
             return f"rank {rank} ({devices[rank % len(devices)]}{node})"
 
-        lines = [f"SDPipe: pipelines × stages = {self.mesh.num_pipelines} × {len(stages.spans)}"]
-        for stage, span in enumerate(stages.spans):
-            blocks = stages.blocks[span.start : span.stop]
-            parameters = sum(plan.num_parameters(self.module, block) for block in blocks)
-            where = [worker(row[stage % options.num_stages]) for row in ranks]
-            shown = ", ".join(where[:_SHOWN]) + (f" and {len(where) - _SHOWN} more" if len(where) > _SHOWN else "")
-            lines.append(f"stage {stage}: {described(blocks)}, {parameters:,} parameters, on {shown}")
+        def stages_of(stages: plan.Plan, rows: Sequence[Sequence[int]], name: str) -> Iterator[str]:
+            for stage, span in enumerate(stages.spans):
+                blocks = stages.blocks[span.start : span.stop]
+                parameters = sum(plan.num_parameters(self.module, block) for block in blocks)
+                where = [worker(row[stage % len(row)]) for row in rows]
+                shown = ", ".join(where[:_SHOWN]) + (f" and {len(where) - _SHOWN} more" if len(where) > _SHOWN else "")
+                yield f"{name}stage {stage}: {described(blocks)}, {parameters:,} parameters, on {shown}"
+
+        if self.mesh.alike:
+            (stages,) = self._plans[1]
+            lines = [f"SDPipe: pipelines × stages = {self.mesh.num_pipelines} × {len(stages.spans)}"]
+            lines += stages_of(stages, ranks, "")
+        else:
+            lines = [f"SDPipe: {self.mesh.num_pipelines} pipelines of {', '.join(map(str, self.mesh.depths))} stages"]
+            for pipeline, (stages, row) in enumerate(zip(self._plans[1], ranks, strict=True)):
+                lines += stages_of(stages, [row], f"pipeline {pipeline}, ")
         lines += [
             f"schedule: {options.schedule}, {options.num_micro_batches} micro-batches of a mini-batch",
             f"method: {options.sync!r}",
@@ -167,23 +188,21 @@ class SetupHooks(CheckpointHooks):
         with self._initialisation.recording():
             yield
 
-    def _plan_stages(self, trainer: Trainer) -> plan.Plan:
+    def _plan_stages(self, trainer: Trainer) -> Sequence[plan.Plan]:
         """A module is cut once: each rank has let go of the other stages when it runs again."""
-        if self._plan is None or self._plan[0] is not self.module:
+        if self._plans is None or self._plans[0] is not self.module:
             options = self.options
             planning = Planning(
                 trainer,
-                options.total_stages,
-                options.partition,
+                options.all_cuts,
                 options.blocks,
                 options.num_micro_batches,
                 self.root_device,
                 self._whereabouts,
                 options.run_timeout.total_seconds(),
-                options.in_flight,
             )
-            self._plan = self.module, plan_on_rank_zero(planning)
-        return self._plan[1]
+            self._plans = self.module, plan_on_rank_zero(planning)
+        return self._plans[1]
 
     def _cut(self, trainer: Trainer) -> None:
         """Cuts the module: this rank keeps its stage, in flat buckets, equal on all pipelines."""
@@ -216,7 +235,8 @@ class SetupHooks(CheckpointHooks):
         replica = self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ThroughputMonitor):
-                lightning_internals.count_pipelines(callback, self.mesh.num_pipelines, self.options.num_stages)
+                stages = self.world_size / self.mesh.num_pipelines if self.options.cuts else self.options.num_stages
+                lightning_internals.count_pipelines(callback, self.mesh.num_pipelines, stages)
         averaging = averaging_of(trainer.callbacks)  # type: ignore[attr-defined]
         if averaging is not None and trainer.state.fn == TrainerFn.FITTING:
             averaging.connect(self._checkpoints, replica.averages)
@@ -248,6 +268,7 @@ class SetupHooks(CheckpointHooks):
                 lambda: self._checkpoints.whole_groups_shown(self.optimizers),
                 self._state.hand_on,
                 parts.logged_late,
+                parts.sections,
             ),
         ]
         self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]

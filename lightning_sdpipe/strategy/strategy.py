@@ -29,7 +29,7 @@ from lightning_sdpipe.loop.optimizers import follow
 from lightning_sdpipe.loop.predictions import collect, deal_batches
 from lightning_sdpipe.loop.refusals import refuse_new_parameters
 from lightning_sdpipe.loop.resume_position import split_of
-from lightning_sdpipe.partition import plan
+from lightning_sdpipe.partition.pipeline_cut import Partition
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.seeing.page import last_line
 from lightning_sdpipe.strategy import option_checks
@@ -37,7 +37,7 @@ from lightning_sdpipe.strategy.setup_hooks import SetupHooks
 from lightning_sdpipe.sync.synchronizer import SyncMethod
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.launching import elastic_job
-from lightning_sdpipe.worker.launching.environment import ElasticEnvironment
+from lightning_sdpipe.worker.launching.environment import ElasticEnvironment, environment_for
 from lightning_sdpipe.worker.launching.launcher import end_after_failure
 from lightning_sdpipe.worker.options import Schedule, resolve
 
@@ -50,7 +50,8 @@ class SDPipeStrategy(SetupHooks):
     ``options`` is what the arguments below came to, as :class:`~lightning_sdpipe.worker.options.Options`.
 
     Args:
-        num_stages: M, the stages of a pipeline; must divide the number of workers.
+        num_stages: M, the stages of a pipeline; must divide the number of workers. Or, with ``sync="all_reduce"``, a
+            list: those of each pipeline, as ``[1, 2, 2]`` for five workers.
         sync: the synchronisation method, from :mod:`lightning_sdpipe.sync`, or its name, as in ``"all_reduce"``, for
             its defaults; SDPipe's by default. Or the values of a policy of your own, or its import path, as in
             ``"my_package.policies:RoundRobin"``.
@@ -62,11 +63,12 @@ class SDPipeStrategy(SetupHooks):
             ``num_stages × stages_per_worker`` stages; ``"pipedream"`` overlaps mini-batches, with gradients that are
             up to M − 1 steps late.
         stages_per_worker: how many stages, ``num_stages`` apart, a worker runs under these two schedules.
-        num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; ``num_stages`` by default.
-            ``"pipedream"`` does not split mini-batches.
+        num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; ``num_stages`` by default,
+            the largest of several. ``"pipedream"`` does not split mini-batches.
         partition: ``"uniform"`` (equally many blocks), ``"parameters"``, ``"balanced"`` (by measured times) or
-            :class:`~lightning_sdpipe.partition.plan.Balanced` with options, or the number of blocks of each stage;
-            ``"placed"`` for those that ``placement`` names.
+            :class:`~lightning_sdpipe.partition.pipeline_cut.Balanced` with options, or the number of blocks of each
+            stage; ``"placed"`` for those that ``placement`` names. With a list of ``num_stages``, a list for each
+            pipeline, as ``[[26], [13, 13], [15, 11]]``.
         blocks: paths of the modules that form the chain, in the order in which they run, if the automatic choice does
             not fit; ``*`` stands for one part of a path.
         placement: file that says which device runs which stage of which pipeline, as ``sdpipe place`` writes it; by
@@ -111,12 +113,12 @@ class SDPipeStrategy(SetupHooks):
 
     def __init__(
         self,
-        num_stages: int = 1,
+        num_stages: int | Sequence[int] = 1,
         sync: SyncMethod | PolicyConfig | str | None = None,
         schedule: Schedule = "1f1b",
         stages_per_worker: int = 2,
         num_micro_batches: int | None = None,
-        partition: plan.Partition | Literal["placed"] = "uniform",
+        partition: Partition | Sequence[Sequence[int]] | Literal["placed"] = "uniform",
         blocks: Sequence[str] | None = None,
         *,
         exchange: Exchange | str | None = None,
@@ -147,10 +149,11 @@ class SDPipeStrategy(SetupHooks):
         option_checks.check(given, unknown, get_type_hints(SDPipeStrategy.__init__))
         job = elastic_job.from_environment(os.environ)
         self.options = resolve(given, job)
+        environment = cluster_environment or environment_for(bool(self.options.cuts))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=None if parallel_devices is None else list(parallel_devices),
-            cluster_environment=cluster_environment if job is None else ElasticEnvironment(job),
+            cluster_environment=environment if job is None else ElasticEnvironment(job),
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
@@ -166,7 +169,7 @@ class SDPipeStrategy(SetupHooks):
 
     @property
     def num_stages(self) -> int:
-        """M, the stages of a pipeline."""
+        """M, the stages of a pipeline; of the deepest one, where they differ."""
         return self.options.num_stages
 
     @property
@@ -290,7 +293,7 @@ class SDPipeStrategy(SetupHooks):
     @property
     def has_results(self) -> bool:
         """Whether this worker's stage is the last one, where steps come to their end and what they return exists."""
-        return self._worker.stage == self.options.num_stages - 1
+        return self.groups.mesh.is_last(self.groups.rank)
 
     # ---------------------------------------------------------------- the end
 

@@ -135,7 +135,7 @@ def _check(options: argparse.Namespace) -> Settings:
     check_integer("--min-pipelines", options.min_pipelines, 1, "pipelines")
     if options.min_pipelines > options.pipelines:
         raise ConfigurationError(
-            f"--min-pipelines {options.min_pipelines} are more than --pipelines {options.pipelines}, so that nobody "
+            f"--min-pipelines {options.min_pipelines} are more than --pipelines {options.pipelines}, so that none "
             "would ever train; give at most as many"
         )
     if options.set and options.policy is None:

@@ -204,7 +204,7 @@ class Rules:
 
     def _who_goes_on(self) -> str:
         if not self._anybody_came:
-            return "nobody trains yet"
+            return "no pipeline trains yet"
         others = sum(pipeline.trains for pipeline in self._pipelines)
         return f"{others} of {self._settings.num_pipelines} go on"
 
@@ -222,7 +222,7 @@ class Rules:
         self._leader = event.leader
         if event.lives:
             if event.resumed is not None and self._lives.isdisjoint(event.lives.values()):
-                self._out.append(Say(f"nobody was left; training goes on from {event.resumed}"))
+                self._out.append(Say(f"no pipeline was left; training goes on from {event.resumed}"))
             self._lives = frozenset(event.lives.values())
         for pipeline in self._pipelines:
             if pipeline.phase is not PipelinePhase.RUNNING:

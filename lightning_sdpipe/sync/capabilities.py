@@ -7,7 +7,7 @@ any process has started, with the reason and with what to do instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -133,6 +133,11 @@ _NEWCOMERS = Incompatible(
     "Use SemiDecentralized() or PartialReduce(), or send in full",
 )
 
+_ONE_CUT = Incompatible(
+    "it needs pipelines of one depth and cut",
+    "Use sync=AllReduce(), or one number of stages and one partition for all pipelines",
+)
+
 
 def _own_way(*values: str) -> Callable[[], dict[str, Incompatible]]:
     return lambda: dict.fromkeys(values, _OWN_WAY)
@@ -153,6 +158,7 @@ class Capabilities:
         divides: ``batch_by_speed=True``.
         elastic: a job in which pipelines come and go.
         elastic_payloads: any but ``Full`` in such a job.
+        ragged: pipelines of unlike depths or cuts.
     """
 
     payloads: Mapping[str, Incompatible] = field(default_factory=_own_way(*get_args(Needs)))
@@ -164,13 +170,14 @@ class Capabilities:
     divides: Incompatible | None = _ALONE
     elastic: Incompatible | None = _WAITS
     elastic_payloads: Incompatible | None = _NEWCOMERS
+    ragged: Incompatible | None = _ONE_CUT
 
 
 _COMMON = {"momentum": _MOMENTA}
 _SEVERAL = _COMMON | {"feedback": _FEEDBACK, "differences": _DIFFERENCES}
 
 GRADIENTS = Capabilities(
-    {}, {"step": _OLDER, "free": _BEFORE_STEP}, {}, divides=None, elastic=None, elastic_payloads=_RESIDUALS
+    {}, {"step": _OLDER, "free": _BEFORE_STEP}, {}, divides=None, elastic=None, elastic_payloads=_RESIDUALS, ragged=None
 )
 BY_SAMPLES = replace(
     GRADIENTS,
@@ -232,6 +239,8 @@ class Combination:
     dealt: bool = False
     batch_by_speed: bool = False
     elastic: bool = False
+    unlike: Sequence[int] = ()
+    """The depths of the pipelines, if these are cut unlike."""
 
 
 def check(method: SyncMethod, asked: Combination) -> None:
@@ -263,6 +272,8 @@ def _cells(row: Capabilities, asked: Combination) -> Iterator[tuple[str, Incompa
         yield with_method(f"exchange={exchange}"), row.payloads.get(need)
     yield with_method(f"exchange={exchange}"), row.overlaps.get(exchange.overlap)
     yield with_method(f"exchange={exchange}"), row.hierarchies.get(exchange.hierarchy)
+    if asked.unlike:
+        yield with_method(f"num_stages={list(asked.unlike)} with unlike cuts"), row.ragged
     if asked.num_stages > 1:
         said = f"schedule={asked.schedule!r} with num_stages={asked.num_stages}"
         yield with_method(said), row.schedules.get(asked.schedule)

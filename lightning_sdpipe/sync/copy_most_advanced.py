@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.collectives import TakeOver
@@ -11,7 +14,7 @@ from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.p2p import broadcast_bytes, waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.sync.synchronizer import Replica
+from lightning_sdpipe.sync.synchronizer import Replica, TrainingState
 from lightning_sdpipe.topology.groups import Replicas
 
 
@@ -24,7 +27,33 @@ def copy_most_advanced(replica: Replica, among: Replicas, reached: int) -> None:
     Raises:
         WorkerFailedError: a member is gone, or the group's timeout passed.
     """
-    pipelines, progress = among.pipelines, replica.progress
+    tensors = [*tensors_of(replica.parameters), *replica.averages]
+    _copy(replica, among, reached, tensors, replica.progress)
+
+
+def copy_most_advanced_parts(replica: Replica, reached: int) -> None:
+    """The same among all replicas, for each part that has replicas of its own; copies on other stages follow.
+
+    Raises:
+        WorkerFailedError: as there.
+    """
+    if replica.shared is None:
+        copy_most_advanced(replica, replica.groups.replicas(), reached)
+        return
+    for part in replica.parts:
+        own = [parameter for bucket in part.parameters for parameter in bucket.all_parameters]
+        progress = None if replica.progress is None else replica.progress.of(own)
+        _copy(replica, part.among, reached, tensors_of(part.parameters), progress)
+    replica.shared.make_equal()
+    if replica.progress is not None:
+        for group, first, copied in replica.shared.copies():
+            _follow(replica.progress.of(copied), group, first, replica.device)
+
+
+def _copy(
+    replica: Replica, among: Replicas, reached: int, tensors: Sequence[Tensor], progress: TrainingState | None
+) -> None:
+    pipelines = among.pipelines
     known = torch.zeros(2, len(pipelines), dtype=torch.int64)
     known[0, pipelines.index(replica.pipeline)] = reached
     known[1, pipelines.index(replica.pipeline)] = 0 if progress is None else progress.digest()
@@ -35,10 +64,26 @@ def copy_most_advanced(replica: Replica, among: Replicas, reached: int) -> None:
     furthest = pipelines[by_pipeline.index(max(by_pipeline))]
     members = tuple(Worker(replica.stage, pipeline) for pipeline in pipelines)
     source = Group(members, tuple(float(p == furthest) for p in pipelines), 0, "pause")
-    finish(TakeOver(among).start([*tensors_of(replica.parameters), *replica.averages], source))
+    finish(TakeOver(among).start(tensors, source))
     if progress is None or len({*digests}) == 1:
         return
     own = furthest == replica.pipeline
-    state = broadcast_bytes(progress.save() if own else b"", replica.ranks[furthest], among.group)
+    rank = dist.get_global_rank(among.group, among.ranks[furthest])
+    state = broadcast_bytes(progress.save() if own else b"", rank, among.group)
+    if not own:
+        progress.load(state)
+
+
+def _follow(progress: TrainingState, group: dist.ProcessGroup, first: int, device: torch.device) -> None:
+    """The members of ``group`` take over what rank ``first`` has, if they differ."""
+    digest = progress.digest()
+    digests = torch.tensor([digest, ~digest], device=device)
+    with waiting_for(group, "comparing the optimizer's state of shared parameters"):
+        dist.all_reduce(digests, dist.ReduceOp.MAX, group=group)
+    largest, complement = digests.tolist()
+    if largest == ~complement:
+        return
+    own = dist.get_rank() == first
+    state = broadcast_bytes(progress.save() if own else b"", first, group)
     if not own:
         progress.load(state)

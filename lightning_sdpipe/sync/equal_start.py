@@ -27,14 +27,23 @@ _SHOWN = 5  # names in a message
 
 
 def begin_equal(replica: Replica, among: Replicas) -> None:
-    """All of ``among``, which are together, must have the same parameters. Costs a pass over them, and a
-    message with eight bytes for each.
+    """All of ``among``, which are together, must have the same parameters; where they are known by section, all
+    replicas of each. Costs a pass over them, and a message with eight bytes for each.
 
     Raises:
         ConfigurationError: they differ by more than rounding.
         WorkerFailedError: a replica is gone, or the group's timeout passed.
     """
-    buckets, pipelines = replica.parameters, among.pipelines
+    if replica.shared is None:
+        _begin_equal(replica, among, replica.parameters)
+        return
+    for part in replica.parts:
+        _begin_equal(replica, part.among, part.parameters)
+    replica.shared.make_equal()
+
+
+def _begin_equal(replica: Replica, among: Replicas, buckets: Sequence[FlatBucket]) -> None:
+    pipelines = among.pipelines
     tensors = tensors_of(buckets)
     if len(pipelines) == 1 or not tensors:
         return

@@ -15,7 +15,8 @@ from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
 from lightning_sdpipe.exchange.present_rounds import Round
-from lightning_sdpipe.sync.copy_most_advanced import copy_most_advanced
+from lightning_sdpipe.exchange.sectioned import SectionedRounds
+from lightning_sdpipe.sync.copy_most_advanced import copy_most_advanced_parts
 from lightning_sdpipe.sync.mover_choice import hosts_of
 from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfPresent, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
@@ -49,7 +50,7 @@ class GradientAveraging(Synchronizer):
     @property
     def equal_at_start(self) -> Replicas | None:
         """See the base class."""
-        return self.replica.groups.replicas()
+        return self.replica.parts[0].among
 
     def weigh(self, samples: float) -> None:
         """See the base class."""
@@ -70,11 +71,16 @@ class GradientAveraging(Synchronizer):
                 f"{self._update}, counted from 0 since training started"
             )
         self._rounds += 1
+        gradients = outcome.gradients
+        if self.replica.shared is not None:
+            by_parameter = dict(zip(self.replica.trained, gradients, strict=True))
+            self.replica.shared.hand_on(by_parameter)
+            gradients = list(by_parameter.values())
         if not isinstance(self._buckets, EncodedRounds):  # torch sends them
-            replicas = len(self.replica.ranks)
+            replicas = self.replica.count
             self.statistics.traffic.add(2 * (replicas - 1) * self._buckets.nbytes // replicas)
         self.statistics.count(outcome.members, outcome.seconds_waiting, outcome.seconds_averaging)
-        return outcome.gradients
+        return gradients
 
     def synchronise(self) -> None:
         """Nothing to do: equal parameters took an equal step."""
@@ -95,11 +101,11 @@ class GradientAveraging(Synchronizer):
         self.make_parameters_equal()
 
     def make_parameters_equal(self) -> None:
-        copy_most_advanced(self.replica, self.replica.groups.replicas(), self._rounds)
+        copy_most_advanced_parts(self.replica, self._rounds)
 
     def average_buffers(self) -> None:
         """See the base class; the averages of the weights were taken over with them."""
-        self.replica.average(self.replica.buffers)
+        self.replica.average_buffers()
 
 
 class PresentAveraging(Synchronizer):
@@ -168,7 +174,9 @@ class PresentAveraging(Synchronizer):
         return outcome
 
 
-def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds:
+def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds | SectionedRounds:
+    if replica.sections is not None:
+        return SectionedRounds(replica.trained, replica.sections, bucket_bytes, replica.watch)
     exchange, replicas = replica.exchange, replica.groups.replicas()
     if exchange.is_full and exchange.hierarchy == "flat":
         return GradientRounds(replica.trained, replicas, bucket_bytes, replica.watch)

@@ -75,8 +75,8 @@ class Rendezvous:
         Raises:
             ConfigurationError: they were in some pipelines only.
         """
-        group, replicas = self._replica.groups.stage, self._replica.groups.replicas()
-        if len(replicas.pipelines) == 1:
+        groups, group = self._replica.groups, self._replica.groups.meeting
+        if group.size() == 1:
             return
         answers = torch.tensor([changed, not changed], dtype=torch.int64, device=self._replica.device)
         with waiting_for(group, "setting out"):
@@ -84,9 +84,9 @@ class Rendezvous:
         if answers.all():
             raise ConfigurationError(
                 "requires_grad was set on some ranks only: it has changed in some pipelines and not in others before "
-                f"the same mini-batch; it has {'' if changed else 'not '}in {replicas.name(replicas.pipeline)} (rank "
-                f"{self._replica.groups.rank}). Freeze and unfreeze layers in all pipelines at the same batch, in a "
-                "hook that does not depend on the rank or the rank's own data."
+                f"the same mini-batch; it has {'' if changed else 'not '}in pipeline {self._replica.pipeline} of stage "
+                f"{self._replica.stage} (rank {groups.rank}). Freeze and unfreeze layers in all pipelines at the same "
+                "batch, in a hook that does not depend on the rank or the rank's own data."
             )
 
     def wait_for_others(self, position: int) -> SyncPoint:
@@ -94,7 +94,7 @@ class Rendezvous:
         out of data themselves. In the latter case each takes part again for its last batch."""
         self.join()
         self._leave()
-        meeting = _meet(position, True, self._replica.groups.stage, self._replica.device)
+        meeting = _meet(position, True, self._replica.groups.meeting, self._replica.device)
         if meeting.closing:
             self._sync.resynchronise()
             self._set_out()
@@ -146,7 +146,7 @@ class Rendezvous:
         self.place, self._unequal, self._sync.announced = SyncState.TOGETHER, False, False
 
     def _meet_others(self, position: int) -> None:
-        _meet(position, False, self._replica.groups.stage, self._replica.device)
+        _meet(position, False, self._replica.groups.meeting, self._replica.device)
 
     def _set_out(self) -> None:
         among = self._sync.equal_at_start
@@ -154,8 +154,8 @@ class Rendezvous:
             begin_equal(self._replica, among)
         self._replica.client.join()
         self._sync.start()
-        with waiting_for(self._replica.groups.stage, "setting out"):  # no worker's first group may miss one
-            dist.barrier(self._replica.groups.stage)
+        with waiting_for(self._replica.groups.meeting, "setting out"):  # no worker's first group may miss one
+            dist.barrier(self._replica.groups.meeting)
         self.place = SyncState.TRAINING
 
     def _leave(self) -> None:

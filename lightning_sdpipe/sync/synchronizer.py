@@ -16,6 +16,8 @@ from lightning_sdpipe.exchange.gradients import GradientExchange
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
+from lightning_sdpipe.exchange.sectioned import OwnSections
+from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -68,6 +70,18 @@ class TrainingState(Protocol):
     def load(self, saved: bytes) -> None:
         """Takes over another one's."""
 
+    def of(self, parameters: Sequence[nn.Parameter]) -> TrainingState:
+        """The same of these parameters alone."""
+
+
+@dataclass(frozen=True)
+class ReplicatedPart:
+    """What a worker exchanges with the same others: all that it holds, or a section of the chain."""
+
+    among: Replicas
+    parameters: Sequence[FlatBucket]
+    buffers: Sequence[Tensor]
+
 
 @dataclass(frozen=True)
 class Replica:
@@ -85,6 +99,8 @@ class Replica:
     progress: TrainingState | None = None  # None where there is nothing but parameters
     name_of: Callable[[nn.Parameter], str] = lambda parameter: f"of shape {tuple(parameter.shape)}"  # for messages
     averages: list[Tensor] = field(default_factory=list)  # of the weights over time, made equal where those are
+    sections: OwnSections | None = None  # of the chain; None where the replicas of the stage hold what it holds
+    shared: SharedParameters | None = None  # with other stages, whose copies follow after each exchange; with sections
 
     @property
     def stage(self) -> int:
@@ -112,7 +128,19 @@ class Replica:
     @property
     def count(self) -> int:
         """How many replicas there are now."""
-        return len(self.ranks)
+        return len(self.ranks) if self.sections is None else self.groups.mesh.num_pipelines
+
+    @property
+    def parts(self) -> list[ReplicatedPart]:
+        """What is exchanged with the same others, in the order in which all workers go through them."""
+        if self.sections is None:
+            return [ReplicatedPart(self.groups.replicas(), self.parameters, self.buffers)]
+        return [
+            ReplicatedPart(
+                among, [b for b in self.parameters if b.section == number], self.sections.buffers.get(number, ())
+            )
+            for number, among in sorted(self.sections.replicas.items())
+        ]
 
     def rounds(self) -> RoundsOfPresent | None:
         """What averages gradients among the replicas that are there, where these come and go."""
@@ -126,9 +154,16 @@ class Replica:
         """Makes ``tensors`` the mean over all replicas, which are together; of integers (counters) the largest."""
         finish(FullMean(self.groups.replicas()).start(tensors, self.everybody()))
 
+    def average_buffers(self) -> None:
+        """The same of buffers."""
+        for part in self.parts:
+            finish(FullMean(part.among).start(part.buffers, self.everybody()))
+        if self.shared is not None:
+            self.shared.make_buffers_equal(self.device)
+
     def everybody(self, weights: Sequence[float] | None = None, sequence: int = 0) -> Group:
         """All replicas of the stage as a group, by equal weights if none are given."""
-        size = len(self.ranks)
+        size = self.count
         members = tuple(Worker(self.stage, pipeline) for pipeline in range(size))
         return Group(members, tuple(weights or [1 / size] * size), sequence, "everybody")
 

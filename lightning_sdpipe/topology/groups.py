@@ -121,7 +121,11 @@ def prepare_world(device: torch.device) -> None:
 @dataclass(frozen=True)
 class ProcessGroups:
     """This worker's place in the mesh and its groups: ``pipeline`` holds the stages of its pipeline, ``stage`` the
-    replicas of its stage in all pipelines of this world (in an elastic job, itself)."""
+    replicas of its stage in all pipelines of this world (in an elastic job, itself).
+
+    Where pipelines are cut unlike, ``stage`` holds all last stages, where steps come to their end; another stage has no
+    replicas, and is alone in it. What replicas have in common is a section of the chain (:meth:`open_section`).
+    """
 
     mesh: Mesh
     rank: int
@@ -137,7 +141,10 @@ class ProcessGroups:
         """Every rank must call it. ``timeout`` bounds each transfer: a sub-group does not inherit the world's."""
         rank = dist.get_rank()
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        columns = [tuple(mesh.stage_ranks(j)) for j in range(mesh.num_stages)]
+        if mesh.alike:
+            columns = [tuple(mesh.stage_ranks(j)) for j in range(mesh.num_stages)]
+        else:
+            columns = [tuple(mesh.last_ranks), *((other,) for row in mesh.ranks for other in row[:-1])]
         for ranks in (*mesh.ranks, *columns):
             if ranks not in groups:
                 groups[ranks] = dist.new_group(sorted(ranks), timeout=timeout)
@@ -150,6 +157,24 @@ class ProcessGroups:
         ranks = self.mesh.stage_ranks(stage)
         in_order = sorted(ranks)
         return Replicas(group or self.stage, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
+
+    def open_section(self, owners: Sequence[int], timeout: timedelta | None) -> Replicas | None:
+        """Those that speak for a section of the chain: ``owners[i]`` is the stage of pipeline i that does. None if this
+        worker is none of them. Every rank must call it.
+        """
+        stage, pipeline = self.mesh.locate(self.rank)
+        ranks = [self.mesh.rank(owner, i) for i, owner in enumerate(owners)]
+        in_order = sorted(ranks)
+        group = dist.new_group(in_order, timeout=timeout)
+        if owners[pipeline] != stage:
+            return None
+        return Replicas(group, [in_order.index(rank) for rank in ranks], stage, pipeline, self.traffic)
+
+    @property
+    def meeting(self) -> dist.ProcessGroup:
+        """Those that come together where training pauses: the replicas of the stage, or, where there are none since
+        pipelines are cut unlike, all workers."""
+        return self.stage if self.mesh.alike else self.everybody
 
     def part(self, parts: Sequence[Sequence[int]], timeout: timedelta | None) -> Replicas | None:
         """The replicas of this worker's stage in those pipelines of ``parts`` that this worker's is one of; None if it
@@ -175,18 +200,20 @@ class ProcessGroups:
         ranks_of = {i: in_order.index(self.mesh.rank(stage, i)) for i in own}
         return Replicas(self._parts[key] or self.stage, ranks_of, stage, pipeline, self.traffic)
 
-    def lanes(self, num_stages: int, device: torch.device, timeout: timedelta | None) -> dict[int, dist.ProcessGroup]:
+    def lanes(
+        self, stages_per_worker: int, device: torch.device, timeout: timedelta | None
+    ) -> dict[int, dist.ProcessGroup]:
         """A group for each direction of each cut that this worker has a side of, by the tag of its messages; none if
         tags tell messages apart. NCCL knows no tags, and does what two ranks send each other in the order in which it
         was begun: activations and gradients, or those of several cuts, would wait for each other.
 
-        Every rank must call it, with the number of stages of a pipeline; they are opened once.
+        Every rank must call it; they are opened once.
         """
         if p2p.backend_for(device, self.pipeline) == "gloo" or self._lanes:
             return self._lanes
         for ranks in self.mesh.ranks:
-            for stage in range(1, num_stages):
-                ends = sorted({ranks[number % self.mesh.num_stages] for number in (stage - 1, stage)})
+            for stage in range(1, len(ranks) * stages_per_worker):
+                ends = sorted({ranks[number % len(ranks)] for number in (stage - 1, stage)})
                 for tag in (2 * stage - 1, 2 * stage) if len(ends) == 2 else ():
                     group = dist.new_group(ends, timeout=timeout)
                     if self.rank in ends:

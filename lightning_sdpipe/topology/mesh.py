@@ -1,9 +1,10 @@
-"""The map between ranks and the M × N mesh of stages and pipelines."""
+"""The map between ranks and the mesh of stages and pipelines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from itertools import accumulate
 
 from lightning_sdpipe.errors import ConfigurationError
 
@@ -14,13 +15,16 @@ class Mesh:
 
     ``ranks[i][j]`` is the global rank of stage ``j`` of pipeline ``i``. Rank 0 must hold a last stage: Lightning
     gives rank 0 the logger and the progress bar, and the loss exists on last stages only.
+
+    Unless the pipelines are ``alike``, each has a depth and a cut of its own, and stages of one number are no replicas.
     """
 
     ranks: tuple[tuple[int, ...], ...]
+    alike: bool = True
 
     def __post_init__(self) -> None:
         flat = sorted(rank for row in self.ranks for rank in row)
-        if flat != list(range(len(flat))) or len({len(row) for row in self.ranks}) != 1:
+        if flat != list(range(len(flat))) or not all(self.ranks) or (self.alike and len(set(self.depths)) != 1):
             raise ConfigurationError(
                 f"A mesh names every rank once, in rows of one length; given {self.ranks}. "
                 "Give one row per pipeline with the rank of each stage."
@@ -40,12 +44,31 @@ class Mesh:
                 f"{world_size} workers cannot form pipelines of num_stages={num_stages} stages: num_stages must "
                 f"divide the number of workers. Use num_stages from {allowed}, or change devices × num_nodes."
             )
-        starts = range(0, world_size, num_stages)
-        return cls(tuple(tuple(range(start + num_stages - 1, start - 1, -1)) for start in starts))
+        return cls(_rows([num_stages] * (world_size // num_stages)))
+
+    @classmethod
+    def of_depths(cls, world_size: int, depths: Sequence[int], alike: bool) -> Mesh:
+        """As :meth:`build`, for pipelines of these numbers of stages."""
+        if sum(depths) != world_size:
+            raise ConfigurationError(
+                f"num_stages={list(depths)} are {sum(depths)} workers, and devices × num_nodes are {world_size}. "
+                "Change one of them: each stage of each pipeline is a worker."
+            )
+        return cls(_rows(depths), alike)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The number of stages of each pipeline."""
+        return tuple(map(len, self.ranks))
 
     @property
     def num_stages(self) -> int:
-        return len(self.ranks[0])
+        """Of a pipeline; of the deepest one, where they differ."""
+        return max(self.depths)
+
+    def depth(self, pipeline: int) -> int:
+        """The number of its stages."""
+        return len(self.pipeline_ranks(pipeline))
 
     @property
     def num_pipelines(self) -> int:
@@ -63,17 +86,34 @@ class Mesh:
 
     def stage_ranks(self, stage: int) -> Sequence[int]:
         """The replicas of one stage, by pipeline."""
+        if not self.alike:
+            raise ValueError(f"the stages {stage} of pipelines that are cut unlike are no replicas")
         return [row[stage] for row in self.ranks]
+
+    @property
+    def last_ranks(self) -> Sequence[int]:
+        """Of the last stages, by pipeline."""
+        return [row[-1] for row in self.ranks]
+
+    def is_last(self, rank: int) -> bool:
+        """Has it the last stage of its pipeline?"""
+        return rank in self.last_ranks
 
     def pipeline_ranks(self, pipeline: int) -> Sequence[int]:
         """The workers of one pipeline, by stage."""
         return self.ranks[pipeline]
 
 
+def _rows(depths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    ends = accumulate(depths)
+    return tuple(tuple(range(end - 1, end - depth - 1, -1)) for end, depth in zip(ends, depths, strict=True))
+
+
 @dataclass(frozen=True)
 class OnePipeline(Mesh):
     """The mesh as a pipeline of an elastic job sees it. Its world has its own ranks; others are in worlds of theirs."""
 
+    _: KW_ONLY
     number: int = 0
     """Of this pipeline; it may be above N, if more came than were planned."""
     counted: int = 1
@@ -82,7 +122,7 @@ class OnePipeline(Mesh):
     @classmethod
     def of(cls, num_stages: int, number: int, counted: int) -> OnePipeline:
         """Rank 0 has the last stage, as in other meshes."""
-        return cls((tuple(range(num_stages - 1, -1, -1)),), number, counted)
+        return cls((tuple(range(num_stages - 1, -1, -1)),), number=number, counted=counted)
 
     @property
     def num_pipelines(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.loop.freezing import Freezing
 from lightning_sdpipe.partition.cut_step import CutModel
@@ -19,6 +21,7 @@ from lightning_sdpipe.partition.materialise import Initialisation, materialise
 from lightning_sdpipe.partition.ownership import Ownership, assign_owners, keep_only, move_the_rest
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.same_memory import SameMemory, held_together
+from lightning_sdpipe.partition.sections import Sections, sections_of
 from lightning_sdpipe.pipeline.flush import FlushPipeline
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
@@ -40,6 +43,12 @@ class Assembled:
     freezing: Freezing  # which of its parameters train
     buffers: Sequence[Tensor]
     delays: DelayInjector
+    sections: Sections | None = None
+    """Of the chain, if pipelines are cut unlike."""
+    own_sections: OwnSections | None = None
+    """As far as this worker speaks for them."""
+    shared: SharedParameters | None = None
+    """What copies follow, with sections."""
 
     @property
     def changed_late(self) -> Sequence[str]:
@@ -57,7 +66,7 @@ class Assembled:
 
 def assemble(
     module: LightningModule,
-    plan: Plan,
+    plans: Sequence[Plan],
     groups: ProcessGroups,
     options: Options,
     initialisation: Initialisation,
@@ -65,37 +74,58 @@ def assemble(
     memory: SameMemory | None = None,
 ) -> Assembled:
     """Keeps this rank's part of ``module``, equal on all pipelines, on ``device``, and the rest on ``meta``. ``memory``
-    is what was one memory before the plan was made, which may have moved the module; None if nothing has.
+    is what was one memory before the plan was made, which may have moved the module; None if nothing has. ``plans`` are
+    those of all pipelines, or one that all have.
 
     Every rank must call it.
 
     Raises:
         ConfigurationError: the user's code would run more often than once for a micro-batch, and counts how often.
     """
-    refuse_counting(plan, options.stages_per_worker)
     worker, pipeline_number = groups.mesh.locate(groups.rank)
-    chain, spans = plan.chain, plan.module_spans
-    ownership = assign_owners(module, chain, spans, options.num_stages, plan.readers, memory)
+    unlike = not groups.mesh.alike
+    plan = plans[pipeline_number] if unlike else plans[0]
+    refuse_counting(plan, options.stages_per_worker)
+    chain, spans, num_workers = plan.chain, plan.module_spans, groups.mesh.depth(pipeline_number)
+    ownerships = [
+        assign_owners(module, chain, p.module_spans, len(row), p.readers, memory)
+        for p, row in zip(plans if unlike else [plan] * len(groups.mesh.ranks), groups.mesh.ranks, strict=True)
+    ]
+    ownership = ownerships[pipeline_number if unlike else 0]
     by_stage = assign_owners(module, chain, spans, readers=plan.readers, memory=memory)
-    shared = SharedParameters(module, ownership, by_stage, groups, options.run_timeout)
+    shared = SharedParameters(module, ownerships, by_stage, groups, options.run_timeout)
+    sections = sections_of([p.spans for p in plans], ownerships) if unlike else None
     materialise(module, ownership, worker, initialisation)
     keep_only(module, ownership, worker, device)
     move_the_rest(module, device)
     parameters = [p for p in module.parameters() if not p.is_meta]
     buffers = [torch.view_as_real(b) if b.is_complex() else b for b in module.buffers() if not b.is_meta]
-    late = {id(p) for p in shared.parameters}  # complete when all owners are
+    late = {name for own in ownerships for _, name in own.shared_parameters(module)}  # complete when all owners are
+    names = {id(p): name for name, p in module.named_parameters()}
     backwards = parameters[::-1]
-    in_order = sorted(backwards, key=lambda p: id(p) in late)
-    freezing = Freezing(module, in_order, groups, held_together(module, ownership.memory))
-    shared.make_equal()
-    for tensor in (*(bucket.buffer for bucket in freezing.buckets), *buffers):
-        dist.broadcast(tensor, min(groups.mesh.stage_ranks(worker)), group=groups.stage)
+    in_order = sorted(backwards, key=lambda p: names[id(p)] in late)
+    together = held_together(module, ownership.memory)
+    own_sections = None
+    if sections is None:
+        freezing = Freezing(module, in_order, groups, together)
+        shared.make_equal()
+        for tensor in (*(bucket.buffer for bucket in freezing.buckets), *buffers):
+            dist.broadcast(tensor, min(groups.mesh.stage_ranks(worker)), group=groups.stage)
+    else:
+        own_sections = _open_sections(module, sections, groups, options.run_timeout)
+        freezing = Freezing(module, in_order, groups, together, own_sections.parameters)
+        for number, replicas in own_sections.replicas.items():
+            held = [bucket.buffer for bucket in freezing.buckets if bucket.section == number]
+            for tensor in (*held, *own_sections.buffers.get(number, ())):
+                dist.broadcast(tensor, group=replicas.group, group_src=replicas.ranks[0])
+        shared.make_equal()
+        shared.make_buffers_equal(device)
 
-    numbers = range(worker, len(spans), options.num_stages)
+    numbers = range(worker, len(spans), num_workers)
     cut_model = CutModel(module, chain, [spans[number] for number in numbers], device)
     ranks = tuple(groups.mesh.pipeline_ranks(pipeline_number)) * options.stages_per_worker
     bound = 2 if options.stages_per_worker == 1 else None
-    lanes = groups.lanes(len(spans), device, options.run_timeout)
+    lanes = groups.lanes(options.stages_per_worker, device, options.run_timeout)
     runners = [
         StageRunner(
             module,
@@ -113,9 +143,32 @@ def assemble(
         pipeline = PipeDreamPipeline(runners[0], freezing.trained, shared, delays)
     else:
         pipeline = FlushPipeline(
-            runners, options.num_stages, freezing.trained, shared, delays, options.schedule, options.num_micro_batches
+            runners, num_workers, freezing.trained, shared, delays, options.schedule, options.num_micro_batches
         )
-    return Assembled(ownership, cut_model, runners, pipeline, freezing, buffers, delays)
+    assembled = Assembled(ownership, cut_model, runners, pipeline, freezing, buffers, delays)
+    return (
+        assembled
+        if sections is None
+        else replace(assembled, sections=sections, own_sections=own_sections, shared=shared)
+    )
+
+
+def _open_sections(
+    module: LightningModule, sections: Sections, groups: ProcessGroups, timeout: timedelta
+) -> OwnSections:
+    """A process group for each section, and what this worker holds of those that it speaks for."""
+    opened = [groups.open_section(owners, timeout) for owners in sections.owners]
+    replicas = {number: found for number, found in enumerate(opened) if found is not None}
+    parameters = {
+        parameter: number
+        for name, parameter in module.named_parameters()
+        if (number := sections.parameters[name]) in replicas
+    }
+    buffers: dict[int, list[Tensor]] = {}
+    for name, buffer in module.named_buffers():
+        if (number := sections.buffers[name]) in replicas:
+            buffers.setdefault(number, []).append(torch.view_as_real(buffer) if buffer.is_complex() else buffer)
+    return OwnSections(replicas, parameters, buffers)
 
 
 def refuse_counting(plan: Plan, stages_per_worker: int) -> None:

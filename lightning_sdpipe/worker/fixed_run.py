@@ -26,7 +26,7 @@ from lightning_sdpipe.topology.hosts import roll_call
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import check_shape, mesh_of
 from lightning_sdpipe.worker.assembly import Assembled
-from lightning_sdpipe.worker.launching.environment import where_to_listen
+from lightning_sdpipe.worker.launching.environment import UnlikeMachines, where_to_listen
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import vote_in_the_world
 from lightning_sdpipe.worker.scheduler_connection import RunConnection, SchedulerConnection
@@ -60,9 +60,11 @@ class FixedRun:
         if self._placed is not None:
             return self._placed
         workers, options = self._strategy.num_nodes * self._strategy.num_processes, self.options
+        if options.cuts and isinstance(self._strategy.cluster_environment, UnlikeMachines):
+            workers = self._strategy.world_size
         if options.placement is not None:
             check_shape(options.placement, options.num_stages, workers)
-        return Mesh.build(workers, options.num_stages)
+        return options.mesh(workers)
 
     def check(self) -> None:
         mesh, placement = self.mesh, self.options.placement
@@ -136,6 +138,8 @@ class FixedRun:
             loss_scale,
             progress,
             parts.freezing.name_of,
+            sections=parts.own_sections,
+            shared=parts.shared,
         )
 
     def rendezvous(self, sync: Synchronizer) -> Rendezvous:

@@ -15,12 +15,14 @@ from lightning_sdpipe.exchange import payloads
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
-from lightning_sdpipe.partition import plan
+from lightning_sdpipe.partition.pipeline_cut import Balanced, InFlight, Partition, PipelineCut, cuts_of, refuse_lists
+from lightning_sdpipe.partition.pipeline_cut import in_flight as in_flight_of
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import capabilities
 from lightning_sdpipe.sync.measured_groups import on_hosts, with_measured_groups
 from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.synchronizer import SyncMethod
+from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.placement_file import Placement, placed_blocks, read_placement
 from lightning_sdpipe.worker.launching import elastic_job
 from lightning_sdpipe.worker.launching.elastic_job import ElasticJob
@@ -38,6 +40,9 @@ class Options:
     Args:
         method: carries out ``sync``.
         stages_per_worker: 1 where the schedule gives a worker one stage.
+        num_stages: of the deepest pipeline.
+        depths: the number of stages of each pipeline, if it was given for each; else empty.
+        cuts: of each pipeline, if they are unlike; else empty, and ``partition`` holds for all.
         partition: with the numbers of blocks in place of ``"placed"``.
         in_flight: what the schedule keeps in memory, if the partition depends on it.
         run_timeout: the strategy's ``timeout``.
@@ -47,14 +52,16 @@ class Options:
     """
 
     num_stages: int = 1
+    depths: tuple[int, ...] = ()
+    cuts: tuple[PipelineCut, ...] = ()
     sync: SyncMethod | PolicyConfig | str = field(default_factory=sync.SemiDecentralized)
     method: SyncMethod = field(default_factory=lambda: method_of(sync.SemiDecentralized()))
     exchange: Exchange = field(default_factory=Exchange)
     schedule: str = "1f1b"
     stages_per_worker: int = 1
     num_micro_batches: int = 1
-    partition: plan.Partition = "uniform"
-    in_flight: plan.InFlight | None = None
+    partition: Partition = "uniform"
+    in_flight: InFlight | None = None
     blocks: Sequence[str] | None = None
     placement: Placement | None = None
     data: Literal["auto", "dealt", "sharded"] = "auto"
@@ -76,6 +83,21 @@ class Options:
     def total_stages(self) -> int:
         """Stages of a pipeline, of all its workers together."""
         return self.num_stages * self.stages_per_worker
+
+    @property
+    def all_cuts(self) -> Sequence[PipelineCut]:
+        """Of each pipeline, or the one that all have."""
+        return self.cuts or (PipelineCut(self.total_stages, self.partition, self.in_flight),)
+
+    def mesh(self, workers: int) -> Mesh:
+        """Of so many of them.
+
+        Raises:
+            ConfigurationError: they do not make up whole pipelines.
+        """
+        if not self.depths:
+            return Mesh.build(workers, self.num_stages)
+        return Mesh.of_depths(workers, self.depths, alike=not self.cuts)
 
     @property
     def division(self) -> tuple[int, int]:
@@ -106,24 +128,43 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
     if isinstance(given["exchange"], str):
         given = {**given, "exchange": Exchange(_named("exchange", given["exchange"], payloads.NAMES))}
     num_stages, data = given["num_stages"], given["data"]
+    depths: tuple[int, ...] = ()
+    if not isinstance(num_stages, int):
+        depths = tuple(num_stages)
+        num_stages = max(depths)
+        if job is not None:
+            raise ConfigurationError(
+                f"num_stages={list(depths)} does not work in an elastic job (SDPIPE_PIPELINE is set), which is one "
+                "pipeline: start each with as many processes as it has stages, and leave num_stages out."
+            )
     if job is not None:
         num_stages, data = job.num_stages(num_stages), job.data(data)
     schedule, partition = given["schedule"], given["partition"]
     num_micro_batches = 1 if schedule == "pipedream" else given["num_micro_batches"] or num_stages
     placement = None if given["placement"] is None else read_placement(given["placement"])
+    partition = placed_blocks(placement) if partition == "placed" else partition
+    cuts: list[PipelineCut] = []
+    if depths:
+        cuts = cuts_of(depths, partition, lambda depth: in_flight_of(schedule, depth, num_micro_batches))
+        if all(replace(cut, pipeline=0) == cuts[0] for cut in cuts):  # as if one number and one cut had been given
+            partition, cuts = cuts[0].partition, []
+    else:
+        refuse_lists(partition)
     in_flight = None
-    if isinstance(partition, plan.Balanced) and partition.memory is not None:
-        in_flight = plan.in_flight(schedule, num_stages, num_micro_batches)
+    if not cuts and isinstance(partition, Balanced) and partition.memory is not None:
+        in_flight = in_flight_of(schedule, num_stages, num_micro_batches)
     as_given = {each.name: given[each.name] for each in fields(Options) if given.get(each.name) is not None}
     options = Options(
         **as_given
         | {
             "num_stages": num_stages,
+            "depths": depths,
+            "cuts": tuple(cuts),
             "data": data,
             "stages_per_worker": given["stages_per_worker"] if schedule in LOOPED else 1,
             "num_micro_batches": num_micro_batches,
             "placement": placement,
-            "partition": placed_blocks(placement) if partition == "placed" else partition,
+            "partition": partition,
             "in_flight": in_flight,
             "on_checkpoint_error": given["on_checkpoint_error"] or ("stop" if job is None else "continue"),
             "run_timeout": given["timeout"],
@@ -133,12 +174,20 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
     method = with_measured_groups(method_of(options.sync), num_stages, placement is not None)
     dealt = data == "dealt" and job is None  # in an elastic job they are in any case
     asked = capabilities.Combination(
-        options.sync, options.exchange, schedule, num_stages, dealt, options.batch_by_speed
+        options.sync,
+        options.exchange,
+        schedule,
+        num_stages,
+        dealt,
+        options.batch_by_speed,
+        unlike=depths if cuts else (),
     )
     capabilities.check(method, asked)
     if options.batch_by_speed:
         _check_division(schedule, num_micro_batches)
     standing = standing_scheduler(given["scheduler"], given["scheduler_key_file"])
+    if cuts:
+        _check_unlike(options, standing)
     if job is not None:
         elastic_job.require_scheduler(job, None if standing is None else standing.address)
     log = scheduler_log(given["log_dir"], standing)
@@ -160,6 +209,22 @@ def _named(option: str, name: str, kinds: Mapping[str, type]) -> Any:
             f"{option}={name!r} needs {', '.join(needed)}: give {option}={kind.__name__}({given})."
         )
     return kind()
+
+
+def _check_unlike(options: Options, standing: SchedulerAddress | None) -> None:
+    """Raises ConfigurationError for what needs pipelines of one depth and cut, and does not go by method."""
+    for given, name, instead in (
+        (options.schedule not in ("1f1b", "gpipe"), f"schedule={options.schedule!r}", "use '1f1b' or 'gpipe'"),
+        (options.exchange != Exchange(), f"exchange={options.exchange}", "leave it out"),
+        (options.batch_by_speed, "batch_by_speed=True", "leave it out"),
+        (options.placement is not None, "placement", "leave it out; consecutive ranks form a pipeline"),
+        (standing is not None, "scheduler", "leave it out (and SDPIPE_SCHEDULER), and rank 0 starts one"),
+    ):
+        if given:
+            raise ConfigurationError(
+                f"{name} needs pipelines of one depth and cut, and those of num_stages={list(options.depths)} are "
+                f"unlike: {instead}."
+            )
 
 
 def _check_division(schedule: str, num_micro_batches: int) -> None:

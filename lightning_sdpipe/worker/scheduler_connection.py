@@ -1,5 +1,5 @@
 """One worker's place in a run: how it finds the scheduler, which rank 0 starts unless one runs already; its line to it;
-and who is told what when a worker fails."""
+and which process is told what when a worker fails."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SchedulerAddress:
 
 
 def standing_scheduler(address: str | None, key_file: str | Path | None) -> SchedulerAddress | None:
-    """The scheduler that somebody else runs: as given, or as SDPIPE_SCHEDULER and SDPIPE_KEY_FILE name it.
+    """The scheduler that another program runs: as given, or as SDPIPE_SCHEDULER and SDPIPE_KEY_FILE name it.
 
     Raises:
         ConfigurationError: the key file cannot be read, or others can read it.
@@ -82,7 +82,8 @@ def start_scheduler(
     """
     scheduler, told = None, b""
     if dist.get_rank() == 0:
-        scheduler = SchedulerProcess.embedded(policy, mesh.num_stages, mesh.num_pipelines, bind, log=log)
+        depths = () if mesh.alike else mesh.depths
+        scheduler = SchedulerProcess.embedded(policy, mesh.num_stages, mesh.num_pipelines, bind, log=log, depths=depths)
         keys = msgspec.to_builtins(scheduler.credentials)
         told = json.dumps({"address": scheduler.address, "keys": keys}).encode()
     everybody = dist.group.WORLD
@@ -97,7 +98,7 @@ class RunConnection(Protocol):
     client: SchedulerClient
 
     def first_failure(self, told_to_end: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Around what waits for others, who may have failed."""
+        """Around what waits for other workers, which may have failed."""
 
     def fail(self, exception: BaseException) -> None:
         """This worker ends by ``exception``."""
@@ -156,10 +157,10 @@ class SchedulerConnection:
 
     @contextmanager
     def first_failure(self, told_to_end: Callable[[], bool]) -> Iterator[None]:
-        """A worker that fails takes others down with it; those say who was first and why.
+        """A worker that fails takes others down with it; those say which was first and why.
 
         Raises:
-            WorkerFailedError: names who failed first.
+            WorkerFailedError: names the worker that failed first.
             SIGTERMException: this process was ``told_to_end`` too, and the other one was faster.
         """
         try:
@@ -205,8 +206,8 @@ class SchedulerConnection:
             self._watchdog.arm(Failure(stop.worker, reason))
 
     def _describe(self, failure: Failure) -> str:
-        who = "The scheduler" if failure.worker is None else self._place(failure.worker)
-        return f"{who} failed first and ended the run: {failure.reason}"
+        first = "The scheduler" if failure.worker is None else self._place(failure.worker)
+        return f"{first} failed first and ended the run: {failure.reason}"
 
     def _place(self, worker: Worker) -> str:
         rank = self._mesh.rank(worker.stage, worker.pipeline)

@@ -53,8 +53,8 @@ class Training:
         groups: its place.
         draws: name the random streams of batches.
         whereabouts: is told when a step runs.
-        watch: looks for numbers that are not finite; None if nobody does.
-        first_failure: around what waits for others, who may have failed.
+        watch: looks for numbers that are not finite; None if none are.
+        first_failure: around what waits for other workers, which may have failed.
         state: hands on what steps change in Python where they end; None if they change nothing.
     """
 
@@ -120,7 +120,17 @@ class Training:
         self._accumulated = False
         size = getattr(self.trainer.train_dataloader, "batch_size", None)
         samples = size * self.trainer.accumulate_grad_batches if isinstance(size, int) else None
-        self.client.about = About(socket.gethostname(), str(self._device), self.groups.rank, samples)
+        options = self.trainer.strategy.options  # type: ignore[attr-defined]
+        sync = options.sync if isinstance(options.sync, str) else type(options.sync).__name__
+        self.client.about = About(
+            socket.gethostname(),
+            str(self._device),
+            self.groups.rank,
+            samples,
+            options.schedule,
+            options.num_micro_batches,
+            sync,
+        )
 
     def begin_batch(self, batch: Any, source: BatchSource) -> None:
         """Lightning shows ``batch`` to the hooks. Takes part from now on, unless there is nothing to train."""
@@ -142,8 +152,8 @@ class Training:
             loss = self._last_loss.to(self._device, copy=True).requires_grad_()
             if self._gives_nothing and self.updating:  # with the gradients of others
                 scale = loss_scale(self.trainer.precision_plugin, self._device) if self._scales else None
-                trained, nothing = self.sync.replica.trained, [None] * len(self.sync.replica.trained)
-                return loss_with_gradients(loss, trained, nothing, scale, self.sync.gradients)
+                trained = self.sync.replica.trained
+                return loss_with_gradients(loss, trained, [None] * len(trained), scale, self.sync.gradients)
             return self.parts.pipeline.rest(loss) if self.updating else loss
         precision, freezing = self.trainer.precision_plugin, self.parts.freezing
         with self.whereabouts.running("training_step"), self.first_failure(), freezing.refused():
@@ -229,7 +239,7 @@ class Training:
             self.rendezvous.pause(loop.position(self.trainer))
 
     def come_together(self) -> None:
-        """Before anything that waits for other pipelines: who waits there must not be waited for in the scheduler.
+        """Before anything that waits for other pipelines: which must not wait for this worker in the scheduler.
 
         Raises:
             ConfigurationError: not all of them come here.
@@ -353,12 +363,7 @@ class Training:
             strategy.optimizers[0].zero_grad()
             return strategy.backward(loss / self.trainer.accumulate_grad_batches, strategy.optimizers[0])
 
-        with (
-            self._phases.within(Event.DRAIN),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            self.first_failure(),
-        ):
+        with self._phases.within(Event.DRAIN), torch.inference_mode(False), torch.enable_grad(), self.first_failure():
             late = 0
             while pipeline.draining:
                 self._update(strategy.optimizers[0], backward)

@@ -62,4 +62,4 @@ def open_stage(
     num_stages = groups.mesh.num_stages
     stages = make_plan(module, num_stages, blocks, batch, num_micro_batches)
     options = Options(num_stages, schedule=schedule, num_micro_batches=num_micro_batches, run_timeout=TRANSFER_TIMEOUT)
-    return assemble(module, stages, groups, options, Initialisation(), CPU)
+    return assemble(module, [stages], groups, options, Initialisation(), CPU)

@@ -118,8 +118,8 @@ def _fit(case: AnyCase, module: L.LightningModule, loader: DataLoader[Any]) -> l
         return read_reports(Path(directory))
 
 
-def strategy(case: AnyCase) -> DDPStrategy:
-    """What trains this case."""
+def strategy(case: AnyCase, log_dir: Path | None = None) -> DDPStrategy:
+    """What trains this case; its scheduler's log goes into ``log_dir``."""
     if case.method.name == "lightning_ddp":
         return lightning_ddp()
     exchange = hydra.utils.instantiate(case.exchange) if isinstance(case, RealCase) and case.exchange else None
@@ -134,6 +134,7 @@ def strategy(case: AnyCase) -> DDPStrategy:
         # by default equally many iterations of each pipeline, so that all methods meet the same delays
         data=case.data if isinstance(case, RealCase) else "sharded",
         delays=case.slowness,
+        log_dir=log_dir,
         timeout=TRANSFER_TIMEOUT,
         start_method="fork",
     )

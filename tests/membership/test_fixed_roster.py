@@ -159,3 +159,22 @@ def test_silence_alone_never_ends_it_and_an_end_always_does(
         assert not any(isinstance(decision, w.Held | w.Donate) for decision in decisions)
         if any(isinstance(d, w.Epoch) for d in decisions):
             finished.clear()
+
+
+def test_pipelines_may_have_unlike_numbers_of_stages() -> None:
+    core = Membership(3, ElasticConfig.of_fixed(2, depths=(1, 3)))
+    workers = [Worker(0, 0), *(Worker(j, 1) for j in range(3))]
+    decisions = [decision for worker in workers for decision in core.on(w.Enrolled(worker, 7, SAME), 0.0)]
+    assert [type(decision).__name__ for decision in decisions] == ["Epoch", "Started", "Started"]
+    core.validate()
+    assert core.awaited(2) == [1]
+    (denied,) = core.on(w.Enrolled(Worker(1, 0), 7, SAME), 1.0)
+    assert isinstance(denied, w.Denied)
+    assert "this scheduler serves pipelines of 1 stages" in denied.reason
+    for worker in workers:
+        core.on(w.Departed(worker, 7, True), 2.0)
+        core.validate()
+    assert core.ending.over is not None
+    assert not core.ending.over.failed
+    with pytest.raises(ConfigurationError, match="depths"):
+        ElasticConfig.of_fixed(2, depths=(1,))

@@ -99,8 +99,8 @@ def test_a_newcomer_gets_the_state_of_a_member_at_one_update_of_all_its_stages()
     run.enrol(0), run.enrol(1)
     (first,) = run.enrol(2)
     assert first == w.Donate(1, 2, "state-2-1"), "the leader is spared"
-    assert run.core.donations.unheard(Worker(0, 1)) == [first]
-    assert run.core.donations.unheard(Worker(1, 1)) == [], "stage 0 tells it"
+    assert run.core.donations.unheard(Worker(0, 1)) == (first.transfer,)
+    assert run.core.donations.unheard(Worker(1, 1)) == (), "stage 0 tells it"
     assert run.say(w.Snapshot, 1, "state-2-1", 45) == []
     assert run.say(w.Snapshot, 1, "state-2-1", 45) == [], "it may be said again"
     assert run.say(w.Received, 2, "state-2-1", 45, stage=1) == [], "nothing was given yet"

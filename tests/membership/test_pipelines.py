@@ -52,6 +52,6 @@ def test_the_tables_in_the_documentation_are_the_ones_that_hold() -> None:
 def test_the_documentation_names_each_message() -> None:
     text = (Path(__file__).parents[2] / "docs" / "scheduler.md").read_text()
     kinds = [kind for union in (m.Request, m.Reply, e.Request, e.Reply) for kind in get_args(union)]
-    for told_to_people in (m.StatusReply, m.RowsReply):
+    for told_to_people in (m.StatusReply, m.RowsReply, m.SpansReply):
         kinds.remove(told_to_people)
     assert [kind.__name__ for kind in kinds if f"`{kind.__name__}`" not in text] == []

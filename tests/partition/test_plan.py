@@ -5,7 +5,8 @@ from torch import nn
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.plan import Balanced, Plan, in_flight, plan
+from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut, in_flight
+from lightning_sdpipe.partition.plan import Plan, check, plan, plans
 from lightning_sdpipe.partition.profile import BlockProfile
 from tests.partition.families import ResNet
 
@@ -121,3 +122,21 @@ def test_a_bandwidth_must_be_positive() -> None:
 def test_module_spans_cover_the_chain() -> None:
     made = Plan((("a", "b"), ("c",), ("d", "e", "f")), (range(2), range(2, 3)))
     assert made.module_spans == (range(3), range(3, 6))
+
+
+def test_pipelines_have_one_chain_and_cuts_of_their_own() -> None:
+    cuts = [PipelineCut(1, "balanced"), PipelineCut(2, Balanced(speeds=[1, 3])), PipelineCut(3, [1, 4, 1])]
+    made = plans(chain(*[1] * 7), cuts, measure=lambda blocks: [BlockProfile(1, 1, 0, 0) for _ in blocks])
+    assert [each.spans for each in made] == [(range(6),), (range(1), range(1, 6)), (range(1), range(1, 5), range(5, 6))]
+    assert len({each.blocks for each in made}) == 1
+
+
+def test_a_cut_that_is_none_is_refused_with_its_pipeline() -> None:
+    cuts = [PipelineCut(1, pipeline=0), PipelineCut(7, pipeline=1)]
+    for refuses in (lambda: check(chain(*[1] * 7), None, cuts), lambda: plans(chain(*[1] * 7), cuts)):
+        with pytest.raises(
+            ConfigurationError, match=r"pipeline 1: num_stages=7 is more than .* 6 blocks. Use at most 6"
+        ):
+            refuses()
+    with pytest.raises(ConfigurationError, match=r"pipeline 2: partition=\[2, 3\] does not cut 6 blocks"):
+        check(chain(*[1] * 7), None, [PipelineCut(2, [2, 3], pipeline=2)])

@@ -93,7 +93,7 @@ def pipeline(
         dynamic_shapes=dynamic_shapes,
         run_timeout=TIMEOUT,
     )
-    parts = assemble(model, stages, groups, options, Initialisation(), CPU)
+    parts = assemble(model, [stages], groups, options, Initialisation(), CPU)
     runtime, runners = parts.pipeline, parts.runners
     outcomes = []
     for iteration, batch in enumerate(batches):

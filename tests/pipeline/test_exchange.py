@@ -89,7 +89,7 @@ def assembled(module: L.LightningModule, schedule: str) -> Assembled:
     each = 2 if schedule in ("interleaved_1f1b", "zero_bubble") else 1
     stages = plan.plan(module, 2 * each, "uniform", None, lambda _: pytest.fail("a uniform cut measures nothing"))
     options = Options(2, schedule=schedule, stages_per_worker=each, num_micro_batches=4, run_timeout=TIMEOUT)
-    return assemble(module, stages, groups, options, Initialisation(), CPU)
+    return assemble(module, [stages], groups, options, Initialisation(), CPU)
 
 
 def train(rank: int, schedule: str, tied: bool, accumulated: bool) -> tuple[list[str], int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdpipe import p2p
+from lightning_sdpipe import meter, p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.message import Layout, Message
 from lightning_sdpipe.partition.structure import TensorMeta
@@ -68,3 +68,20 @@ def test_layers_that_are_frozen_on_one_stage_only(links: list[StageLink], begun:
     (send if stage else StageLink.tell_freezing)(links[0])
     with pytest.raises(ConfigurationError, match=rf"changed on stage {stage} .*, and not on stage {1 - stage} "):
         (StageLink.tell_freezing if stage else receive)(links[1])
+
+
+def test_both_ends_number_the_messages_of_a_lane(links: list[StageLink]) -> None:
+    kept = meter.current().kept
+    kept.clear()
+    for _ in range(2):
+        send(links[0])
+        receive(links[1])
+        links[1].send_gradients([torch.ones(2)], [None])
+        links[0].receive_gradients([torch.ones(2)])
+        links[1].send_gradients([], [])  # nothing that was sent needs one
+        links[0].receive_gradients([])
+    marks = [(what, *divmod(number, meter.LANES)) for what, _, number in kept if what < 0]
+    down, up = 2, 1
+    assert marks == [
+        (what, number, lane) for number in (1, 2) for lane in (down, up) for what in (meter.SENT, meter.RECEIVED)
+    ]

@@ -44,7 +44,7 @@ def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float,
     stage, _ = groups.mesh.locate(rank)
     module = Model(tied)
     options = Options(2, schedule=schedule, num_micro_batches=4, run_timeout=TIMEOUT)
-    parts = assemble(module, plan.plan(module, 2), groups, options, Initialisation(), CPU)
+    parts = assemble(module, [plan.plan(module, 2)], groups, options, Initialisation(), CPU)
     gradients: list[float] = []
     ready: list[float] = []
 

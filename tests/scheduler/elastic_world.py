@@ -70,7 +70,7 @@ class Process:
     obeyed: int = 0
     """Of what stage 0 has said before this turn."""
     late: list[tuple[int, Command]] = field(default_factory=list)
-    """What it was to do before that turn, and does before the next."""
+    """What it was to do when it had made so many updates, and does after the next one."""
     copying: int = 0
     """Copies of which the scheduler has not heard."""
     leaving: bool = False
@@ -313,8 +313,6 @@ class World:
 
     def carry_out(self, process: Process, effect: f.Effect) -> None:
         match effect:
-            case f.Send(request):
-                self.send(process, m.routing_id(process.worker, process.incarnation), request)
             case f.Came(_, e.Refused(reason=reason)):
                 raise AssertionError(f"{process}: {reason}")
             case f.Came(kind, reply):
@@ -331,7 +329,7 @@ class World:
             case f.Connect(nonce=nonce):
                 process.nonce = nonce
                 process.talk.lifeline(there=True)
-            case f.MustStop(reason, run):
+            case e.End(reason=reason, run=run):
                 assert not run or self.finishes_after is not None, reason
                 self.die(process, f"it must end: {reason}")
 
@@ -479,15 +477,15 @@ class World:
             order = turn_order(process.leaving, process.talk.donations, process.talk.held_up)
             if order is not None and (order != go or there):
                 said.append(order)
-        for turn, command in process.late:
-            if turn < process.turns:
+        for update, command in process.late:
+            if update < process.update:
                 self.obey(process, command)
-        process.late = [(turn, command) for turn, command in process.late if turn == process.turns]
+        process.late = [(update, command) for update, command in process.late if update == process.update]
         while process.obeyed < len(said) and not process.dead:
             command = said[process.obeyed]
             process.obeyed += 1
             if command.kind is CommandKind.DONATE and process.worker.stage and self.rng.random() < self.late:
-                process.late.append((process.turns, command))
+                process.late.append((process.update, command))
             else:
                 self.obey(process, command)
         return go in said and there and not process.copying

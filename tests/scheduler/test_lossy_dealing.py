@@ -33,6 +33,7 @@ class WorkerModel:
     def __init__(self, worker: Worker, segment: Segment, machine: LossyDealing) -> None:
         self.worker, self.segment = worker, segment
         self.leases: list[Lease] = []
+        self.started = False
         self.talk = Conversation(worker, RUN, clock=lambda: machine.now)
         self.asks = self.talk.training
         self.line, self.beats = m.routing_id(worker, RUN), e.peer_of(worker, RUN)
@@ -45,25 +46,23 @@ class WorkerModel:
     def speak(self, now: float) -> list[tuple[bytes, m.Request | e.Request]]:
         """The ask that is unanswered, again, or the next; beats only, once there is none."""
         said: list[tuple[bytes, m.Request | e.Request]] = [(self.beats, request) for request in self.talk.due(now)]
-        if not self.over:
+        if self.started and not self.over:
             asked = self.asks.again() or [self.asks.ask(m.AskLease, self.segment, len(self.leases))]
             said += [(self.line, request) for request in asked]
         return said
 
-    def hear(self, peer: bytes, reply: m.Reply | e.Reply) -> list[tuple[bytes, m.Request | e.Request]]:
-        said: list[tuple[bytes, m.Request | e.Request]] = []
+    def hear(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
         for effect in self.talk.hear_training(reply) if peer == self.line else self.talk.hear(reply):
             match effect:
-                case f.Send(request):
-                    said.append((peer, request))
                 case f.Came(m.AskLease, m.Dealt(lease)):
                     self.leases.append(lease)
                     self.asks.leases.trained(sum(lease.size for lease in self.leases))
-                case f.Replied(_, e.Start()) | f.EpochBegan() | f.Connect():
+                case f.Replied(_, e.Start()):
+                    self.started = True
+                case f.EpochBegan() | f.Connect():
                     pass
                 case _:
                     raise AssertionError(effect)
-        return said
 
 
 class LossyDealing(RuleBasedStateMachine):
@@ -85,7 +84,7 @@ class LossyDealing(RuleBasedStateMachine):
 
     def deliver(self, at: int, again: bool) -> None:
         peer, reply = self.to_workers[at] if again else self.to_workers.pop(at)
-        self.to_server += self.by_peer[peer].hear(peer, reply)
+        self.by_peer[peer].hear(peer, reply)
 
     @rule(data=st.data(), seconds=st.sampled_from([0.0, 0.1, 2.0]))
     def somebody_asks(self, data: st.DataObject, seconds: float) -> None:

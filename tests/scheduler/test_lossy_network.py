@@ -61,19 +61,15 @@ class WorkerModel:
             self.asks.rows.add(self.iteration, MeterRow((1,) * len(PHASES), 0, 0, follows=True))
         return [(self.beats, request) for request in self.talk.due(now)]
 
-    def hear(self, peer: bytes, reply: m.Reply | e.Reply) -> list[tuple[bytes, m.Request | e.Request]]:
-        said: list[tuple[bytes, m.Request | e.Request]] = []
+    def hear(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
         for effect in self.talk.hear_training(reply) if peer == self.line else self.talk.hear(reply):
             match effect:
-                case f.Send(request):
-                    said.append((peer, request))
                 case f.Came(m.Ready, m.Answer() as answer):
                     self.answers[self.iteration] = answer
-                case f.Came(_, e.Noted()) | f.Replied(_, e.Start()) | f.EpochBegan() | f.Connect() | m.Lost():
+                case f.Came(_, e.Noted()) | f.Replied(_, e.Start()) | f.EpochBegan() | f.Connect() | f.IsLost():
                     pass
                 case _:
                     raise AssertionError(effect)
-        return said
 
 
 class LossyNetwork(RuleBasedStateMachine):
@@ -206,7 +202,7 @@ class LossyNetwork(RuleBasedStateMachine):
             self.deliver(peer, reply)
 
     def deliver(self, peer: bytes, reply: m.Reply | e.Reply) -> None:
-        self.to_server += self.by_peer[peer].hear(peer, reply)
+        self.by_peer[peer].hear(peer, reply)
 
     @rule(data=st.data())
     def a_message_is_lost(self, data: st.DataObject) -> None:
@@ -250,7 +246,7 @@ class LossyNetwork(RuleBasedStateMachine):
         for model in getattr(self, "models", []):
             assert list(model.answers) == list(range(1, len(model.answers) + 1))
             for iteration, answer in model.answers.items():
-                assert answer.iteration_of(model.worker) == iteration
+                assert m.iteration_of(model.worker, answer) == iteration
                 assert groups.setdefault(answer.group.sequence, answer) == answer
 
     def teardown(self) -> None:

@@ -42,12 +42,12 @@ class Process:
 
 
 class Rounds:
-    """A run; ``breaks`` is how likely an exchange breaks off for one of its members."""
+    """A run; ``breaks`` is how likely an exchange breaks off for one of its members, and ``restarts`` how likely the
+    scheduler is started again in a step."""
 
-    def __init__(self, seed: int, breaks: float) -> None:
-        self.rng, self.breaks, self.now = random.Random(seed), breaks, 0.0
-        terms = ElasticConfig(start_pipelines=PIPELINES, settle=0.0)
-        self.service = SchedulerService(AllPresent(), 1, PIPELINES, elastic=terms, worker_timeout=30.0)
+    def __init__(self, seed: int, breaks: float, restarts: float) -> None:
+        self.rng, self.breaks, self.restarts, self.now = random.Random(seed), breaks, restarts, 0.0
+        self.service = self.start_scheduler()
         self.processes = [Process(Conversation(Worker(0, i), 100 + i)) for i in range(PIPELINES)]
         self.lines: dict[bytes, deque[Any]] = {}
         self.taken = 0
@@ -61,11 +61,17 @@ class Rounds:
             alive = [p for p in self.processes if not p.dead]
             if len(alive) > 1 and self.rng.random() < 0.01:
                 self.die(self.rng.choice(alive))
+            if self.restarts and self.now > 1.0 and self.rng.random() < self.restarts:
+                self.service = self.start_scheduler()
             self.deliver(self.service.tick(self.now))
             for process in self.rng.sample(alive, len(alive)):
                 if not process.dead:
                     self.pump(process)
                     self.go_on(process)
+
+    def start_scheduler(self) -> SchedulerService:
+        terms = ElasticConfig(start_pipelines=PIPELINES, settle=0.0, recovery_grace=2.0)
+        return SchedulerService(AllPresent(), 1, PIPELINES, elastic=terms, worker_timeout=30.0, now=self.now)
 
     def die(self, process: Process) -> None:
         process.dead = True
@@ -84,6 +90,9 @@ class Rounds:
         talk = process.talk
         for request in talk.due(self.now):
             self.say(process, request, e.peer_of)
+        if self.restarts and self.rng.random() < 0.1:
+            for again in talk.training.again():
+                self.say(process, again, m.routing_id)
         for line, hear in ((e.peer_of, talk.hear), (m.routing_id, talk.hear_training)):
             queue = self.lines.setdefault(line(talk.worker, talk.incarnation), deque())
             while queue and self.rng.random() < 0.7:
@@ -103,8 +112,6 @@ class Rounds:
                 process.handed.add(sequence)
             case f.Came(m.Ready, m.Answer(group=group)):
                 process.group = group
-            case f.Send(request):
-                self.say(process, request, m.routing_id)
 
     def break_off(self, process: Process) -> None:
         lost = process.given or process.group
@@ -155,11 +162,11 @@ class Rounds:
         process.group = process.given = None
 
 
-@pytest.mark.parametrize("breaks", [0.0, 0.1, 0.3])
-def test_all_that_are_left_have_stepped_with_the_same_means(breaks: float) -> None:
+@pytest.mark.parametrize(("breaks", "restarts"), [(0.0, 0.0), (0.1, 0.0), (0.3, 0.0), (0.0, 0.05), (0.1, 0.02)])
+def test_all_that_are_left_have_stepped_with_the_same_means(breaks: float, restarts: float) -> None:
     taken = 0
     for seed in range(20):
-        rounds = Rounds(seed, breaks)
+        rounds = Rounds(seed, breaks, restarts)
         rounds.run()
         models = {tuple(p.model) for p in rounds.processes if not p.dead}
         assert len(models) == 1, (seed, models)

@@ -139,7 +139,7 @@ def test_the_log_has_a_line_for_each_chunk_which_replay_skips(tmp_path: Path) ->
     log = EventLog(path)
     log.open(Beginning(registry.to_plain(NoSync()), 1, 2, 0.0, "now"))
     desk = RowDesk(log, Outbox())
-    desk.introduce(m.Join(B, 1, 1, None, about=About("here", "cpu", 1, 32)))
+    desk.introduce(B, About("here", "cpu", 1, 32))
     desk.hear(beat(B, 7, rows(3)), True, b"", 2.0)
     desk.hear(beat(A, 8, rows(4)), True, b"", 3.0)
     log.close()

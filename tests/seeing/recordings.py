@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.scheduler.rows import About, Chunk
+import msgspec
+
+from lightning_sdpipe.policies import Worker, registry
+from lightning_sdpipe.policies.events import Progress, Ready
+from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.scheduler.log.event_log import Beginning, EventLog
+from lightning_sdpipe.scheduler.rows import About, Chunk, UpdateRow
 from lightning_sdpipe.seeing.recording import Recording, series_of
+from lightning_sdpipe.simulate import Run
 from tests.scheduler.rows import one_row
 
 HEARTBEAT = 16  # updates
@@ -53,3 +61,63 @@ def recording(
     stages = 1 + max((worker.stage for worker in workers), default=0)
     taking_part = dict.fromkeys(workers if active is None else active, joined)
     return Recording(stages, end if now is None else now, series, taking_part, dict(about or {}), lost, None, over)
+
+
+Own = Callable[[Worker, int], float | Mapping[str, float]]
+"""Seconds of an update: of ``forward``, or by phase."""
+
+
+def simulated(run: Run, own: Own, first: int = 0) -> Recording:
+    """What the workers of a simulation would have told; see :func:`simulated_chunks`."""
+    told: dict[Worker, list[Chunk]] = {}
+    for chunk in simulated_chunks(run, own, first):
+        told.setdefault(chunk.worker, []).append(chunk)
+    return recording(told, over=True)
+
+
+def simulated_chunks(run: Run, own: Own, first: int = 0) -> list[Chunk]:
+    """Of the updates from ``first`` on that ended before any worker has finished: ``own`` of computing, and waits for
+    stages and groups."""
+    groups, newest = dict[tuple[Worker, int], int](), dict[Worker, int]()
+    waiting: dict[Worker, list[tuple[float, UpdateRow]]] = {}
+    until = min(run.finished.values())
+    for at, event, decisions in run.entries:
+        if isinstance(event, Ready):
+            newest[event.worker] = event.iteration
+        for group in decisions:
+            groups |= {(member, newest[member]): group.sequence for member in group.members if member in newest}
+        if isinstance(event, Progress) and event.iteration >= first and at <= until:
+            worker, number = event.worker, event.iteration
+            computed = own(worker, number)
+            phases = computed if isinstance(computed, Mapping) else {"forward": computed}
+            us = {name: round(seconds * 1e6) for name, seconds in phases.items()}
+            us["wait_group"] = round(event.waiting * 1e6)
+            us["wait_stage"] = max(0, round(event.seconds * 1e6) - sum(us.values()))
+            row = msgspec.structs.replace(one_row(number, **us), group=groups.get((worker, number), -1))
+            waiting.setdefault(worker, []).append((at, row))
+    chunks = []
+    for worker, rows in waiting.items():
+        for start in range(0, len(rows), HEARTBEAT):
+            some = rows[start : start + HEARTBEAT]
+            chunks.append(Chunk(worker, 1, some[-1][0], tuple(row for _, row in some)))
+    return sorted(chunks, key=lambda chunk: chunk.at)
+
+
+def simulated_log(path: Path, policy: PolicyConfig, run: Run, own: Own, about: About | None = None) -> Path:
+    """The log that a scheduler would have written of a simulation: its policy, events, groups and rows."""
+    work = run.work
+    log = EventLog(path)
+    log.open(Beginning(registry.to_plain(policy), work.num_stages, work.num_pipelines, 0.0, "simulated"))
+    chunks = deque(simulated_chunks(run, own))
+    for at, event, decisions in run.entries:
+        log.record(at, event, decisions)
+        while chunks and chunks[0].at <= at:
+            log.record_rows(chunks.popleft(), about)
+    log.close()
+    return path
+
+
+def row_of(update: int, own: float, stood: float, group: int = -1, stages: float = 0.0) -> UpdateRow:
+    """An update of milliseconds."""
+    row = one_row(update, backward=round(own * 1e3), wait_group=round(stood * 1e3), wait_stage=round(stages * 1e3))
+    return msgspec.structs.replace(row, group=group)

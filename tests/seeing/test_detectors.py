@@ -42,7 +42,9 @@ def named(seen: Recording, rule: SlowRule = RULE) -> list[Worker]:
 def test_a_slow_worker_is_named_alone_and_its_victims_are_not(factor: float, every: float) -> None:
     (finding,) = compute_straggler(group(factor=factor, every=every))
     assert finding.workers == (C,)
-    assert finding.severity == "warning"
+    assert finding.cost is not None
+    assert finding.severity == ("note" if not every else "warning" if factor == 1.3 else "critical")
+    assert (finding.cost.stood == 0) == (not every), "in step the others stand still"
     assert finding.evidence["ratio"] == pytest.approx(factor, rel=0.05)
     assert finding.evidence["forward_ms"] == pytest.approx(60 * factor - 50, rel=0.1)
     assert "(forward)" in finding.text

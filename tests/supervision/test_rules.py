@@ -448,6 +448,6 @@ def test_that_training_goes_on_from_a_checkpoint_is_said_once_for_each_new_start
     said = []
     for now, (life, resumed) in enumerate([("a", None), ("b", "1.ckpt"), ("b", "1.ckpt"), ("c", "1.ckpt")]):
         decided = rules.on(Seen(float(now), {0: life}, resumed=resumed), float(now))
-        said.append([one.line for one in decided if isinstance(one, Say) and "nobody was left" in one.line])
-    line = "nobody was left; training goes on from 1.ckpt"
+        said.append([one.line for one in decided if isinstance(one, Say) and "no pipeline was left" in one.line])
+    line = "no pipeline was left; training goes on from 1.ckpt"
     assert said == [[], [line], [], [line]]

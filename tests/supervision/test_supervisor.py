@@ -208,7 +208,8 @@ def test_a_script_with_a_bug_ends_the_run_by_name(tmp_path: Path) -> None:
         run.all_run()
         run.order("raise sample 17 is bad", 0)
         assert (
-            run.says("pipeline 0 lost") == "pipeline 0 lost (stage 0: ValueError: sample 17 is bad); nobody trains yet"
+            run.says("pipeline 0 lost")
+            == "pipeline 0 lost (stage 0: ValueError: sample 17 is bad); no pipeline trains yet"
         )
         run.order("raise sample 5 is bad", 2)
         assert run.ends() == 1

@@ -68,7 +68,7 @@ from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 
 client = SchedulerClient(MembershipClient("tcp://127.0.0.1:9", Worker(0, 0), 1))
 client._connection = SimpleNamespace(
-    send=lambda frame: True, check=lambda: None, receive=lambda left: e.MustEnd("stage 0 was silent for 31.2 s")
+    send=lambda frame: True, check=lambda: None, receive=lambda left: e.must_end("stage 0 was silent for 31.2 s")
 )
 client.greet()
 """

@@ -91,6 +91,7 @@ class Places:
     def __init__(self, crew: Crew, beside: Crew, rank: int) -> None:
         self.mesh, self.rank = Mesh.build(crew.size, 1), rank
         self.stage, self._beside = crew.groups[rank], beside.groups[rank]
+        self.meeting = self.stage
         self.traffic = Traffic()
 
     def replicas(self, group: Any = None) -> Replicas:

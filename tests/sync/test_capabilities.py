@@ -172,6 +172,10 @@ def test_the_tables_of_the_docs_are_what_the_check_says(page: str) -> None:
     assert (DOCS / page).read_text() == written(page), "write them anew: python -m tests.sync.test_capabilities"
 
 
+def test_unlike_pipelines_go_with_all_reduce_alone() -> None:
+    assert [name for name, given in METHODS.items() if goes(given, unlike=(1, 2))] == ["`AllReduce`"]
+
+
 def test_every_method_has_a_row() -> None:
     assert {type(method).__name__ for method in METHODS.values()} == {*sync.__all__, "OwnPolicy", "OwnMethod"}
 

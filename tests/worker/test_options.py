@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sdpipe import PHDPSGD, ConfigurationError, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe import PHDPSGD, AllReduce, Balanced, ConfigurationError, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.options import Options
 
@@ -45,3 +45,73 @@ def test_a_run_whose_workers_do_not_fit_is_refused() -> None:
     workers: Any = SimpleNamespace(num_nodes=1, num_processes=3)
     with pytest.raises(ConfigurationError, match="3"):
         FixedRun(SDPipeStrategy(2).options, workers, lambda: None).check()
+
+
+def unlike(stages: Any = (1, 2, 2), **options: Any) -> Options:
+    return SDPipeStrategy(list(stages), **{"sync": AllReduce(), **options}).options
+
+
+def test_each_pipeline_may_have_its_own_cut() -> None:
+    options = unlike(partition=[[26], [13, 13], [15, 11]])
+    assert [(cut.num_stages, cut.partition) for cut in options.all_cuts] == [(1, [26]), (2, [13, 13]), (2, [15, 11])]
+    assert (options.num_stages, options.num_micro_batches) == (2, 2)
+    mesh = options.mesh(5)
+    assert mesh.ranks == ((0,), (2, 1), (4, 3))
+    assert not mesh.alike
+    assert mesh.last_ranks == [0, 1, 3]
+    with pytest.raises(ValueError, match="no replicas"):
+        mesh.stage_ranks(0)
+
+    speeds, memory = [[1], [0.5, 0.5], [1, 0.5]], [[8e9], [4e9, 4e9], [8e9, 4e9]]
+    cuts = unlike(partition=Balanced(speeds=speeds, memory=memory), num_micro_batches=4).all_cuts
+    assert [(cut.partition.speeds, cut.partition.memory) for cut in cuts] == list(zip(speeds, memory, strict=True))  # type: ignore[union-attr]
+    assert [cut.in_flight.micro_batches for cut in cuts if cut.in_flight] == [[1], [2, 1], [2, 1]]
+
+
+def test_a_list_of_equal_pipelines_is_one_number() -> None:
+    for partition in ("uniform", [[2, 3], [2, 3]]):
+        options = SDPipeStrategy([2, 2], partition=partition).options  # of any method
+        assert (options.num_stages, options.cuts) == (2, ())
+        assert options.partition in ("uniform", [2, 3])
+        assert options.mesh(4) == SDPipeStrategy(2).options.mesh(4)
+    with pytest.raises(ConfigurationError, match=r"num_stages=\[2, 2\] are 4 workers, and devices × num_nodes are 6"):
+        SDPipeStrategy([2, 2]).options.mesh(6)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stages": []}, r"num_stages=\[\] is not allowed; give the stages of each pipeline, 1 or more each"),
+        ({"stages": [1, 0]}, r"num_stages=\[1, 0\] is not allowed"),
+        ({"stages": ["a"]}, r"num_stages=\['a'\] is not allowed: give int or a list of int, such as 2, or \[1, 2, 2\]"),
+        ({"partition": [13, 13]}, r"one list per pipeline, as in \[\[26\], \[13, 13\]\]"),
+        ({"partition": [[26], [13, 13]]}, r"num_stages=\[1, 2, 2\], which are 3 pipelines: give one list per pipeline"),
+        ({"partition": [[26], [26], [13, 13]]}, r"pipeline 1: partition=\[26\] names 1 stages, and num_stages is 2"),
+        ({"partition": Balanced(speeds=[1, 1])}, r"one list per pipeline, as in \[\[1\], \[0.5, 0.5\]\]"),
+        ({"partition": Balanced(speeds=[[1], [1], [1, 1]])}, r"pipeline 1: Balanced\(speeds=\[1\]\) names 1 devices"),
+        ({"partition": "wide"}, "partition='wide' is not known"),
+        ({"sync": SemiDecentralized()}, r"num_stages=\[1, 2, 2\] .*one depth and cut. Use sync=AllReduce\(\), or one"),
+        ({"sync": PHDPSGD()}, "it needs pipelines of one depth and cut"),
+        ({"schedule": "pipedream"}, "schedule='pipedream' needs pipelines of one depth and cut.*use '1f1b' or 'gpipe'"),
+        ({"schedule": "zero_bubble"}, "schedule='zero_bubble' needs pipelines of one depth and cut"),
+        ({"exchange": "eight_bit"}, r"exchange=.* needs pipelines of one depth and cut.*leave it out"),
+        ({"batch_by_speed": True}, "batch_by_speed=True needs pipelines of one depth and cut"),
+        ({"scheduler": "tcp://127.0.0.1:1"}, "scheduler needs pipelines of one depth and cut.*rank 0 starts one"),
+        ({"data": "dealt"}, "data='dealt' does not go with"),
+    ],
+)
+def test_what_unlike_pipelines_cannot_do_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        unlike(**given)
+
+
+def test_a_cut_for_each_pipeline_needs_the_number_of_stages_of_each() -> None:
+    for partition in ([[1, 1], [1, 1]], Balanced(speeds=[[1, 1], [1, 1]])):
+        with pytest.raises(ConfigurationError, match="as in num_stages=\\[1, 2\\]"):
+            SDPipeStrategy(2, partition=partition)
+
+
+def test_the_workers_of_unlike_pipelines_are_counted() -> None:
+    workers: Any = SimpleNamespace(num_nodes=1, num_processes=4, cluster_environment=None)
+    with pytest.raises(ConfigurationError, match=r"num_stages=\[1, 2, 2\] are 5 workers, and .* are 4"):
+        FixedRun(unlike(), workers, lambda: None).check()

@@ -77,6 +77,8 @@ class SchedulerClient:
         self._invited = 0
         self._iteration: int | None = None
         """Of the ready whose group was not fetched yet."""
+        self._group = -1
+        """The sequence of the group that was fetched since the last step."""
         line.thread.on_invitation = self._follow
         self._connection = line.connect(m.routing_id(line.worker, line.incarnation))
 
@@ -105,6 +107,7 @@ class SchedulerClient:
         self._asks.about = self.about
         self._ask(m.Join)
         self._wait(m.Join, e.Noted, "the scheduler to let it join")
+        self._asks.spans.meter = meter.current()
         meter.current().start()
 
     def leave(self) -> None:
@@ -134,7 +137,8 @@ class SchedulerClient:
             raise SchedulerError(f"worker {self.worker} asked for a group without being ready; call ready() first")
         answer = self._wait(m.Ready, m.Answer, f"the group of its iteration {self._iteration}")
         self._iteration = None
-        self._wait_for_invitations(answer.invitations_of(self.worker))
+        self._wait_for_invitations(m.invitations_of(self.worker, answer))
+        self._group = answer.group.sequence
         return answer.group
 
     def group_if_known(self) -> Group | None:
@@ -172,10 +176,13 @@ class SchedulerClient:
 
         Beats tell the scheduler what the steps were made of; this only notes it.
         """
-        row = meter.current().update_ended(waited)
+        measured, group = meter.current(), self._group
+        self._group = -1
+        row = measured.update_ended(waited)
+        measured.mark(meter.UPDATE, iteration)
         if row is not None:
             with self._thread.talking() as talk:
-                if self._asks.rows.add(iteration, row):
+                if self._asks.rows.add(iteration, row, group):
                     talk.beat_soon()
 
     def first_failure(self, timeout: float) -> Failure | None:
@@ -247,8 +254,6 @@ class SchedulerClient:
                 match effect:
                     case f.Came(kind, came):
                         self._outcomes[kind] = came
-                    case f.Send(request):
-                        self._connection.send(m.encode(request))  # unsent: said again later
                     case _:
                         others.append(effect)
             self._thread.changed.notify_all()

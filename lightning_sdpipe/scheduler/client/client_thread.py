@@ -300,13 +300,13 @@ class ClientThread:
                     self.told.hands_over(sequence, group)
                 case f.Connect(port, nonce):
                     self._connect(port, nonce)
-                case f.MustStop(reason, run=False):
+                case e.End(reason=reason, run=False):
                     self.told.ended(reason)
-                case f.MustStop(reason, failed=failed):
+                case e.End(reason=reason, failed=failed):
                     self.told.over(reason, failed)
                 case m.Invitation(group, after):
                     self.on_invitation(group, after)
-                case m.Lost(worker, reason):
+                case f.IsLost(worker, reason):
                     log.warning("worker %s %s; the others go on without it", worker, reason)
                 case f.Unheard(beats):
                     log.warning(

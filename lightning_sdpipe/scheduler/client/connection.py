@@ -34,7 +34,7 @@ _WATCHED = (
 )
 
 
-_Answer = TypeVar("_Answer", m.StatusReply, m.RowsReply)
+_Answer = TypeVar("_Answer", m.StatusReply, m.RowsReply, m.SpansReply)
 
 
 class Connection:

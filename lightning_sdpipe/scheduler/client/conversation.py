@@ -13,8 +13,9 @@ Rules:
 
 1. A request is open until it is answered, refused or forgotten, and is said every :data:`REPEAT_AFTER` seconds until
    then. Only a reply of the kind that it asks for answers it, and only once.
-2. What is believed (the epoch, process groups, an exchange) is said in beats: loss and overtaking do not matter. A beat
-   is due at once when what others wait for has changed.
+2. What is believed (the epoch, process groups, an exchange) is said in beats, and what is true is heard in a ``Now``,
+   of which an older version says nothing: loss and overtaking do not matter. A beat is due at once when what others
+   wait for has changed.
 3. A scheduler that does not know the process hears who it is first, and then what is open, since it may have been
    started again. What was told to the one before is forgotten, but for the newest checkpoint.
 4. A transfer is heard of once: a snapshot that was taken or dropped is not asked for again by a message that was
@@ -72,10 +73,9 @@ class _Open:
     __slots__ = ("at", "request", "told", "waits_for")
 
     def __init__(self, request: e.Request, told: bool) -> None:
-        self.request, self.told = request, told
+        self.request, self.told, self.waits_for = request, told, ""
         self.at = -math.inf
         """When it is due again."""
-        self.waits_for = ""
 
 
 class Conversation:
@@ -108,22 +108,23 @@ class Conversation:
         """The newest that was heard of."""
         self.held_up = ""
         """Why no turn may begin now, if so."""
-        self.donations: tuple[str, ...] = ()
-        """Transfers for which this pipeline has still to copy its state; only stage 0 hears of any."""
-        self.stop: f.MustStop | None = None
+        self.stop: e.End | None = None
         self.limit = math.inf
-        """Seconds after which a transfer that does not move is given up, as the scheduler says."""
+        """Seconds after which a transfer that does not move is given up."""
         self.updates = -1
         """That this worker has made, for people."""
-        self._number, self._member, self._nonce, self.offered = 0, False, b"", ""  # the newest transfer to it
+        self._number, self._member, self._left, self.offered = 0, False, (-1, -1), ""  # the newest transfer to it
+        self._line: e.Line | None = None
+        self._now = e.Now(0)
+        """The newest that was heard."""
+        self._earlier: deque[int] = deque(maxlen=MET)
+        """By their versions, schedulers before this one, which say nothing any more."""
         self._open: dict[f.Key, _Open] = {}
-        self._first: list[e.Request | m.Request] = []
-        """To be said before all else."""
+        self._stranger: e.Stranger | None = None  # what it lacks is said before all else, as it is then
         self._enrolment: e.Enrol | None = None
         self.held: tuple[int, ...] = ()
         """Epochs of whose members this worker has a process group."""
         self._exchange: Exchanging | None = None
-        self._left = (-1, -1)
         self._misses: tuple[int, tuple[int, ...]] = (0, ())
         """Of the epoch of that number."""
         self._since = 0
@@ -135,7 +136,7 @@ class Conversation:
         self._asked_for: set[int] = set()
         """Groups that broke, and whose result this worker does not have yet."""
         self._published: e.Publish | None = None
-        self._beaten, self._beat_at, self._beat_every = -math.inf, -math.inf, FIRST_BEAT
+        self._beaten = self._beat_at = -math.inf
         self.away = False
         """Was there a lifeline that is gone?"""
 
@@ -193,18 +194,24 @@ class Conversation:
         self._beat_at = min(self._beat_at, self._beaten + SOONEST)
 
     @property
+    def donations(self) -> tuple[str, ...]:
+        """Transfers for which this pipeline has still to copy its state; only stage 0 hears of any."""
+        left = (transfer for transfer in self._now.donate if transfer not in self._dealt_with)
+        return tuple(left) if self.worker.stage == 0 else ()
+
+    @property
     def deadline(self) -> float:
         """When something is due."""
         at = (request.at for request in self._open.values())
-        return -math.inf if self._first else min([self._beat_at, *at])
+        return -math.inf if self._stranger is not None else min([self._beat_at, *at])
 
-    def due(self, now: float) -> list[e.Request | m.Request]:
+    def due(self, now: float) -> list[e.Request]:
         """What is to be said now."""
-        said, self._first = self._first, []
+        said = [] if self._stranger is None else self._introduction(self._stranger.known)
         if now >= self._beat_at:
             said.append(self._beat())
-            self._beaten, wait = now, min(PROBE, self._beat_every) if self.away else self._beat_every
-            self._beat_at = now + wait
+            every = FIRST_BEAT if self._line is None else self._line.beat
+            self._beaten, self._beat_at = now, now + (min(PROBE, every) if self.away else every)
         for request in self._open.values():
             if now >= request.at:
                 said.append(request.request)
@@ -213,23 +220,26 @@ class Conversation:
 
     def given_up(self) -> list[f.Effect]:
         """What follows from the silence after beats; to be asked after :meth:`due`."""
-        if self._unanswered < LAST_BEAT or not self._nonce:
+        if self._unanswered < LAST_BEAT or self._line is None:
             return []
         self._unanswered = -math.inf
         if self._host is None:
             return [f.Unheard(LAST_BEAT)]
-        return self._ends(f.MustStop("it ended without a word, and the scheduler with it", True, True, self._host))
+        return self._ends(e.End("it ended without a word, and the scheduler with it", True, True, self._host))
 
     # ----------------------------------------------------------------- what it hears
 
     def hear_training(self, reply: m.Reply | e.Reply) -> list[f.Effect]:
         """What follows from ``reply``, which came over the training thread's line."""
-        return self.hear(reply) if isinstance(reply, e.Over | e.MustEnd) else [*self.training.hear(reply)]
+        return self.hear(reply) if isinstance(reply, e.Now) else [*self.training.hear(reply)]
 
     def hear(self, reply: m.Reply | e.Reply) -> list[f.Effect]:
         """What follows from ``reply``; nothing from one that is repeated, or was overtaken."""
         self._unanswered = 0
         match reply:
+            case e.Noted(wants=(updates, until, asked)):
+                self.training.spans.want(updates, until, asked)
+                self.beat_soon()
             case e.Noted(number=number) | e.Stored(number=number):
                 return self._answered(
                     reply, lambda of: of.request.number == number and not isinstance(of.request, _DECIDED_LATER)
@@ -245,15 +255,8 @@ class Conversation:
                 self.offered = receive.transfer
                 if receive.transfer not in self._dealt_with:
                     return self._answered(reply, lambda of: True)
-            case e.NewEpoch(epoch=epoch):
-                return self._epoch_began(epoch)
-            case e.Give(donate=donate):
-                if donate.transfer not in (*self._dealt_with, *self.donations) and self.worker.stage == 0:
-                    self.donations += (donate.transfer,)
-            case e.Drop(transfer=transfer):
-                self._deal_with(transfer)
-            case e.Hold(reason=reason):
-                self.held_up = reason
+            case e.Now():
+                return self._hear_now(reply)
             case e.HasMet(met=met):
                 if answered := self._answered(reply, lambda of: getattr(of.request, "key", None) == met.key):
                     self._met.append(met)
@@ -266,30 +269,13 @@ class Conversation:
                     self._settle(sequence)
                     self._regrouped.append((sequence, group))
                 return answered
-            case e.Broke(sequence=sequence):
-                if sequence in self._completed:
-                    self.tell(e.TellCompleted, sequence)
-                else:
-                    self._asked_for.add(sequence)
-                    return [f.GroupBroke(sequence)]
             case e.Refused(reason=reason, number=number):
                 return self._denied(reason, number)
-            case e.MustEnd(reason=reason):
-                return self._ends(f.MustStop(reason, run=False, failed=True))
-            case e.Over(reason=reason, failed=failed, worker=worker):
-                return self._ends(f.MustStop(reason, True, failed, worker))
             case m.Invitation() if reply not in self._invitations:
                 self._invitations.append(reply)
                 return [reply]
-            case m.Lost():
-                return [reply]
-            case m.AskLeases() if (book := self.training.book()) is not None:
-                self._first.append(book)
-            case e.Line(port=port, nonce=nonce, beat=beat, limit=limit) if nonce != self._nonce:
-                self._nonce, self._beat_every, self.limit = nonce, beat, limit
-                return [f.Connect(port, nonce)]
-            case e.Stranger(known=known) if self.stop is None:
-                self._introduce(known)
+            case e.Stranger() if self.stop is None and (self._stranger is None or self._stranger.known):
+                self._stranger = reply
         return []
 
     # ---------------------------------------------------------------------- inside
@@ -313,7 +299,7 @@ class Conversation:
             case e.TellCompleted(sequence=sequence):
                 key = "completed", sequence
             case e.TellSnapshot(transfer=transfer):
-                self._deal_with(transfer)
+                self._dealt_with.append(transfer)
             case e.Publish(done=True):
                 key, self._published = ("published", ""), request
             case e.Depart():
@@ -341,10 +327,37 @@ class Conversation:
             del self._open[key]
         return [f.NotGranted(key, reason) for key in hit]
 
-    def _ends(self, stop: f.MustStop) -> list[f.Effect]:
+    def _hear_now(self, now: e.Now) -> list[f.Effect]:
+        if now.over is not None:
+            return self._ends(now.over)
+        life, before = now.version >> e.LIFE, self._now.version >> e.LIFE
+        if life in self._earlier:
+            return []
+        if life != before:
+            self._earlier.append(before)
+            self._now = e.Now(0)
+        effects = [] if now.epoch is None else self._epoch_began(now.epoch)
+        if now.version <= self._now.version:
+            return effects
+        if now.line is not None and now.line != self._line:
+            self._line, self.limit = now.line, now.line.limit
+            effects.append(f.Connect(now.line.port, now.line.nonce))
+        effects += [f.IsLost(*one) for one in now.lost if one not in self._now.lost]
+        self._now = now
+        if now.hold is not None:
+            self.held_up = now.hold
+        for sequence in now.broken:
+            if sequence in self._completed:
+                self.tell(e.TellCompleted, sequence)
+            else:
+                self._asked_for.add(sequence)
+                effects.append(f.GroupBroke(sequence))
+        return effects
+
+    def _ends(self, stop: e.End) -> list[f.Effect]:
         if self.stop is not None:
             return []
-        self.stop, self._first = stop, []
+        self.stop, self._stranger = stop, None
         self._open = {key: request for key, request in self._open.items() if isinstance(request.request, e.Depart)}
         return [stop]
 
@@ -356,44 +369,31 @@ class Conversation:
             self._since = epoch.number
         return [f.EpochBegan(epoch)]
 
-    def _deal_with(self, transfer: str) -> None:
-        self._dealt_with.append(transfer)
-        self.donations = tuple(other for other in self.donations if other != transfer)
-
     def _settle(self, sequence: int) -> None:
         self._asked_for.discard(sequence)
         self._completed[sequence] = None
         while len(self._completed) > REMEMBERED:
             self._completed.popitem(last=False)
 
-    def _introduce(self, known: bool) -> None:
-        join = self.training.join_again()
+    def _introduction(self, known: bool) -> list[e.Request]:
+        self._stranger = None
         if not known:
-            self._enrol_again()
-        self._first += () if join is None else (join,)
-
-    def _enrol_again(self) -> None:
-        for key in [key for key, request in self._open.items() if request.told]:
-            del self._open[key]
-        self._dealt_with.extend(self.donations)
-        self.donations = ()
-        if self._enrolment is None:
-            return
-        fingerprint = self._enrolment.fingerprint
-        if self._member and self.epoch.number:
-            before = tuple(self._met), self._since, tuple(self._regrouped), self.training.heard
-            self._first = [self._make(e.Resume, fingerprint, self.epoch, self.held, *before)]
-            if self._published is not None:
+            self._dealt_with.extend(self.donations)
+            self._open = {key: request for key, request in self._open.items() if not request.told}
+            if self._member and self._published is not None:
                 self._say(self._published, told=True)
-        else:
-            self._first = [self._make(e.Enrol, fingerprint)]
-        for request in self._open.values():
-            request.at = -math.inf
+            for request in self._open.values():
+                request.at = -math.inf
+        if self._enrolment is None:
+            return []
+        before = tuple(self._met), self._since, tuple(self._regrouped)
+        resumes = e.Resumes(self.epoch, self.held, *before, **self.training.resumption())
+        return [self._make(e.Enrol, self._enrolment.fingerprint, resumes if self._member else None)]
 
     def _beat(self) -> e.Request:
         missed_in, misses = self._misses
-        enrolled, held, number = self._enrolment is not None, bool(self.held_up), self.epoch.number
-        seen = self._exchange, self._left, misses if missed_in == number else ()
-        training = self.training.joined, self.training.rows.take(), self.training.leases.progress()
+        enrolled, number = self._enrolment is not None, self.epoch.number
+        exchange = self._exchange, self._left, misses if missed_in == number else ()
+        fields = self._now.version, *exchange, self.updates, *self.training.told()
         self._unanswered += 1
-        return self._make(e.Beat, self.held, number, enrolled, held, *seen, self.updates, *training)
+        return self._make(e.Beat, self.held, number, enrolled, *fields)

@@ -62,13 +62,11 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class MustStop:
-    """This process must end; or the ``run`` is over, perhaps since it ``failed``, through ``worker`` or none."""
+class IsLost:
+    """Of ``worker`` nothing is heard any more, and the others go on without it."""
 
+    worker: Worker
     reason: str
-    run: bool
-    failed: bool
-    worker: Worker | None = None
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,6 @@ class Unheard:
     """A scheduler that may be started again has answered none of the last ``beats``."""
 
     beats: int
-
-
-@dataclass(frozen=True)
-class Send:
-    """``request`` is to be sent over the line that is spoken of."""
-
-    request: m.Request
 
 
 @dataclass(frozen=True)
@@ -94,17 +85,6 @@ class Came:
 
 
 Effect: TypeAlias = (
-    Replied
-    | NotGranted
-    | EpochBegan
-    | GroupBroke
-    | HandOver
-    | Connect
-    | MustStop
-    | Unheard
-    | Send
-    | Came
-    | m.Invitation
-    | m.Lost
+    Replied | NotGranted | EpochBegan | GroupBroke | HandOver | Connect | IsLost | Unheard | Came | m.Invitation | e.End
 )
 """An invitation is to be followed; of a lost worker people hear."""

@@ -1,5 +1,5 @@
-"""What a worker's session remembers to tell the scheduler: its updates, the leases that its pipeline was dealt, and, to
-one that was restarted, the groups that others may not have heard of.
+"""What a worker's session remembers to tell the scheduler: its updates and spans, the leases that its pipeline was
+dealt, and, to one that was restarted, the groups that others may not have heard of.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from itertools import accumulate
 from lightning_sdpipe import meter
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.protocol import Answer
-from lightning_sdpipe.scheduler.rows import MOST, NewRows, UpdateRow
+from lightning_sdpipe.scheduler.membership_protocol import Answer, Book
+from lightning_sdpipe.scheduler.rows import MOST, NewRows, Spans, UpdateRow
 
 log = logging.getLogger(__name__)
 
-MEMBERS_IN_REPORT = 20_000
+MEMBERS_IN_REPORT = 15_000
 """Of all groups that one report has room for: each takes up to 40 bytes of the largest request."""
+_LONGEST_AGO = 1e6
+"""Seconds that a program can have waited for spans."""
 
 
 class HeardAnswers:
@@ -28,18 +30,13 @@ class HeardAnswers:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._last_with: dict[Worker, Answer] = {}
-        self.highest: int | None = None
-        """The highest number of a group that was heard of; -1 if none was, None until the worker has joined."""
-
-    def joined(self) -> None:
-        """The worker has joined."""
-        if self.highest is None:
-            self.highest = -1
+        self.highest = -1
+        """The highest number of a group that was heard of."""
 
     def hear(self, answer: Answer) -> None:
         """The answer to this worker's ready came."""
         group = answer.group
-        self.highest = max(-1 if self.highest is None else self.highest, group.sequence)
+        self.highest = max(self.highest, group.sequence)
         for member in group.members:
             if not group.passive or member not in group.passive:  # who is passive asks for nothing
                 self._last_with[member] = answer
@@ -113,12 +110,12 @@ class HeardLeases:
         """How far the worker is; None before its first segment."""
         return None if self._segment is None else (self._segment, self.done())
 
-    def book(self) -> tuple[Segment, tuple[Lease, ...], bool, Done] | None:
+    def book(self) -> Book | None:
         """All that was heard of this segment, in order, and whether it is over."""
         if self._segment is None:
             return None
         leases = tuple(self._leases[ordinal] for ordinal in sorted(self._leases))
-        return self._segment, leases, any(lease.over for lease in leases), self.done()
+        return Book(self._segment, leases, any(lease.over for lease in leases), self.done())
 
 
 class RowBuffer:
@@ -136,11 +133,12 @@ class RowBuffer:
         """With the end of each, and whether it follows the one before."""
         self._dropped = 0
 
-    def add(self, update: int, row: meter.MeterRow) -> bool:
-        """``update`` is over. True if there are as many rows now as a heartbeat carries."""
+    def add(self, update: int, row: meter.MeterRow, group: int = -1) -> bool:
+        """``update`` is over, for which that group was waited for. True if there are as many rows now as a heartbeat
+        carries."""
         if len(self._rows) >= MOST:
             self._halve()
-        self._rows.append((UpdateRow(update, 1, row.us, row.core), row.ended, row.follows))
+        self._rows.append((UpdateRow(update, 1, row.us, row.core, group), row.ended, row.follows))
         return len(self._rows) == MOST
 
     def take(self) -> NewRows | None:
@@ -171,3 +169,33 @@ class RowBuffer:
         if len(halved) == len(self._rows):  # pauses everywhere
             self._dropped += halved.pop(0)[0].count
         self._rows = halved
+
+
+class SpanReport:
+    """What the training thread's ``meter`` keeps, for the scheduler when it wants that.
+
+    Args:
+        clock: nanoseconds, as the meter's.
+    """
+
+    def __init__(self, clock: Callable[[], int] = meter.CLOCK) -> None:
+        self.meter: meter.Meter | None = None
+        self._clock = clock
+        self._wanted: tuple[int, int, float, int] | None = None
+
+    def want(self, updates: int, until: float, asked: float) -> None:
+        """The scheduler wants those of so many updates that had ended ``until`` then, and ``asked`` now; both in
+        seconds of its clock."""
+        heard = self._clock()
+        self._wanted = updates, heard - round(1e9 * min(_LONGEST_AGO, max(0.0, asked - until))), asked, heard // 1000
+
+    def take(self) -> Spans | None:
+        """None unless they are wanted."""
+        if self._wanted is None:
+            return None
+        (updates, until, asked, heard), self._wanted = self._wanted, None
+        kept = [] if self.meter is None else self.meter.recent(updates, until)
+        said = self._clock() // 1000
+        spans = meter.HIDDEN, *range(len(meter.PHASES))
+        told = ((w, said - begin // 1000, said - end // 1000 if w in spans else end) for w, begin, end in kept)
+        return Spans(updates, asked, heard, said, tuple(told))

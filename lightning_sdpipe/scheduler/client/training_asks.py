@@ -5,9 +5,8 @@ Rules:
 
 1. A request is open until it is answered, refused, or another one of its kind takes its place; joining and leaving
    take each other's. It is repeated under new numbers, since the scheduler counts each number once.
-2. A scheduler that does not know that the worker takes part hears that it joins again, with the answers that others may
-   lack, and then what is open.
-3. A worker that begins to leave does not join again by itself, and its unanswered ready is dropped.
+2. What a scheduler that was started again must know is in :meth:`TrainingAsks.resumption`.
+3. A worker that begins to leave takes part no longer, and its unanswered ready is dropped.
 4. A reply that is repeated, or was overtaken, changes nothing.
 """
 
@@ -18,12 +17,13 @@ from typing import Any
 
 import msgspec
 
+from lightning_sdpipe.dealing.leases import Done, Segment
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.effects import Came, Kind, Send
-from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers, HeardLeases, RowBuffer
-from lightning_sdpipe.scheduler.rows import About
+from lightning_sdpipe.scheduler.client.effects import Came, Kind
+from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers, HeardLeases, RowBuffer, SpanReport
+from lightning_sdpipe.scheduler.rows import About, NewRows, Spans
 
 
 class TrainingAsks:
@@ -46,7 +46,7 @@ class TrainingAsks:
         self.worker, self._make, self._mesh = worker, make, mesh
         self.joined = False
         """Does the worker take part, for all it knows?"""
-        self.leases, self.rows = HeardLeases(clock), RowBuffer()
+        self.leases, self.rows, self.spans = HeardLeases(clock), RowBuffer(), SpanReport()
         self.about: About | None = None
         """For people, when it joins."""
         self.waits_for = ""
@@ -63,7 +63,7 @@ class TrainingAsks:
         if kind is m.Hello:
             fields = (self._mesh,)
         elif kind is m.Join:
-            fields = self._mesh, False, self._heard.highest, (), None, self.about
+            fields = self._mesh, self.about
             self._open.pop(m.Leave, None)
         elif kind is m.Leave:
             self.joined, self._answered = False, None
@@ -78,10 +78,9 @@ class TrainingAsks:
         self._open[kind] = [request]
         return request
 
-    @property
-    def heard(self) -> int:
-        """The highest number of a group that was heard of; -1 if none was."""
-        return -1 if self._heard.highest is None else self._heard.highest
+    def told(self) -> tuple[bool, NewRows | None, tuple[Segment, Done] | None, Spans | None]:
+        """What a beat says of the training thread, once."""
+        return self.joined, self.rows.take(), self.leases.progress(), self.spans.take()
 
     def asks(self, *kinds: Kind) -> bool:
         """Is a request of any of these kinds open?"""
@@ -98,50 +97,27 @@ class TrainingAsks:
             sent.append(self._make(kind, *fields))
         return [sent[-1] for sent in self._open.values()]
 
-    def join_again(self) -> m.Request | None:
-        """To a scheduler that does not know that the worker takes part, if it does."""
-        if not self.joined:
-            return None
+    def resumption(self) -> dict[str, Any]:
+        """Fields of :class:`~lightning_sdpipe.scheduler.membership_protocol.Resumes`."""
         heard = self._heard
-        join: m.Request = self._make(
-            m.Join, self._mesh, True, heard.highest, heard.to_report(), self._answered, self.about
-        )
-        return join
+        fields = {"heard": heard.highest, "book": self.leases.book(), "joined": self.joined, "about": self.about}
+        return {**fields, "answered": self._answered, "answers": heard.to_report()} if self.joined else fields
 
-    def hear(self, reply: m.Reply | e.Reply) -> list[Send | Came]:
+    def hear(self, reply: m.Reply | e.Reply) -> list[Came]:
         """What follows from ``reply``, which came over the training thread's line."""
-        match reply:
-            case e.Stranger() if (join := self.join_again()) is not None:
-                return self._say_first(join)
-            case m.AskLeases() if (book := self.book()) is not None:
-                return self._say_first(book)
-            case e.Waits(number=number, reason=reason):
-                if any(sent[-1].number == number for sent in self._open.values()):
-                    self.waits_for = reason
+        if isinstance(reply, e.Waits) and any(sent[-1].number == reply.number for sent in self._open.values()):
+            self.waits_for = reply.reason
         answered = [kind for kind, sent in self._open.items() if self._is_answered(sent, reply)]
         for kind in answered:
             del self._open[kind]
         return [Came(kind, reply) for kind in answered]
-
-    def book(self) -> m.Request | None:
-        """What was dealt, for a scheduler that was started again."""
-        if (book := self.leases.book()) is None:
-            return None
-        request: m.Request = self._make(m.TellLeases, *book)
-        return request
-
-    def _say_first(self, request: m.Request) -> list[Send | Came]:
-        again = self.again()
-        for sent in self._open.values():
-            sent.insert(1, request)  # if it is refused, so are they
-        return [Send(request), *map(Send, again)]
 
     def _is_answered(self, sent: list[m.Request], reply: m.Reply | e.Reply) -> bool:
         """Says so, and believes the answer."""
         match sent[-1], reply:
             case _, e.Refused(number=number):
                 return number in [request.number for request in sent]
-            case m.Ready(iteration=iteration), m.Answer() if reply.iteration_of(self.worker) == iteration:
+            case m.Ready(iteration=iteration), m.Answer() if m.iteration_of(self.worker, reply) == iteration:
                 self._heard.hear(reply)
                 self._answered = iteration
                 return True
@@ -151,7 +127,6 @@ class TrainingAsks:
                     return True
             case m.Join(), e.Noted(number=number) if number >= sent[0].number:
                 self.joined = True
-                self._heard.joined()
                 return True
             case m.Leave(), e.Noted(number=number):
                 return number >= sent[0].number

@@ -27,10 +27,10 @@ GROUPS_COST = 60_000
 """What the groups of a status may cost, over all stages: each its members and 4 more. The newest are told."""
 
 
-STATES = {name[0]: name for name in ("computing", "waiting", "held", "away", "lost", "-")}
+STATES = {name[0]: name for name in ("computing", "waiting", "away", "lost", "-")}
 """What a worker does, by the letter for it: the states of a session, and "-" for who has never joined."""
 
-ACTIVE = ("c", "w", "h")
+ACTIVE = ("c", "w")
 
 
 class GroupRow(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +65,8 @@ class StageStatus(msgspec.Struct, frozen=True):
     since: int
     """The round from which on all groups are told."""
     groups: list[GroupRow]
+    reasons: dict[str, int] = {}
+    """How many groups went out, by why."""
 
     def active(self) -> list[int]:
         """The pipelines whose worker takes part."""
@@ -205,7 +207,8 @@ class Overview:
     def __init__(self, num_stages: int, num_pipelines: int) -> None:
         self.signals = 0
         self.sizes: Counter[int] = Counter()
-        self.reasons: Counter[str] = Counter()
+        self.reasons: list[Counter[str]] = [Counter() for _ in range(num_stages)]
+        """Of each stage's groups."""
         self.broken = 0
         """Groups whose members did not average."""
         self._broken_last: OrderedDict[int, None] = OrderedDict()
@@ -237,8 +240,9 @@ class Overview:
         for group in decisions:
             members = group.members
             self.sizes[len(members)] += 1
-            self.reasons[group.reason] += 1
-            views = self._views[members[0].stage]
+            stage = members[0].stage
+            self.reasons[stage][group.reason] += 1
+            views = self._views[stage]
             for worker in members:
                 views[worker.pipeline].last_group = group
 
@@ -290,6 +294,7 @@ class Overview:
             round=graph.round,
             since=since,
             groups=rows[::-1],
+            reasons=dict(self.reasons[number]),
         )
 
 

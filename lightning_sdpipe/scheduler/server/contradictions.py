@@ -47,32 +47,34 @@ def contradiction(request: m.Request | e.Request, num_stages: int, most_pipeline
     """Why ``request`` cannot be meant in a run of ``num_stages`` stages and so many pipelines; None if it can."""
     worker = request.worker
     exists = worker.stage < num_stages and worker.pipeline < most_pipelines
-    if not exists and not isinstance(request, e.Enrol):  # whose refusal says what to set
+    if not exists and not (isinstance(request, e.Enrol) and request.resumes is None):  # whose refusal says what to set
         return f"worker {worker} does not exist in {num_stages} stages × at most {most_pipelines} pipelines"
     match request:
-        case m.Join(answers=answers):
-            return next(filter(None, (_of_answer(answer, worker, most_pipelines) for answer in answers)), None)
         case m.AskLease(segment=segment) | e.Beat(dealt=(segment, _)):
             return _of_leases(segment, ())
-        case m.TellLeases(segment=segment, leases=leases):
-            return _of_leases(segment, leases)
         case e.AskRegroup(group=group):
             return _of_group(group, worker, most_pipelines)
-        case e.Enrol(fingerprint=fingerprint):
-            return _of_fingerprint(fingerprint)
-        case e.Resume(fingerprint=fingerprint, epoch=epoch, met=met, regrouped=regrouped):
-            if len({member.pipeline for member in epoch.members}) < len(epoch.members):
-                return f"a pipeline is twice among the members {epoch.members}"
-            if any(pipeline >= most_pipelines for pipeline in epoch.pipelines):
-                return f"the members {epoch.members} are not among {most_pipelines} pipelines"
-            wrong = [_of_met(each, worker) for each in met]
-            wrong += [_of_group(group, worker, most_pipelines) for _, group in regrouped]
-            return _of_fingerprint(fingerprint) or next(filter(None, wrong), None)
+        case e.Enrol(fingerprint=fingerprint, resumes=resumes):
+            wrong = _of_fingerprint(fingerprint)
+            return wrong if wrong or resumes is None else _of_resumes(resumes, worker, most_pipelines)
         case e.TellSnapshot(transfer=""):
             return "it gives its state to no transfer"
         case e.Meet(key=""):
             return "it meets at no key"
     return None
+
+
+def _of_resumes(resumes: e.Resumes, worker: Worker, most_pipelines: int) -> str | None:
+    epoch = resumes.epoch
+    if len({member.pipeline for member in epoch.members}) < len(epoch.members):
+        return f"a pipeline is twice among the members {epoch.members}"
+    if any(pipeline >= most_pipelines for pipeline in epoch.pipelines):
+        return f"the members {epoch.members} are not among {most_pipelines} pipelines"
+    wrong = [_of_met(each, worker) for each in resumes.met]
+    wrong += [_of_group(group, worker, most_pipelines) for _, group in resumes.regrouped]
+    wrong += [_of_answer(answer, worker, most_pipelines) for answer in resumes.answers]
+    wrong += [_of_leases(book.segment, book.leases) for book in (resumes.book,) if book is not None]
+    return next(filter(None, wrong), None)
 
 
 def _of_group(group: Group, worker: Worker, most_pipelines: int) -> str | None:

@@ -26,6 +26,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
+from lightning_sdpipe.scheduler.server.liveness import Levels
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, KeptGroup, ProcessGroupRegistry
 
@@ -67,15 +68,16 @@ class Regrouping:
         self.decided: OrderedDict[int, None] = OrderedDict()
         """Those of which it is decided who tries again, though perhaps not yet in which process group."""
         self._outcomes: OrderedDict[int, dict[Worker, e.Again]] = OrderedDict()
-        self._asks: dict[tuple[Worker, int], int] = {}
-        """The number of the newest request of each worker about a group, of those that are remembered."""
+        self._asked: dict[Worker, set[int]] = {}
+        self._numbers: dict[tuple[Worker, int], int] = {}
+        """Of the newest request of each worker about a group, of those that are remembered."""
 
     def is_repeated(self, worker: Worker, sequence: int, number: int) -> bool:
         """Has ``worker`` said that before, in a request of that ``number``?"""
-        before = self._asks.get((worker, sequence), -1)
-        self._asks[worker, sequence] = max(before, number)
-        while len(self._asks) > REMEMBERED * MOST_OPEN:
-            del self._asks[next(iter(self._asks))]
+        before = self._numbers.get((worker, sequence), -1)
+        self._numbers[worker, sequence] = max(before, number)
+        while len(self._numbers) > REMEMBERED * MOST_OPEN:
+            del self._numbers[next(iter(self._numbers))]
         return number <= before
 
     def hear(self, worker: Worker, group: Group, together: bool) -> BrokenGroup | None:
@@ -87,6 +89,20 @@ class Regrouping:
         broken.done.discard(worker)
         broken.said.add(worker)
         return broken
+
+    def ask(self, workers: Sequence[Worker], sequence: int) -> None:
+        """They are to say whether they have the result."""
+        for worker in workers:
+            self._asked.setdefault(worker, set()).add(sequence)
+
+    def waits_for(self, worker: Worker) -> tuple[int, ...]:
+        """The groups of which ``worker`` has still to say so."""
+        if worker not in self._asked:
+            return ()
+        opened = ((sequence, self.open.get(sequence)) for sequence in sorted(self._asked[worker]))
+        left = tuple(i for i, broken in opened if broken and worker not in broken.said and worker not in broken.done)
+        self._asked[worker] = {*left}
+        return left
 
     def completed(self, worker: Worker, sequence: int) -> None:
         """``worker`` has the result of that group."""
@@ -122,6 +138,7 @@ class Regrouping:
 
     def goes(self, worker: Worker) -> None:
         """Its process is gone."""
+        self._asked.pop(worker, None)
         for sequence, broken in list(self.open.items()):
             broken.said.discard(worker)
             broken.done.discard(worker)
@@ -163,6 +180,7 @@ class GroupDelivery:
     incarnations: of the processes that are there.
     unreachable: workers of a stage share no process group, or (False) an exchange of theirs broke off; called outside
         of any answer.
+    levels: have workers told that a group of theirs broke.
     outbox: takes the other answers.
     limit: seconds in which an exchange must move.
     """
@@ -173,13 +191,17 @@ class GroupDelivery:
         process_groups: ProcessGroupRegistry,
         incarnations: Mapping[Worker, int],
         unreachable: Callable[[int, Sequence[int], bool, float], None],
+        levels: Levels,
         outbox: Outbox,
         limit: float,
     ) -> None:
         self._groups, self._process_groups, self._outbox = groups, process_groups, outbox
         self._here, self._unreachable = incarnations, unreachable
+        self._levels, levels.broken = levels, self._broken
         self._regrouping = Regrouping()
         self._stuck = Stuck(limit)
+        self._stuck_in: dict[Worker, int] = {}
+        """Exchanges that are broken off, by those that have not left them."""
         self._met: list[_KeptMet] = []
         self._handed: dict[int, _HandedOver] = {}
 
@@ -189,6 +211,7 @@ class GroupDelivery:
             self._process_groups.forget(worker)
             self._regrouping.goes(worker)
             self._stuck.forget(worker)
+            self._stuck_in.pop(worker, None)
 
     def deadline(self) -> float:
         """When somebody has waited for a process group for long, or in an exchange."""
@@ -202,6 +225,8 @@ class GroupDelivery:
         """What a worker says of its process groups and its exchange."""
         self._process_groups.holds(beat.worker, beat.holds)
         self._stuck.hear(beat.worker, beat.exchange, beat.left, now)
+        if beat.exchange is None or beat.exchange.sequence != self._stuck_in.get(beat.worker):
+            self._stuck_in.pop(beat.worker, None)
 
     def remake(self, now: float) -> None:
         """Announces the epoch anew if somebody has waited for a process group for long, once for all who do; and has
@@ -223,8 +248,8 @@ class GroupDelivery:
             for sequence, workers in self._stuck.look(now, self._here):
                 names = ", ".join(map(str, workers))
                 logger.warning("workers %s have been stuck in exchange %d, which is broken off", names, sequence)
-                for worker in workers:
-                    self._outbox.say(e.peer_of(worker, self._here[worker]), e.Broke(sequence))
+                self._stuck_in.update(dict.fromkeys(workers, sequence))
+                self._levels.change(workers)
 
     def proceed(self, now: float) -> None:
         """Answers whoever can be."""
@@ -303,12 +328,17 @@ class GroupDelivery:
             reason = f"worker {worker} says of more than {MOST_OPEN} groups at once that they broke"
             return e.Refused(request.number, reason)
         undecided = broken.undecided(self.is_gone)
-        for other in undecided:
-            self._outbox.say(e.peer_of(other, self._here[other]), e.Broke(group.sequence))
         if not undecided:
             return None
+        self._regrouping.ask(undecided, group.sequence)
+        self._levels.change(undecided)  # each time, since one may have begun that exchange after it was told
         names = ", ".join(map(str, undecided))
         return e.Waits(request.number, f"group {group.sequence} broke; it waits to hear of {names}")
+
+    def _broken(self, worker: Worker) -> tuple[int, ...]:
+        """Of which ``worker`` is told."""
+        stuck = (self._stuck_in[worker],) if worker in self._stuck_in else ()
+        return (*self._regrouping.waits_for(worker), *stuck)
 
     def regrouped(self, before: Sequence[tuple[int, Group]], now: float) -> None:
         """A worker comes back which an earlier scheduler has told in which groups it tries those again."""

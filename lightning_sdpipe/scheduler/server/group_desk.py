@@ -26,17 +26,15 @@ from lightning_sdpipe.scheduler.server.contradictions import Extent
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver, PolicyFailed
 from lightning_sdpipe.scheduler.server.process_groups import ProcessGroupRegistry
-from lightning_sdpipe.scheduler.server.recovery import Recovery
 from lightning_sdpipe.scheduler.server.row_desk import RowDesk
 from lightning_sdpipe.scheduler.server.session import (
     COMPUTING,
     FALLS_SILENT,
-    IS_HELD,
-    IS_READY,
     JOINS,
     LEAVES,
     IllegalInput,
     Input,
+    ReportedAnswers,
     Session,
     Sessions,
 )
@@ -45,11 +43,10 @@ logger = logging.getLogger(__name__)
 
 
 class GroupDesk:
-    """Keeps the sessions, what a restarted scheduler waits for, and the first failure of the run, of which all hear.
+    """Keeps the sessions, what an earlier scheduler has answered, and the first failure of the run, of which all hear.
 
     Args:
         driver: drives the policy.
-        recovery: holds readies while workers of a run that is under way come back.
         extent: which workers there may be.
         overview: is widened with the run.
         outbox: takes the answers.
@@ -60,7 +57,6 @@ class GroupDesk:
     def __init__(
         self,
         driver: PolicyDriver,
-        recovery: Recovery,
         extent: Extent,
         overview: Overview,
         outbox: Outbox,
@@ -69,7 +65,7 @@ class GroupDesk:
     ) -> None:
         self.rows = rows
         self.sessions = Sessions()
-        self.recovery = recovery
+        self.reported = ReportedAnswers()
         self.extent = extent
         self.failure: m.Failure | None = None
         self._driver = driver
@@ -79,8 +75,8 @@ class GroupDesk:
 
     @property
     def deadline(self) -> float:
-        """When the policy is due, or the end of the recovery."""
-        return min(self._driver.deadline, self.recovery.until)
+        """When the policy is due."""
+        return self._driver.deadline
 
     # -------------------------------------------------------- coming and going
 
@@ -92,8 +88,6 @@ class GroupDesk:
         self.departs(worker, now)
         session = self.sessions.begin(worker, request.incarnation, now)
         session.received.is_new(request.number, peer)
-        if self.failure is None:
-            self.recovery.joins(worker, request.heard is not None, now)
         self.join(session, request, peer, now)
 
     def join(self, session: Session, request: m.Join, peer: bytes, now: float) -> None:
@@ -105,23 +99,31 @@ class GroupDesk:
             return  # the other socket was slower than the leave that came after
         if not session.active:
             self.extent.check_mesh(request)
-            self.let_time_pass(now)
-            if request.heard is not None:
-                self.number_from(request.heard + 1, now)
-            decisions = self._driver.tell(Joined(session.worker, request.answered if request.resumed else None), now)
-            session.move(JOINS)
-            if not request.resumed:
-                session.iteration = session.answer = session.answered = None
-                self.recovery.forget(session.worker)
-            self._carry_out(decisions, now)
-            self.recovery.keep(request.answers, session.worker)
+            self._begin(session, None, now)
+            session.iteration = session.answer = session.answered = None
+            self.reported.forget(session.worker)
         self._outbox.say(peer, e.Noted(request.number, session.invitations))
 
     def expect(self, worker: Worker, incarnation: int, now: float) -> None:
         """``worker`` takes part from now on, and will join: the others of its stage wait for it."""
         self.departs(worker, now)
-        session = self.sessions.begin(worker, incarnation, now)
-        decisions = self._driver.tell(Joined(worker), now)
+        self._begin(self.sessions.begin(worker, incarnation, now), None, now)
+
+    def resume(self, worker: Worker, incarnation: int, number: int, resumes: e.Resumes, now: float) -> None:
+        """By its request ``number`` a worker takes part, for all it knows: another scheduler has let it join, or this
+        one has lost it."""
+        self.extent.check_exists(worker)
+        session = self.sessions.of(worker, incarnation)
+        if session is None:
+            self.departs(worker, now)
+            session = self.sessions.begin(worker, incarnation, now)
+        if self.failure is None and not session.active and number > session.received.left_at:
+            self._begin(session, resumes.answered, now)
+            self.reported.keep(resumes.answers, worker)
+
+    def _begin(self, session: Session, answered: int | None, now: float) -> None:
+        self.let_time_pass(now)
+        decisions = self._driver.tell(Joined(session.worker, answered), now)
         session.move(JOINS)
         self._carry_out(decisions, now)
 
@@ -133,7 +135,6 @@ class GroupDesk:
             self.extent.check_exists(worker)
             session = self.sessions.begin(worker, request.incarnation, now)
             session.received.left_at = request.number
-            self.recovery.joins(worker, True, now)
 
     def leave(self, session: Session, now: float) -> None:
         """A client leaves; the others go on without it."""
@@ -151,17 +152,12 @@ class GroupDesk:
         if session is not None and session.active:
             self.leave(session, now)
 
-    def lose_silent(self, worker: Worker, reason: str, now: float) -> None:
-        """It was silent for too long; the others hear of it if it took part."""
+    def lose_silent(self, worker: Worker, now: float) -> None:
+        """It was silent for too long."""
         session = self.sessions.get(worker)
         if session is None or not session.active:
             return
-        decisions = self._drop(session, Lost(worker), FALLS_SILENT, now)
-        lost = m.Lost(worker, reason)
-        for other in self.sessions:
-            if other.active:
-                self._outbox.say(other.member_peer, lost)
-        self._carry_out(decisions, now)
+        self._carry_out(self._drop(session, Lost(worker), FALLS_SILENT, now), now)
 
     def lose(self, pipeline: int, left: bool, now: float) -> None:
         """``pipeline`` of an elastic run is gone: it has left, or is lost."""
@@ -175,7 +171,6 @@ class GroupDesk:
     def _drop(self, session: Session, event: Left | Lost, input: Input, now: float) -> list[Decision]:
         self.let_time_pass(now)  # a window of this very moment may still answer the worker
         decisions = self._driver.tell(event, now)
-        self.recovery.held.pop(session.worker, None)
         session.move(input)
         return decisions
 
@@ -211,12 +206,12 @@ class GroupDesk:
         Raises:
             RefusedEvent: it waits already, for the answer to another ready.
         """
-        iteration, recovery = request.iteration, self.recovery
+        iteration, reported = request.iteration, self.reported
         if self.failure is not None:
             self._outbox.say(peer, self.failure.said())
         elif session.state is not COMPUTING:
             if not session.active:
-                self._outbox.say(peer, e.Stranger(known=True))
+                self._outbox.say(session.member_peer, e.Stranger(known=True))
             elif session.iteration != iteration:
                 raise RefusedEvent(f"iteration {session.iteration} waits for an answer")
             else:  # it asks again; the answer is on its way to be decided
@@ -224,22 +219,22 @@ class GroupDesk:
                 self._outbox.say(peer, e.Waits(request.number, named(missing)))
         elif session.answer is not None and session.iteration == iteration:
             self._outbox.say(peer, session.answer)
-        elif recovery.holds:
-            session.is_ready(iteration, IS_HELD)
-            recovery.held[request.worker] = iteration
-        elif recovery.answers and (answer := recovery.answer_to(request.worker, iteration)) is not None:
-            session.is_ready(iteration, IS_HELD)  # it came back late
-            self._answer_as_before(session, answer, now)
+        elif reported.answers and (answer := reported.answer_to(request.worker, iteration)) is not None:
+            session.is_ready(iteration)
+            self._answer(session, answer)
+            self._carry_out(self._driver.tell(Answered(session.worker, iteration), now), now)
         else:
-            self._decide_ready(session, iteration, now)
+            if self._driver.deadline <= now:
+                self.let_time_pass(now)
+            decisions = self._driver.tell(Ready(session.worker, iteration), now)
+            session.is_ready(iteration)
+            self._carry_out(decisions, now)
 
     def hear_beat(self, beat: e.Beat, peer: bytes, now: float) -> None:
         """A worker lives, and says how fast it is; one that takes itself for a participant, and is none, is told."""
         worker = beat.worker
         session = self.sessions.of(worker, beat.incarnation)
         progress = self.rows.hear(beat, session is not None, peer, now)
-        if session is None and not beat.joined:
-            self.recovery.joins(worker, False, now)  # it waits for no group
         if session is not None:
             session.heard = now
         if session is None or not session.active:
@@ -252,30 +247,6 @@ class GroupDesk:
     def computing(self, stage: int) -> list[Worker]:
         """The active workers of ``stage`` that are not ready."""
         return [session.worker for session in self.sessions.of_stage(stage) if session.state is COMPUTING]
-
-    def end_recovery(self, now: float) -> None:
-        """All are back, or the grace has passed: what was held is decided."""
-        for worker, iteration in self.recovery.end().items():
-            session = self.sessions[worker]
-            answer = self.recovery.answer_to(worker, iteration)
-            if answer is None:
-                self._decide_ready(session, iteration, now)
-            else:
-                self._answer_as_before(session, answer, now)
-
-    def _decide_ready(self, session: Session, iteration: int, now: float) -> None:
-        if self._driver.deadline <= now:
-            self.let_time_pass(now)
-        decisions = self._driver.tell(Ready(session.worker, iteration), now)
-        session.is_ready(iteration, IS_READY)
-        self._carry_out(decisions, now)
-
-    def _answer_as_before(self, session: Session, answer: m.Answer, now: float) -> None:
-        """As another scheduler has decided."""
-        assert session.iteration is not None
-        event = Answered(session.worker, session.iteration)
-        self._answer(session, answer)
-        self._carry_out(self._driver.tell(event, now), now)
 
     # --------------------------------------------------------------- decisions
 

@@ -1,6 +1,7 @@
 """Which pipeline is dealt which batches: asks wait here until the dealer has decided.
 
-A restarted scheduler asks workers what they were dealt before it deals anything.
+A restarted scheduler hears from workers what they were dealt before it deals anything: from those that were dealt
+something when they resume, and one that asks for the first lease of a segment was dealt nothing there.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ class LeaseDesk:
             self._outbox.say(peer, failure.said())
         elif (lease := self._dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
             self._outbox.say(peer, m.Dealt(lease))
-        elif self._dealer.asks_for_book(worker, segment):
-            self._outbox.say(peer, m.AskLeases())
+        elif request.ordinal and self._dealer.asks_for_book(worker, segment):
+            self._outbox.say(e.peer_of(worker, request.incarnation), e.Stranger())  # it brings its book
         else:
+            if self._dealer.asks_for_book(worker, segment):
+                self.deal(Told(worker, segment, (), False, request.done), now)
             again = worker in self._asking
             self._asking[worker] = peer, segment, request.ordinal
             try:
@@ -56,20 +59,18 @@ class LeaseDesk:
             if again and worker in self._asking:
                 self._outbox.say(peer, e.Waits(request.number, named(self._missing(worker))))
 
-    def hear_beat(self, beat: e.Beat, peer: bytes, now: float) -> None:
+    def hear_beat(self, beat: e.Beat, now: float) -> None:
         """A worker says how much of its batches it has trained."""
         if beat.dealt is None or self._groups.failure is not None:
             return
         worker, (segment, done) = beat.worker, beat.dealt
         self._groups.extent.check_exists(worker)
-        if self._dealer.asks_for_book(worker, segment):
-            self._outbox.say(peer, m.AskLeases())
-        else:
+        if not self._dealer.asks_for_book(worker, segment):
             self.deal(Trained(worker, segment, done), now)
 
-    def hear_leases(self, request: m.TellLeases, now: float) -> None:
+    def hear_book(self, worker: Worker, book: e.Book, now: float) -> None:
         """A worker tells a restarted scheduler what it was dealt."""
-        self.deal(Told(request.worker, request.segment, request.leases, request.over, request.done), now)
+        self.deal(Told(worker, book.segment, book.leases, book.over, book.done), now)
 
     def deal(self, event: LeaseEvent, now: float) -> None:
         """``event`` happened; those that asked hear what follows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import UnionType
 
 from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES
@@ -21,10 +22,11 @@ from lightning_sdpipe.scheduler.server.group_delivery import GroupDelivery
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
 from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore
 from lightning_sdpipe.scheduler.server.lease_desk import LeaseDesk
-from lightning_sdpipe.scheduler.server.liveness import Liveness
-from lightning_sdpipe.scheduler.server.outbox import Outbox
+from lightning_sdpipe.scheduler.server.liveness import Levels, Liveness
+from lightning_sdpipe.scheduler.server.outbox import DeferredRequests, Outbox
 from lightning_sdpipe.scheduler.server.process_groups import REMAKE_AFTER, ProcessGroupRegistry
-from lightning_sdpipe.scheduler.server.setting_out import DeferredRequests, SettingOut
+from lightning_sdpipe.scheduler.server.row_desk import SpanDesk
+from lightning_sdpipe.scheduler.server.setting_out import SettingOut
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +66,11 @@ class MembershipDesk:
         self._groups, self._leases, self._outbox = groups, leases, outbox
         self._process_groups, self._presence = process_groups, presence
         self._beat, self._limit = min(LONGEST_BEAT, limit / BEATS_PER_LIMIT), limit
-        self._store = KeyValueStore()
-        self._answers = GroupDelivery(groups, process_groups, presence.incarnations, self._unreachable, outbox, limit)
-        self._early = DeferredRequests()
+        self._store, self._early = KeyValueStore(), DeferredRequests()
         self._setting_out = SettingOut(membership, groups, presence, self._early, together)
+        self.spans = SpanDesk(presence.incarnations, groups.rows.about, outbox)
+        self._levels, here = Levels(membership, outbox), presence.incarnations
+        self._answers = GroupDelivery(groups, process_groups, here, self._unreachable, self._levels, outbox, limit)
         self._rival_since: dict[int, float] = {}
         self._update = -1
         """How far the furthest member is."""
@@ -123,7 +126,7 @@ class MembershipDesk:
         enrolled = isinstance(request, e.Enrol) or (isinstance(request, e.Beat) and request.enrolled)
         if self._groups.failure is not None and enrolled:
             self._outbox.say(peer, self._groups.failure.said())
-        elif isinstance(request, e.Enrol | e.Resume):
+        elif isinstance(request, e.Enrol):
             self._comes(peer, request, now)
         elif self._presence.incarnations.get(worker) == incarnation:
             self._presence.hear(worker, now)
@@ -141,9 +144,15 @@ class MembershipDesk:
         self._decide(w.Died(worker, incarnation, ENDED), now)
 
     def deliver(self, now: float) -> None:
-        """Send the groups and meetings that can go out now."""
+        """Send the groups and meetings that can go out now, and say what has changed."""
         if not self.membership.recovering:
             self._answers.proceed(now)
+        self._levels.tell()
+
+    @property
+    def held(self) -> int:
+        """Readies that wait until all are back."""
+        return self._early.count(m.Ready) if self.membership.recovering else 0
 
     # ------------------------------------------------- requests of training threads
 
@@ -156,11 +165,11 @@ class MembershipDesk:
         if isinstance(request, m.Hello) or (core.terms.fixed and self._groups.failure is not None):
             return True
         if (reason := core.roster.tombstone(worker.pipeline, incarnation)) is not None:
-            self._outbox.say(peer, e.MustEnd(reason))
+            self._outbox.say(peer, e.must_end(reason))
             return False
         if self._trains(worker, incarnation):
             behind_its_join = isinstance(request, m.Ready) and worker in self._early  # else it is told to join again
-            if not behind_its_join and (not isinstance(request, m.Join) or self._may_join(request, now)):
+            if not behind_its_join and (not isinstance(request, m.Join) or self._may_begin(request, now)):
                 return True
         elif self._presence.incarnations.get(worker) != incarnation:
             self._outbox.say(e.peer_of(worker, incarnation), e.Stranger())
@@ -174,48 +183,66 @@ class MembershipDesk:
             return not core.recovering and core.roster.is_member(worker.pipeline, incarnation)
         return core.is_here(worker, incarnation)
 
-    def due(self, now: float) -> Iterator[tuple[bytes, m.Request]]:
-        """Yield the kept requests that can be dealt with, each when what follows from the one before is known."""
-        core = self.membership
-        if core.recovering:
-            return
+    def due(self, now: float) -> Iterator[tuple[bytes, m.Request | e.Enrol]]:
+        """Yield the kept requests that can be dealt with, each when what follows from the one before is known; first of
+        all what those say that return, and then what those do that set out together."""
+        workers = [] if self.membership.recovering else self._early.workers()
+        for worker in workers:
+            yield from self._due_of(worker, e.Enrol, (), now)
         together = self._setting_out.due()
-        for worker, request in self._early.first():
-            if (reason := core.roster.tombstone(worker.pipeline, request.incarnation)) is not None:
-                for peer, _ in self._early.take(worker):
-                    self._outbox.say(peer, e.MustEnd(reason))
-                continue
-            if not self._trains(worker, request.incarnation):
-                continue
-            if not isinstance(request, m.Join) or worker.stage in together or self._may_join(request, now):
-                yield from self._early.take(worker)
+        for worker in (worker for worker in workers if worker.stage in together):
+            yield from self._due_of(worker, e.Enrol | m.Join, together, now)
+        for worker in workers:
+            yield from self._due_of(worker, object, (), now)
+
+    def _due_of(
+        self, worker: Worker, kinds: type | UnionType, together: Collection[int], now: float
+    ) -> Iterator[tuple[bytes, m.Request | e.Enrol]]:
+        """What comes first of ``worker``, as far as it is of these ``kinds``."""
+        while (kept := self._early.first(worker)) is not None:
+            peer, request = kept
+            if not isinstance(request, kinds):
+                return
+            reason = self.membership.roster.tombstone(worker.pipeline, request.incarnation)
+            begins = isinstance(request, m.Join | e.Enrol) and worker.stage not in together
+            waits = begins and not self._may_begin(request, now)
+            if reason is None and (waits or not self._trains(worker, request.incarnation)):
+                return
+            self._early.pop(worker)
+            if reason is None:
+                yield peer, request
+            else:
+                self._outbox.say(peer, e.must_end(reason))
 
     # ------------------------------------------------------------------- coming
 
-    def _comes(self, peer: bytes, request: e.Enrol | e.Resume, now: float) -> None:
+    def _comes(self, peer: bytes, request: e.Enrol, now: float) -> None:
         worker, incarnation, core = request.worker, request.incarnation, self.membership
-        fixed = w.is_fixed(request.fingerprint)
+        fixed, resumes = w.is_fixed(request.fingerprint), request.resumes
         if not fixed and self._groups.extent.num_pipelines <= worker.pipeline < MOST_PIPELINES:
             self._groups.widen(worker.pipeline + 1, now)
         was_here = self._presence.incarnations.get(worker) == incarnation
-        if isinstance(request, e.Enrol):
+        if resumes is None or not resumes.epoch.number:
             self._decide(w.Enrolled(worker, incarnation, request.fingerprint), now)
         else:
-            told = request.fingerprint, request.epoch, request.met, request.since
+            told = request.fingerprint, resumes.epoch, resumes.met, resumes.since
             self._decide(w.Resumed(worker, incarnation, *told), now)
-            self._process_groups.holds(worker, request.holds)
+            self._process_groups.holds(worker, resumes.holds)
         if core.is_here(worker, incarnation):
             self._presence.comes(worker, incarnation, now)
             if not was_here:
-                if isinstance(request, e.Resume):
-                    self._answers.regrouped(request.regrouped, now)
-                    self._groups.number_from(request.heard + 1, now)
+                if resumes is not None:
+                    self._answers.regrouped(resumes.regrouped, now)
+                    self._groups.number_from(resumes.heard + 1, now)
                 lines = self._presence.lines
                 nonce = lines.give(worker, incarnation)
-                self._outbox.say(peer, e.Line(lines.port, nonce, self._beat, self._limit))
-            if isinstance(request, e.Enrol) and fixed and not core.recovering:
+                self._levels.comes(worker, incarnation, e.Line(lines.port, nonce, self._beat, self._limit))
+                self._levels.tell()  # so that its connection is there when it starts
+            if resumes is not None:
+                self._early.keep(peer, request, now)  # it says more, that is for when all are back
+            if resumes is None and fixed and not core.recovering:
                 self._outbox.say(peer, e.Start(core.epoch, fresh=True))
-        if isinstance(request, e.Enrol) and not core.roster.is_member(worker.pipeline, incarnation):
+        if resumes is None and not core.roster.is_member(worker.pipeline, incarnation):
             self._outbox.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
 
     def _from_a_stranger(self, peer: bytes, request: e.Request, now: float) -> None:
@@ -226,30 +253,24 @@ class MembershipDesk:
             self._outbox.say(peer, e.Noted(request.number))
             self._decide(w.Departed(worker, incarnation, request.finished), now)  # it may claim another's number
         elif reason is not None:
-            self._outbox.say(peer, e.MustEnd(reason))
+            self._outbox.say(peer, e.must_end(reason))
         elif not (isinstance(request, e.Beat) and not request.enrolled):  # else it has yet to say who it is
             self._outbox.say(peer, e.Stranger())
 
     def _from_one_of_us(self, peer: bytes, request: e.Request, now: float) -> None:
         worker, incarnation, say, core = request.worker, request.incarnation, self._outbox.say, self.membership
         match request:
-            case e.Beat(epoch=epoch, held=held):
+            case e.Beat(epoch=epoch):
                 self._answers.beats(request, now)
                 self._update = max(self._update, request.update)
                 if request.misses:
                     self._decide(w.Misses(worker, incarnation, epoch, request.misses), now)
-                say(peer, e.Noted(request.number))
+                say(peer, self.spans.note(request, peer, now))
+                self._levels.hear(request)
                 if self._trains(worker, incarnation):
                     if worker not in self._early:
                         self._groups.hear_beat(request, peer, now)
-                    self._leases.hear_beat(request, peer, now)
-                if not core.recovering:
-                    if epoch < core.epoch.number and core.roster.is_member(worker.pipeline, incarnation):
-                        say(peer, e.NewEpoch(core.epoch))  # it may have been lost
-                    if held != bool(core.ending.holds) and core.roster.is_member(worker.pipeline, incarnation):
-                        say(peer, e.Hold(core.ending.holds))
-                    for donate in core.donations.unheard(worker):
-                        say(peer, e.Give(donate))
+                    self._leases.hear_beat(request, now)
             case e.TellSnapshot(transfer=transfer, update=update):
                 say(peer, e.Noted(request.number))
                 self._decide(w.Snapshot(worker, incarnation, transfer, update), now)
@@ -284,6 +305,7 @@ class MembershipDesk:
                 self._decide(event or w.Departed(worker, incarnation, finished), now)
                 if core.terms.fixed and finished:
                     self._presence.leaves(worker)
+                    self._levels.goes([worker])
             case e.Store():
                 self._store.handle(peer, request, self._outbox, now)
 
@@ -304,27 +326,26 @@ class MembershipDesk:
                     self._update = -1
                 logger.info("epoch %d of membership: %s", decision.number, decision.reason)
                 members = [member.pipeline for member in decision.members]
-                stages = range(self._groups.extent.num_stages)
-                self._groups.recovery.expect([Worker(j, i) for i in members for j in stages])  # after a restart
                 self._leases.members_are(members, now)
-                self._tell(members, e.NewEpoch(decision))
+                self._levels.change(self._presence.of(members))
             case w.Started(pipeline, epoch, fresh, checkpoint):
                 self._tell([pipeline], e.Start(epoch, fresh, checkpoint))
             case w.Receive(pipeline=pipeline):
                 self._tell([pipeline], e.Get(decision))
             case w.Donate(donor=donor):
-                self._tell([donor], e.Give(decision), stage=0)
+                self._levels.change([Worker(0, donor)])
             case w.Abandoned(donor, transfer, void):
                 if void:
                     logger.warning("%s of pipeline %d is void: %s", transfer, donor, void)
-                self._tell([donor], e.Drop(transfer), stage=0)
+                self._levels.change([Worker(0, donor)])
             case w.Met():
                 self._answers.met(decision, now)
             case w.Gone(pipeline, incarnation, reason, was_member, left):
                 logger.warning("pipeline %d is gone: %s", pipeline, reason)
                 gone = self._presence.goes(pipeline, incarnation)
                 for worker in [] if self.membership.terms.fixed else gone:
-                    say(e.peer_of(worker, incarnation), e.MustEnd(reason))
+                    say(e.peer_of(worker, incarnation), e.must_end(reason))
+                self._levels.goes(gone)
                 self._answers.goes(gone)
                 self._early.forget(gone)
                 self._rival_since.pop(pipeline, None)
@@ -334,31 +355,36 @@ class MembershipDesk:
             case w.Denied(worker, incarnation, reason):
                 say(e.peer_of(worker, incarnation), e.Refused(0, reason))
             case w.Ended(worker, incarnation, reason):
-                say(e.peer_of(worker, incarnation), e.MustEnd(reason))
+                say(e.peer_of(worker, incarnation), e.must_end(reason))
             case w.Held(reason):
                 logger.warning("%s", f"{reason}; training waits for more" if reason else "there are enough pipelines")
-                self._tell(self.membership.epoch.pipelines, e.Hold(reason))
+                self._levels.change(self._presence.of(self.membership.epoch.pipelines))
             case w.WentMissing(worker, reason):
                 logger.warning("worker %s %s; the others go on without it", worker, reason)
-                self._groups.lose_silent(worker, reason, now)
+                self._groups.lose_silent(worker, now)
+                self._levels.lost[worker] = reason
+                self._levels.change(self._presence.incarnations.keys() - self._levels.lost.keys())
             case w.CameBack(worker):
                 logger.warning("worker %s is heard of again", worker)
+                self._levels.lost.pop(worker, None)
             case w.RunOver(reason, failed, worker):
-                over = e.Over(reason, failed, worker)
+                over = e.Now(0, over=e.End(reason, True, failed, worker))
                 for each, incarnation in (self._presence.incarnations | self.membership.roster.processes()).items():
                     say(e.peer_of(each, incarnation), over)
                 if failed:
                     self._groups.fail(m.Failure(worker, reason))
 
-    def _tell(self, pipelines: Collection[int], message: e.Reply, stage: int | None = None) -> None:
-        for peer in self._presence.peers(pipelines, stage):
-            self._outbox.say(peer, message)
+    def _tell(self, pipelines: Collection[int], message: e.Reply) -> None:
+        for worker in self._presence.of(pipelines):
+            self._outbox.say(e.peer_of(worker, self._presence.incarnations[worker]), message)
 
     def _unreachable(self, stage: int, pipelines: Sequence[int], waited: bool, now: float) -> None:
         self._decide(w.Unreachable(stage, tuple(pipelines), waited), now)
 
-    def _may_join(self, request: m.Join, now: float) -> bool:
-        return not self._setting_out.waits(request) and self._shares_a_group(request.worker, now)
+    def _may_begin(self, request: m.Request | e.Enrol, now: float) -> bool:
+        if self._setting_out.waits(request):
+            return False
+        return self._setting_out.goes_on(request) or self._shares_a_group(request.worker, now)
 
     def _shares_a_group(self, worker: Worker, now: float) -> bool:
         """Does ``worker`` share a process group with those of its stage that take part, or has it waited for long?"""

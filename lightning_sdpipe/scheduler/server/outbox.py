@@ -1,10 +1,13 @@
-"""What becomes of messages: replies that go out when an input is dealt with, and a count of what changed nothing."""
+"""What becomes of messages: replies that go out when an input is dealt with, a count of what changed nothing, and
+requests that are dealt with later."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 
@@ -43,3 +46,64 @@ class Outbox:
         if self.ignored[kind] <= LOGGED_PER_KIND:
             more = "" if self.ignored[kind] < LOGGED_PER_KIND else "; more of them will only be counted"
             logger.warning("%s message from %r ignored: %s%s", kind, peer[:32], detail[:200], more)
+
+
+class DeferredRequests:
+    """What was said too early, before a pipeline was a member or had a process group: the last request of each kind of
+    each worker, in the order in which it made them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Worker, list[tuple[bytes, m.Request | e.Enrol]]] = {}
+        self._since: dict[Worker, float] = {}
+
+    def __contains__(self, worker: Worker) -> bool:
+        return worker in self._kept
+
+    def keep(self, peer: bytes, request: m.Request | e.Enrol, now: float) -> None:
+        """``request`` came from ``peer``; a newer session's takes the place of all that an older one said."""
+        kept = [*self._kept.get(request.worker, ()), (peer, request)]
+        kept.sort(key=lambda pair: pair[1].number)
+        newest = {type(other): (at, other) for at, other in kept if other.incarnation == request.incarnation}
+        if (leaves := newest.get(m.Leave)) is not None:  # which outdates what it wanted before
+            number = leaves[1].number
+            newest = {
+                kind: (at, other)
+                for kind, (at, other) in newest.items()
+                if other.number >= number or not isinstance(other, m.Join | m.Ready)
+            }
+        order = sorted(newest.values(), key=lambda pair: (not isinstance(pair[1], e.Enrol), pair[1].number))
+        self._kept[request.worker] = order
+        self._since.setdefault(request.worker, now)
+
+    def of(self, worker: Worker) -> list[m.Request | e.Enrol]:
+        """All that it has said."""
+        return [request for _, request in self._kept.get(worker, ())]
+
+    def waited(self, worker: Worker, now: float) -> float:
+        """Seconds since its first one."""
+        return now - self._since.get(worker, now)
+
+    def workers(self) -> list[Worker]:
+        """Of which something is kept."""
+        return [*self._kept]
+
+    def count(self, kind: type[m.Request]) -> int:
+        """Those of that ``kind``."""
+        return sum(isinstance(request, kind) for kept in self._kept.values() for _, request in kept)
+
+    def first(self, worker: Worker) -> tuple[bytes, m.Request | e.Enrol] | None:
+        """Its first one, if there is one."""
+        kept = self._kept.get(worker)
+        return kept[0] if kept else None
+
+    def pop(self, worker: Worker) -> None:
+        """The first one is due."""
+        del self._kept[worker][0]
+        if not self._kept[worker]:
+            self.forget([worker])
+
+    def forget(self, workers: Iterable[Worker]) -> None:
+        """They are gone."""
+        for worker in workers:
+            self._since.pop(worker, None)
+            self._kept.pop(worker, None)

@@ -173,8 +173,10 @@ class SchedulerProcess:
         bind: str = "tcp://127.0.0.1:*",
         *,
         log: Path | None = None,
+        depths: tuple[int, ...] = (),
     ) -> SchedulerProcess:
-        """The scheduler of one run, which listens and has fresh keys.
+        """The scheduler of one run, which listens and has fresh keys. ``depths`` are the stages of each pipeline, if
+        they differ; ``num_stages`` is the largest then.
 
         It imports a policy of the user's own from where this process would.
         """
@@ -187,6 +189,7 @@ class SchedulerProcess:
             endpoint=Endpoint(bind, keys),
             files=Files(None if log is None else log.resolve()),
             path=tuple(os.path.abspath(folder) for folder in sys.path),  # "" is the working directory
+            elastic=ElasticConfig.of_fixed(num_pipelines, depths=depths) if depths else None,
             level=logging.WARNING,
             worker_keys=credentials,
         )

@@ -1,12 +1,14 @@
-"""What workers did, update by update, as their heartbeats bring it.
+"""What workers did, update by update and span by span, as their heartbeats bring it.
 
 The scheduler adds nothing up: it keeps the rows as they came, in chunks, writes them into the log, and gives them to
-whatever asks.
+whatever asks. Spans are not kept: workers send them when a program has asked.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Mapping
 
 import msgspec
 
@@ -14,11 +16,16 @@ from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.log.event_log import EventLog
-from lightning_sdpipe.scheduler.rows import About, Chunk
+from lightning_sdpipe.scheduler.rows import About, Chunk, SpanChunk
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 
 RING_BYTES = 64 << 20
 REPLY_BYTES = 1 << 20
+SPANS_WITHIN = 3.0
+"""Seconds in which workers must tell of their spans."""
+SPANS_REPLY_BYTES = 3 << 20
+MOST_ASKING = 16
+"""Programs that wait for spans; of more, the first is answered with what there is."""
 
 
 class RowRing:
@@ -65,12 +72,13 @@ class RowDesk:
     def __init__(self, log: EventLog, outbox: Outbox) -> None:
         self._log, self._outbox = log, outbox
         self._ring = RowRing()
-        self._about: dict[Worker, About] = {}
+        self.about: dict[Worker, About] = {}
+        """What workers have said of themselves."""
 
-    def introduce(self, request: m.Join) -> None:
-        """A worker says what people know it by."""
-        if request.about is not None:
-            self._about[request.worker] = request.about
+    def introduce(self, worker: Worker, about: About | None) -> None:
+        """``worker`` says what people know it by."""
+        if about is not None:
+            self.about[worker] = about
 
     def hear(self, request: e.Beat | m.Leave, joined: bool, peer: bytes, now: float) -> Progress | None:
         """What a policy hears of the updates that a worker tells of, which has ``joined``. Rows that make no sense are
@@ -83,9 +91,83 @@ class RowDesk:
             return None
         chunk = Chunk(worker, request.incarnation, now - new.ago / 1e6, new.rows, new.dropped)
         self._ring.add(chunk)
-        self._log.record_rows(chunk, self._about.get(worker))
+        self._log.record_rows(chunk, self.about.get(worker))
         return new.progress(worker)
 
     def answer(self, request: m.AskRows, now: float) -> m.RowsReply:
         """What is asked for."""
-        return m.RowsReply(now, tuple(self._about.items()), *self._ring.since(request.since))
+        return m.RowsReply(now, tuple(self.about.items()), *self._ring.since(request.since))
+
+
+class _Asking:
+    """The program behind ``peer`` has asked ``at`` that time for the spans of so many updates of the workers that are
+    ``awaited``."""
+
+    def __init__(self, peer: bytes, updates: int, at: float, awaited: set[Worker]) -> None:
+        self.peer, self.updates, self.at, self.awaited = peer, updates, at, awaited
+        self.until = at + SPANS_WITHIN
+        self.told: dict[Worker, bytes] = {}
+
+    def reply(self, about: Mapping[Worker, About]) -> m.SpansReply:
+        """All that has come, as far as there is room."""
+        chunks, left_out, size = [], [], 0
+        for worker, data in sorted(self.told.items()):
+            if size + len(data) > SPANS_REPLY_BYTES:
+                left_out.append(worker)
+            else:
+                chunks.append(data)
+                size += len(data)
+        return m.SpansReply(tuple(about.items()), tuple(chunks), tuple(sorted(self.awaited)), tuple(left_out))
+
+
+class SpanDesk:
+    """Has workers tell of their spans in their beats, and answers the programs that have asked for them.
+
+    Args:
+        present: the workers whose processes are there.
+        about: what workers have said of themselves.
+        outbox: takes the answers.
+    """
+
+    def __init__(self, present: Mapping[Worker, object], about: Mapping[Worker, About], outbox: Outbox) -> None:
+        self._present, self._about, self._outbox = present, about, outbox
+        self._asking: list[_Asking] = []
+
+    @property
+    def deadline(self) -> float:
+        """When :meth:`tick` is due."""
+        return min((asking.until for asking in self._asking), default=math.inf)
+
+    def ask(self, peer: bytes, request: m.AskSpans, now: float) -> None:
+        """The program behind ``peer`` wants to know; it may repeat itself."""
+        if any(asking.peer == peer for asking in self._asking):
+            return
+        self._asking.append(_Asking(peer, request.updates, now, {*self._present}))
+        if len(self._asking) > MOST_ASKING:
+            self._asking[0].until = now
+        self.tick(now)
+
+    def note(self, beat: e.Beat, peer: bytes, now: float) -> e.Noted:
+        """The answer to a ``beat``, after its spans have been taken."""
+        worker, spans = beat.worker, beat.spans
+        awaiting = [asking for asking in self._asking if worker in asking.awaited]
+        if spans is not None and (fault := spans.fault()) is not None:
+            self._outbox.ignore("spans", peer, f"worker {worker} sends {fault}")
+        elif spans is not None and awaiting:
+            data = msgspec.msgpack.encode(SpanChunk(worker, beat.incarnation, now, spans))
+            for asking in [asking for asking in awaiting if asking.updates <= spans.updates]:
+                awaiting.remove(asking)
+                asking.awaited.discard(worker)
+                asking.told[worker] = data
+            self.tick(now)
+        if not awaiting:
+            return e.Noted(beat.number)
+        most, first = max(asking.updates for asking in awaiting), min(asking.at for asking in awaiting)
+        return e.Noted(beat.number, wants=(most, first, now))
+
+    def tick(self, now: float) -> None:
+        """Answer the programs that have waited long enough, or for all."""
+        due = [asking for asking in self._asking if asking.until <= now or not asking.awaited]
+        for asking in due:
+            self._asking.remove(asking)
+            self._outbox.say(asking.peer, asking.reply(self._about))

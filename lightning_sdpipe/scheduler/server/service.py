@@ -15,7 +15,6 @@ raises, or decides what cannot be carried out, ends the run with a failure that 
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 
 from lightning_sdpipe.dealing.dealer import Dealer
@@ -23,7 +22,6 @@ from lightning_sdpipe.dealing.leases import LeaseEvent
 from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES, ElasticConfig
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -39,9 +37,8 @@ from lightning_sdpipe.scheduler.server.membership_desk import MembershipDesk
 from lightning_sdpipe.scheduler.server.outbox import Addressed, Outbox
 from lightning_sdpipe.scheduler.server.policy_driver import PolicyDriver, PolicyFailed
 from lightning_sdpipe.scheduler.server.process_groups import ProcessGroupRegistry
-from lightning_sdpipe.scheduler.server.recovery import Recovery
 from lightning_sdpipe.scheduler.server.row_desk import RowDesk
-from lightning_sdpipe.scheduler.server.session import HELD, Session
+from lightning_sdpipe.scheduler.server.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -90,16 +87,14 @@ class SchedulerService:
         self._driver = PolicyDriver(policy, Dealer(num_stages, num_pipelines, int(config.keeps_equal)), self.log)
         self._started = now
         self._outbox = Outbox()
-        everybody = [Worker(j, i) for i in range(num_pipelines) for j in range(num_stages)]
         self.lines = Lines()
         """By which it is known at once that a process has ended."""
         terms = elastic or ElasticConfig.of_fixed(num_pipelines, recovery_grace)
         membership = Membership(num_stages, terms, now, num_pipelines)
         presence = Liveness(worker_timeout, self.lines, now, membership.unit)
         process_groups = ProcessGroupRegistry(membership, presence)
-        recovery = Recovery(everybody, recovery_grace)
         rows = RowDesk(self.log, self._outbox)
-        self.groups = GroupDesk(self._driver, recovery, self._extent, self.overview, self._outbox, process_groups, rows)
+        self.groups = GroupDesk(self._driver, self._extent, self.overview, self._outbox, process_groups, rows)
         self.leases = LeaseDesk(self._driver, self.groups, self._outbox)
         self.members = MembershipDesk(
             membership,
@@ -127,15 +122,14 @@ class SchedulerService:
 
     def deadline(self) -> float:
         """When :meth:`tick` is due."""
-        return min(self.groups.deadline, self.members.deadline())
+        return min(self.groups.deadline, self.members.deadline(), self.members.spans.deadline)
 
     def tick(self, now: float) -> list[Addressed]:
         """Time passed."""
         try:
             self.groups.let_time_pass(now)
-            if self.groups.recovery.until <= now:
-                self.groups.end_recovery(now)
             self.members.tick(now)
+            self.members.spans.tick(now)
             self._dispatch_due(now)
         except Exception as error:
             self._give_up(error)
@@ -147,6 +141,9 @@ class SchedulerService:
             return [(peer, m.StatusReply(self.status(now)))]
         if isinstance(request, m.AskRows):
             return [(peer, self.groups.rows.answer(request, now))]
+        if isinstance(request, m.AskSpans):
+            self.members.spans.ask(peer, request, now)
+            return self._outbox.sent()
         worker = request.worker
         if not self.groups.sessions.is_socket_of(peer, worker, request.incarnation):
             self.ignore("impersonating", peer, f"it speaks for worker {worker}")
@@ -196,11 +193,11 @@ class SchedulerService:
             signals=overview.signals,
             signals_per_second=overview.rate(now, uptime),
             groups_by_size=dict(sorted(overview.sizes.items())),
-            groups_by_reason=dict(overview.reasons),
+            groups_by_reason=dict(sum(overview.reasons, Counter())),
             broken=overview.broken,
             refused=dict(self.refused),
             failure=None if self.failure is None else str(self.failure),
-            held=len(self.groups.recovery.held),
+            held=self.members.held,
             looks_back=self._looks_back,
             stages=overview.stages(
                 now,
@@ -213,12 +210,7 @@ class SchedulerService:
 
     def validate(self) -> None:
         """Raise AssertionError if what is known here contradicts itself; for tests, after each step."""
-        recovery, sessions = self.groups.recovery, self.groups.sessions
-        assert recovery.holds == (recovery.until < math.inf)
-        sessions.validate()
-        held = {session.worker for session in sessions if session.state is HELD}
-        assert held == recovery.held.keys(), (held, recovery.held)
-        assert not held or recovery.holds
+        self.groups.sessions.validate()
         assert not self._outbox.sent()
 
     # ---------------------------------------------------------------- requests
@@ -232,7 +224,7 @@ class SchedulerService:
                 self._refuse(request, peer, str(error))
         self.members.deliver(now)
 
-    def _dispatch(self, peer: bytes, request: m.Request, now: float) -> None:
+    def _dispatch(self, peer: bytes, request: m.Request | e.Enrol, now: float) -> None:
         session = self.groups.sessions.of(request.worker, request.incarnation)
         if session is None:
             self._before_its_join(request, peer, now)
@@ -242,27 +234,27 @@ class SchedulerService:
         else:
             self.ignore("replayed", peer, f"number {request.number} was seen before")
 
-    def _before_its_join(self, request: m.Request, peer: bytes, now: float) -> None:
+    def _before_its_join(self, request: m.Request | e.Enrol, peer: bytes, now: float) -> None:
         """This start of the worker has not joined: it is new, or the scheduler is."""
         match request:
             case m.Join():
-                self.groups.rows.introduce(request)
+                self.groups.rows.introduce(request.worker, request.about)
                 self.groups.join_anew(request, peer, now)
             case m.Leave():
                 self.groups.rows.hear(request, False, peer, now)
                 self.groups.leave_unseen(request, now)
                 self._outbox.say(peer, e.Noted(request.number))
-            case m.Ready():
-                self._outbox.say(peer, e.Stranger(known=True))
+            case m.Ready(worker=worker, incarnation=incarnation):
+                self._outbox.say(e.peer_of(worker, incarnation), e.Stranger(known=True))
             case _:
                 self._of_any(request, peer, now)
 
-    def _of_training(self, session: Session, request: m.Request, peer: bytes, now: float) -> None:
+    def _of_training(self, session: Session, request: m.Request | e.Enrol, peer: bytes, now: float) -> None:
         match request:
             case m.Ready():
                 self.groups.ready(session, request, peer, now)
             case m.Join():
-                self.groups.rows.introduce(request)
+                self.groups.rows.introduce(request.worker, request.about)
                 self.groups.join(session, request, peer, now)
             case m.Leave():
                 self.groups.rows.hear(request, True, peer, now)
@@ -272,7 +264,7 @@ class SchedulerService:
             case _:
                 self._of_any(request, peer, now)
 
-    def _of_any(self, request: m.Hello | m.AskLease | m.TellLeases, peer: bytes, now: float) -> None:
+    def _of_any(self, request: m.Hello | m.AskLease | e.Enrol, peer: bytes, now: float) -> None:
         """What needs no session."""
         match request:
             case m.Hello():
@@ -282,8 +274,12 @@ class SchedulerService:
                 self._outbox.say(peer, m.Welcome(request.number, self._description, self._extent.planned))
             case m.AskLease():
                 self.leases.ask(request, peer, now)
-            case m.TellLeases():
-                self.leases.hear_leases(request, now)
+            case e.Enrol(worker=worker, incarnation=incarnation, number=number, resumes=e.Resumes() as resumes):
+                self.groups.rows.introduce(worker, resumes.about)
+                if resumes.joined:
+                    self.groups.resume(worker, incarnation, number, resumes, now)
+                if resumes.book is not None:
+                    self.leases.hear_book(worker, resumes.book, now)
 
     # ----------------------------------------------------------------- replies
 

@@ -1,20 +1,18 @@
 """What the scheduler knows of one start of a worker, from its first join to the next start of that worker.
 
-    state      | joins      is ready   is held   gets a group   leaves   falls silent
-    -----------+---------------------------------------------------------------------
-    AWAY       | COMPUTING                                      AWAY
-    COMPUTING  |            WAITING    HELD                     AWAY     LOST
-    HELD       |            WAITING              COMPUTING      AWAY     LOST
-    WAITING    |                                 COMPUTING      AWAY     LOST
-    LOST       | COMPUTING                                      AWAY
+    state      | joins      is ready   gets a group   leaves   falls silent
+    -----------+-----------------------------------------------------------
+    AWAY       | COMPUTING                            AWAY
+    COMPUTING  |            WAITING                   AWAY     LOST
+    WAITING    |                       COMPUTING      AWAY     LOST
+    LOST       | COMPUTING                            AWAY
 
-Where the table is empty, the input is illegal: :meth:`Session.move` raises and changes nothing. A worker is held when
-it is ready while a restarted scheduler still waits for others to come back; the policy has not heard of it yet.
+Where the table is empty, the input is illegal: :meth:`Session.move` raises and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from lightning_sdpipe.policies.events import Worker
@@ -23,11 +21,10 @@ from lightning_sdpipe.scheduler import protocol as m
 
 
 class State(Enum):
-    """Of a session; the policy counts the worker among the active in the middle three."""
+    """Of a session; the policy counts the worker among the active in the middle two."""
 
     AWAY = "away"
     COMPUTING = "computing"
-    HELD = "held"
     WAITING = "waiting"
     LOST = "lost"
 
@@ -39,7 +36,6 @@ class Input(Enum):
 
     JOINS = "joins"
     IS_READY = "is ready"
-    IS_HELD = "is held"
     GETS_GROUP = "gets a group"
     LEAVES = "leaves"
     FALLS_SILENT = "falls silent"
@@ -48,18 +44,17 @@ class Input(Enum):
 
 
 # Under short names, since an Enum looks its members up slowly before Python 3.12, and each signal needs several.
-AWAY, COMPUTING, HELD, WAITING, LOST = State
-JOINS, IS_READY, IS_HELD, GETS_GROUP, LEAVES, FALLS_SILENT = Input
+AWAY, COMPUTING, WAITING, LOST = State
+JOINS, IS_READY, GETS_GROUP, LEAVES, FALLS_SILENT = Input
 
 TRANSITIONS: dict[State, dict[Input, State]] = {
     AWAY: {JOINS: COMPUTING, LEAVES: AWAY},
-    COMPUTING: {IS_READY: WAITING, IS_HELD: HELD, LEAVES: AWAY, FALLS_SILENT: LOST},
-    HELD: {IS_READY: WAITING, GETS_GROUP: COMPUTING, LEAVES: AWAY, FALLS_SILENT: LOST},
+    COMPUTING: {IS_READY: WAITING, LEAVES: AWAY, FALLS_SILENT: LOST},
     WAITING: {GETS_GROUP: COMPUTING, LEAVES: AWAY, FALLS_SILENT: LOST},
     LOST: {JOINS: COMPUTING, LEAVES: AWAY},
 }
 
-ACTIVE = frozenset({COMPUTING, HELD, WAITING})
+ACTIVE = frozenset({COMPUTING, WAITING})
 
 
 class IllegalInput(ValueError):
@@ -125,9 +120,9 @@ class Session:
             raise IllegalInput(f"worker {self.worker} {input.value} while it is {self.state.value}")
         self.state = after
 
-    def is_ready(self, iteration: int, input: Input) -> None:
+    def is_ready(self, iteration: int) -> None:
         """The ready of ``iteration`` was accepted."""
-        self.move(input)
+        self.move(IS_READY)
         self.iteration = iteration
         self.answer = None
 
@@ -138,11 +133,11 @@ class Session:
 
     def validate(self) -> None:
         """Raise AssertionError if what this session knows contradicts itself."""
-        if self.state in (WAITING, HELD):
+        if self.state is WAITING:
             assert self.iteration is not None, self
             assert self.answer is None, self
         if self.answer is not None:
-            assert self.answer.iteration_of(self.worker) == self.iteration, self
+            assert m.iteration_of(self.worker, self.answer) == self.iteration, self
         if self.state is AWAY:
             assert self.answer is None, self
 
@@ -201,3 +196,59 @@ class Sessions:
         for worker, session in self._current.items():
             session.validate()
             assert session.worker == worker, session
+
+
+class ReportedAnswers:
+    """Of the scheduler before this one: groups that some of their members have not heard of.
+
+    That one may have died when only some members of a group had heard of it; they may be averaging and wait for the
+    others, and with an exchange that overlaps training they may even be groups ahead. So a worker brings every answer
+    that another member could still ask for: for each other worker, the last one that the two shared, since who was in a
+    later group has heard of the earlier ones. A ready that one of them answers gets exactly that: no iteration is lost,
+    and none is done twice.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[Worker, dict[int, m.Answer]] = {}
+        """By the readies that they answer."""
+        self._reported: dict[Worker, Sequence[m.Answer]] = {}
+
+    def keep(self, answers: Sequence[m.Answer], reporter: Worker) -> None:
+        """What a worker has heard of an earlier scheduler answers the readies of members that have not. It takes the
+        place of what the worker reported before: each report is whole."""
+        for member, iteration, answer in _readies(self._reported.pop(reporter, ()), reporter):
+            kept = self.answers.get(member, {})
+            if kept.get(iteration) is answer:
+                del kept[iteration]
+                if not kept:
+                    del self.answers[member]
+        if answers:
+            self._reported[reporter] = answers
+        for member, iteration, answer in _readies(answers, reporter):
+            self.answers.setdefault(member, {})[iteration] = answer
+
+    def answer_to(self, worker: Worker, iteration: int) -> m.Answer | None:
+        """The group that answers this ready, if another member has heard of it; earlier ones are not asked for any
+        more."""
+        answers = self.answers.get(worker)
+        if answers is None:
+            return None
+        answer = answers.get(iteration)
+        later = {k: kept for k, kept in answers.items() if k > iteration}
+        if later:
+            self.answers[worker] = later
+        else:
+            del self.answers[worker]
+        return answer
+
+    def forget(self, worker: Worker) -> None:
+        """``worker`` begins anew: its readies are others, even if their numbers are the same."""
+        self.answers.pop(worker, None)
+
+
+def _readies(answers: Sequence[m.Answer], reporter: Worker) -> Iterator[tuple[Worker, int, m.Answer]]:
+    """Yield what each answers: the member, its iteration, and the answer; but for those of ``reporter`` itself."""
+    for answer in answers:
+        for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
+            if iteration is not None and member != reporter:
+                yield member, iteration, answer

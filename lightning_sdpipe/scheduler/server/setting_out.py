@@ -1,4 +1,4 @@
-"""Requests of training threads that came too early, and who sets out together where replicas are equal in every round.
+"""Which workers set out together where replicas are equal in every round.
 
 Replicas that are equal after every round stay so if every one is in every round. So the workers of a stage that join
 a segment set out together: a join waits until all others have come. A newcomer whose donor has copied its state in the
@@ -7,55 +7,13 @@ middle of a segment takes part from there on. It is waited for in the next round
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
 from lightning_sdpipe.scheduler.server.liveness import Liveness
-
-
-class DeferredRequests:
-    """What training threads said too early, before their pipeline was a member or had a process group: the last request
-    of each kind of each worker, in the order in which it made them."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Worker, list[tuple[bytes, m.Request]]] = {}
-        self._since: dict[Worker, float] = {}
-
-    def __contains__(self, worker: Worker) -> bool:
-        return worker in self._kept
-
-    def keep(self, peer: bytes, request: m.Request, now: float) -> None:
-        """``request`` came from ``peer``; a newer session's takes the place of all that an older one said."""
-        kept = [*self._kept.get(request.worker, ()), (peer, request)]
-        kept.sort(key=lambda pair: pair[1].number)
-        newest = {type(other): (at, other) for at, other in kept if other.incarnation == request.incarnation}
-        self._kept[request.worker] = sorted(newest.values(), key=lambda pair: pair[1].number)
-        self._since.setdefault(request.worker, now)
-
-    def joins(self, worker: Worker) -> bool:
-        """Is that among what it has said?"""
-        return any(isinstance(request, m.Join) for _, request in self._kept.get(worker, ()))
-
-    def waited(self, worker: Worker, now: float) -> float:
-        """Seconds since its first one."""
-        return now - self._since.get(worker, now)
-
-    def first(self) -> list[tuple[Worker, m.Request]]:
-        """Of each worker."""
-        return [(worker, requests[0][1]) for worker, requests in self._kept.items()]
-
-    def take(self, worker: Worker) -> list[tuple[bytes, m.Request]]:
-        """They are due."""
-        self._since.pop(worker, None)
-        return self._kept.pop(worker, [])
-
-    def forget(self, workers: Iterable[Worker]) -> None:
-        """They are gone."""
-        for worker in workers:
-            self.take(worker)
+from lightning_sdpipe.scheduler.server.outbox import DeferredRequests
 
 
 class SettingOut:
@@ -79,10 +37,17 @@ class SettingOut:
         """Do those that join set out together?"""
         return self._together and not self._membership.terms.fixed
 
-    def waits(self, request: m.Join) -> bool:
-        """Does it wait until its stage is :meth:`due`? One that was in the round before the scheduler was started again
-        goes on."""
-        return self.together and not request.resumed
+    def waits(self, request: m.Request | e.Enrol) -> bool:
+        """Does it wait until its stage is :meth:`due`? After the scheduler was started again, a worker goes on in the
+        round in which others are; one that had joined, and was in no round yet, is as one that joins."""
+        if not self.together or not joins(request):
+            return False
+        return isinstance(request, m.Join) or not self._groups.sessions.active_in(request.worker.stage)
+
+    def goes_on(self, request: m.Request | e.Enrol) -> bool:
+        """Is the worker in a round already? The others would make the next one without it if it first had to share a
+        process group with them; a group waits for that by itself."""
+        return self.together and isinstance(request, e.Enrol)
 
     def due(self) -> set[int]:
         """Stages of which all that are in the run wait to join."""
@@ -94,7 +59,8 @@ class SettingOut:
         return {
             stage
             for stage in stages
-            if not sessions.active_in(stage) and all(self._early.joins(Worker(stage, pipeline)) for pipeline in here)
+            if not sessions.active_in(stage)
+            and all(any(map(joins, self._early.of(Worker(stage, pipeline)))) for pipeline in here)
         }
 
     def follow(self, now: float) -> None:
@@ -117,3 +83,11 @@ class SettingOut:
             self._expected.discard(lost)
             if lost not in core.members:
                 self._groups.lose(lost, left=True, now=now)
+
+
+def joins(request: m.Request | e.Enrol) -> bool:
+    """Is the worker about to be in its first round of a segment?"""
+    match request:
+        case m.Join() | e.Enrol(resumes=e.Resumes(joined=True, answered=None)):
+            return True
+    return False

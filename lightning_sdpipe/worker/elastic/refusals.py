@@ -7,7 +7,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
-from lightning_sdpipe.partition import plan
+from lightning_sdpipe.partition.pipeline_cut import is_measured
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync import capabilities
@@ -22,7 +22,7 @@ def check_options(options: Options) -> None:
     for given, name, instead in (
         (options.schedule == "pipedream", "schedule='pipedream'", "use a schedule with a flush, such as '1f1b'"),
         (bool(options.save_distributed_checkpoint), "save_distributed_checkpoint", "leave it out"),
-        (plan.is_measured(options.partition), f"partition={options.partition!r}", "use 'parameters', or the numbers"),
+        (is_measured(options.partition), f"partition={options.partition!r}", "use 'parameters', or the numbers"),
         (options.batch_by_speed, "batch_by_speed", "leave it out; batches are dealt by speed in any case"),
         (options.exchange.overlap == "free", "overlap='free'", "use overlap='step'"),
         (options.exchange.hierarchy != "flat", "hierarchy='hosts'", "use hierarchy='flat'"),

@@ -2,8 +2,8 @@
 
 In an elastic run every pipeline is a job of its own: its world are the M processes of its stages, and pipelines meet
 at a scheduler that runs by itself. ``SDPIPE_PIPELINE`` says which pipeline a job is and that the run is elastic;
-``SDPIPE_SCHEDULER`` where the scheduler is; ``SDPIPE_KEY_FILE`` the workers' keys for it. Who is which rank is said by
-whatever starts the job's processes, in the variables that ``torchrun`` sets: ``sdpipe run`` sets the same. It also sets
+``SDPIPE_SCHEDULER`` where the scheduler is; ``SDPIPE_KEY_FILE`` the workers' keys for it. Its ranks are said by
+whatever starts its processes, in the variables that ``torchrun`` sets: ``sdpipe run`` sets the same. It also sets
 ``SDPIPE_POLICY_FILE``, where a worker has to write what the scheduler shall decide by before it asks for the scheduler
 (:mod:`lightning_sdpipe.scheduler.policy_file`).
 """
@@ -84,8 +84,8 @@ class ElasticJob:
         """
         if asked == "sharded":
             raise ConfigurationError(
-                f"data='sharded', but pipeline {self.pipeline} is one of an elastic run: nobody would train the shard "
-                "of a pipeline that is gone. Leave data out; batches are dealt."
+                f"data='sharded', but pipeline {self.pipeline} is one of an elastic run: the shard of a "
+                "pipeline that is gone would not be trained. Leave data out; batches are dealt."
             )
         return "dealt"
 
@@ -201,6 +201,6 @@ def _refuse_other_launchers(environment: Mapping[str, str], pipeline: int) -> No
         if environment.get(name, "1") != "1":
             raise ConfigurationError(
                 f"{PIPELINE}={pipeline} is set and {launcher} started {environment[name]} tasks ({name}), but not RANK "
-                "and WORLD_SIZE, from which an elastic job learns who is who. Let one task per machine run `torchrun "
+                "and WORLD_SIZE, which tell an elastic job its ranks. Let one task per machine run `torchrun "
                 "--nproc-per-node M SCRIPT`; docs/faults.md has job scripts."
             )

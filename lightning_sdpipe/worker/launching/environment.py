@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.topology.tcp_store import is_loopback
@@ -129,3 +130,21 @@ class ElasticEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return self.job.node_rank
+
+
+class UnlikeMachines(TorchElasticEnvironment):
+    """What torchrun has said, which may have started more processes on one machine than on another: Lightning would
+    refuse a Trainer whose devices × num_nodes are not all processes."""
+
+    @staticmethod
+    def detect() -> bool:
+        """False: the strategy makes it, Lightning does not choose it."""
+        return False
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Nothing: ``num_devices`` are those of this machine."""
+
+
+def environment_for(unlike: bool) -> ClusterEnvironment | None:
+    """Of a run whose pipelines may be ``unlike``; None if Lightning is to choose it."""
+    return UnlikeMachines() if unlike and TorchElasticEnvironment.detect() else None

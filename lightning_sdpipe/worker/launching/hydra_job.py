@@ -27,7 +27,7 @@ class Rerun:
     command: list[str]
     environment: dict[str, str]
     file: Path
-    """The configuration; to be removed when everybody has read it."""
+    """The configuration; to be removed when all processes have read it."""
 
 
 def key() -> object:
@@ -91,7 +91,7 @@ def _resolve(node: Any) -> None:
         if OmegaConf.is_missing(node, name):
             continue
         if OmegaConf.is_interpolation(node, name):
-            with suppress(InterpolationResolutionError):  # perhaps nobody needs it; who does gets the error
+            with suppress(InterpolationResolutionError):  # perhaps it is not needed; where it is, the error is raised
                 node[name] = node[name]
         if not OmegaConf.is_interpolation(node, name) and OmegaConf.is_config(node[name]):
             _resolve(node[name])

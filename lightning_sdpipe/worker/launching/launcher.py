@@ -93,7 +93,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
     They run what this process runs, so they are started once, and end with the job.
 
     Args:
-        environment: knows who starts processes, and where they meet.
+        environment: knows what starts processes, and where they meet.
         num_processes: on this machine.
         num_nodes: number of machines.
         check: raises if the run cannot work.
@@ -179,7 +179,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
             _Observer(self.procs).start()
 
     def _await_start(self, pipes: Mapping[int, int]) -> None:
-        """So that nobody waits for a process that has ended before there is a connection to notice it by."""
+        """So that no process waits for one that has ended before there is a connection to notice it by."""
         waiting, deadline = dict(pipes), time.monotonic() + self._timeout
         poll = select.poll()
         for reading in pipes:
@@ -210,7 +210,7 @@ class CheckingLauncher(SubprocessScriptLauncher):
 
 
 class _Observer(ChildProcessObserver):
-    """Ends everybody at once when a started process has failed; but not where the user's process knows, and is about to
+    """Ends all processes at once when a started one has failed; but not where the user's process knows, and is about to
     end with its own word and exit code, and the others with it."""
 
     trainer: Trainer | None = None  # that runs now
@@ -230,7 +230,7 @@ class WholeModelLauncher(MultiProcessingLauncher):
     has made it whole at the end.
 
     Lightning treats exceptions in the process that the user started only. Here the worker tells the others why it
-    fails, and nobody outlives the user's process, however that is told to end.
+    fails, and no process outlives the user's, however that is told to end.
     """
 
     def __init__(self, strategy: Any, start_method: Any, check: Check, grace: float) -> None:
@@ -245,7 +245,7 @@ class WholeModelLauncher(MultiProcessingLauncher):
         gc.collect()  # a forked child that collected a process group would wait for threads that it does not have
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
-        except KeyboardInterrupt:  # perhaps nobody but this process has heard of it
+        except KeyboardInterrupt:  # perhaps no process but this one has heard of it
             self.kill(signal.SIGTERM)
             raise
         finally:

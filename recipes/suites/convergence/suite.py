@@ -19,6 +19,7 @@ from lightning_sdpipe.optim import FrozenVariance
 from recipes.suites import cases, machine, trainings
 from recipes.suites.calibration import calibrated_scale
 from recipes.suites.cases import RealCase, named, refuse_unknown
+from recipes.suites.convergence.one_process import learning_curve
 from recipes.suites.convergence.snapshots import Snapshots, evaluate
 from recipes.suites.figures import convergence_figures, require_matplotlib
 from recipes.suites.journal import Journal
@@ -55,6 +56,7 @@ def run(
     repeats: int,
     points: int,
     scale: float | None,
+    one_process: bool,
     output: str | None,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
@@ -76,6 +78,7 @@ def run(
         repeats: runs of each, with seeds that count up.
         points: of each learning curve.
         scale: of all delays; None for the length of a mini-batch without delays over the paper's.
+        one_process: replicas are trained in turn, along decisions in virtual time (``one_process.py``).
         output: finished rows are kept beside this file, and figures are drawn there; None for neither.
         seed: of the first repeat.
     """
@@ -108,6 +111,9 @@ def run(
                         seed=seed + repeat,
                         **fields,
                     )
+                    if one_process:
+                        rows.append(_measured(case, None, repeat, experiment, points, journal, in_turn=True))
+                        continue
                     if factor is None:
                         factor = calibrated_scale(case, methods["all_reduce"], heterogeneity["none"], journal)
                     schedule, exchange = schedules.get(method, case.schedule), exchanges.get(method)
@@ -125,13 +131,20 @@ def _measured(
     experiment: Mapping[str, Any],
     points: int,
     journal: Journal,
+    in_turn: bool = False,
 ) -> Row:
     print(f"{case.workload.name} {case.condition.name} {case.method.name}, repeat {repeat}", end=": ", flush=True)
     start = time.perf_counter()
     metric, every = experiment["metric"], experiment["snapshot_every"]
     asked = {**asdict(case), "metric": metric, "snapshot_every": every, "points": points}
     asked |= {"frozen": dict(frozen)} if frozen else {}
-    row = journal.measured(asked, lambda: _train(case, frozen, metric, every, points))
+    asked |= {"one_process": True} if in_turn else {}
+    row = journal.measured(
+        asked,
+        lambda: (
+            {"curve": learning_curve(case, metric, points)} if in_turn else _train(case, frozen, metric, every, points)
+        ),
+    )
     curve, target, rising = row["curve"], experiment["target"], experiment["rising"]
     reached = to_target(curve, target, rising)
     print(f"{metric} {curve[-1][2]:.3f} ({time.perf_counter() - start:.0f} s)", flush=True)
@@ -151,7 +164,7 @@ def _measured(
         "samples": curve[-1][1],
         "scale": case.scale,
         "seed": case.seed,
-        "command": _command(case, frozen, experiment, points),
+        "command": _command(case, frozen, experiment, points, in_turn),
         "curve": curve,
     }
 
@@ -170,7 +183,9 @@ def _train(case: RealCase, frozen: Mapping[str, Any] | None, metric: str, every:
     return {"curve": [list(point) for point in curve]}
 
 
-def _command(case: RealCase, frozen: Mapping[str, Any] | None, experiment: Mapping[str, Any], points: int) -> str:
+def _command(
+    case: RealCase, frozen: Mapping[str, Any] | None, experiment: Mapping[str, Any], points: int, in_turn: bool
+) -> str:
     settings = {
         "scale": case.scale,
         "only": [case.workload.name],
@@ -178,6 +193,7 @@ def _command(case: RealCase, frozen: Mapping[str, Any] | None, experiment: Mappi
         "conditions": [case.condition.name],
         "repeats": 1,
         "points": points,
+        **({"one_process": True} if in_turn else {}),
         f"experiments.{case.workload.name}": experiment,
         **cases.specifications(case),
         **({f"exchanges.{case.method.name}": case.exchange} if case.exchange else {}),

@@ -119,19 +119,21 @@ def _service(count: int, repeats: int, seed: int) -> dict[str, list[Row]]:
     """Per kind of server, one row per repeat."""
     measured: dict[str, list[Row]] = {kind: [] for kind in ("echo", *POLICIES)}
     with ExitStack() as stack:
-        servers = {kind: stack.enter_context(_server(kind, count)) for kind in measured}
+        servers = {kind: stack.enter_context(server_of(kind, count)) for kind in measured}
         order = list(measured)
         random.Random(seed).shuffle(order)
         for repeat in range(repeats):
             for kind in order[repeat % len(order) :] + order[: repeat % len(order)]:
-                with _connected(kind, count, servers[kind], session=repeat) as bursts:
+                with connected(kind, count, servers[kind], session=repeat) as bursts:
                     bursts.repeat(max(5, 1000 // count))  # connections and caches
                     row = {"what": kind, "clients": count, "repeat": repeat}
                     measured[kind].append(row | bursts.repeat(SIGNALS_PER_MEASUREMENT // count))
     return measured
 
 
-class _Server:
+class Server:
+    """A process that answers workers, or echoes what they say."""
+
     def __init__(self, address: str, keys: WorkerKeys, pid: int) -> None:
         self.address = address
         self.keys = keys
@@ -145,11 +147,12 @@ class _Server:
 
 
 @contextmanager
-def _server(kind: str, count: int) -> Iterator[_Server]:
+def server_of(kind: str, count: int) -> Iterator[Server]:
+    """One of that ``kind``, ``"echo"`` or a name of :data:`POLICIES`, for so many clients."""
     if kind != "echo":
         with SchedulerProcess.embedded(POLICIES[kind], 1, count) as scheduler:
             assert scheduler.credentials is not None
-            yield _Server(scheduler.address, scheduler.credentials, scheduler.pid)
+            yield Server(scheduler.address, scheduler.credentials, scheduler.pid)
         return
     keys, credentials = make_keys()
     process = subprocess.Popen([sys.executable, "-c", ECHO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -158,7 +161,7 @@ def _server(kind: str, count: int) -> Iterator[_Server]:
         assert process.stdout is not None
         with process.stdin as file:
             file.write(f"{keys.public}\n{keys.secret}\n")
-        yield _Server(process.stdout.readline().strip(), credentials, process.pid)
+        yield Server(process.stdout.readline().strip(), credentials, process.pid)
     finally:
         process.kill()
         process.wait()
@@ -166,7 +169,7 @@ def _server(kind: str, count: int) -> Iterator[_Server]:
             process.stdout.close()
 
 
-class _Bursts:
+class Bursts:
     """``count`` clients in this process that send and are answered together."""
 
     def __init__(
@@ -174,7 +177,7 @@ class _Bursts:
         kind: str,
         workers: list[Worker],
         sockets: list[zmq.Socket[bytes]],
-        server: _Server,
+        server: Server,
         session: int,
     ) -> None:
         self._session = session
@@ -187,6 +190,11 @@ class _Bursts:
         for socket in sockets:
             self._poller.register(socket, zmq.POLLIN)
         self._padding = m.encode(m.Ready(workers[-1], session, 1, 1))
+
+    @property
+    def first(self) -> tuple[Worker, zmq.Socket[bytes]]:
+        """One of them."""
+        return self._workers[0], self._sockets[0]
 
     def repeat(self, rounds: int) -> Row:
         """That many bursts; percentiles of the time to the answer, and signals per processor second."""
@@ -239,7 +247,8 @@ class _Bursts:
 
 
 @contextmanager
-def _connected(kind: str, count: int, server: _Server, session: int) -> Iterator[_Bursts]:
+def connected(kind: str, count: int, server: Server, session: int) -> Iterator[Bursts]:
+    """Its clients, which take part."""
     workers = [Worker(0, pipeline) for pipeline in range(count)]
     with zmq.Context() as context, ExitStack() as stack:
         sockets = []
@@ -255,14 +264,14 @@ def _connected(kind: str, count: int, server: _Server, session: int) -> Iterator
             sockets.append(socket)
         for socket in sockets if kind != "echo" else []:
             _acknowledged(socket, "join")
-        yield _Bursts(kind, workers, sockets, server, session)
+        yield Bursts(kind, workers, sockets, server, session)
         for worker, socket in zip(workers, sockets, strict=True) if kind != "echo" else []:
             socket.send(m.encode(m.Leave(worker, session, 1 << 40)))
             _acknowledged(socket, "leave")
 
 
 def _enrol(
-    stack: ExitStack, context: zmq.Context[zmq.Socket[bytes]], worker: Worker, server: _Server, session: int
+    stack: ExitStack, context: zmq.Context[zmq.Socket[bytes]], worker: Worker, server: Server, session: int
 ) -> None:
     """In a run of fixed pipelines; the worker finishes when the stack is left."""
     socket = stack.enter_context(context.socket(zmq.DEALER))

@@ -151,3 +151,35 @@ def test_a_small_run_learns_and_resumes(tmp_path: Path, capsys: pytest.CaptureFi
         assert settings[kind]["digits"] == parameters[kind]["digits"]
     assert (settings["scale"], settings["compared"], settings["points"]) == (0.01, ["sdpipe_without_flush"], 3)
     assert found["schedule"] == settings["schedules"]["sdpipe_without_flush"] == "pipedream"
+
+
+def in_turn(*overrides: str) -> dict[str, Any]:
+    """Three pipelines in one process."""
+    small = ["model.channels=8", "model.depth=1", "model.momentum=0", "model.lr=0.2"]
+    shape = ["num_stages=1", "num_pipelines=3", "num_micro_batches=1", "iterations=30"]
+    return suite(
+        "suite.one_process=true",
+        "suite.only=[digits]",
+        "suite.conditions=[none]",
+        "suite.repeats=1",
+        "suite.points=2",
+        *(f"suite.workloads.digits.{setting}" for setting in small),
+        *(f"suite.experiments.digits.{setting}" for setting in shape),
+        *overrides,
+    )
+
+
+def test_replicas_in_one_process_that_always_meet_are_one_joint_batch() -> None:
+    """As with plain SGD the mean of models after a step is the model after the mean gradient."""
+    rows, _ = convergence.run(**in_turn("suite.compared=[sdpipe,all_reduce]", "suite.methods.sdpipe.window=inf"))
+    models, gradients = (row["curve"] for row in rows)
+    assert [point[1:] for point in models] == [pytest.approx(point[1:], rel=0.01) for point in gradients]
+    assert [point[1] for point in models] == [15 * 3 * 32, 30 * 3 * 32]
+    assert models[-1][2] > 0.3
+    _, _, *again = shlex.split(rows[0]["command"].removeprefix("python -m "))
+    assert suite(*again)["one_process"] is True
+
+
+def test_one_process_trains_pipelines_of_one_stage_only() -> None:
+    with pytest.raises(ConfigurationError, match="pipelines of one stage, not of 2"):
+        convergence.run(**in_turn("suite.experiments.digits.num_stages=2"))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.membership.members import Donate, Epoch, Member, Met, Receive
+from lightning_sdpipe.membership.members import Epoch, Member, Met, Receive
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
@@ -20,6 +20,7 @@ from lightning_sdpipe.scheduler.protocol import decode_reply, encode
 
 ME = Worker(0, 1)
 EPOCH = Epoch(3, (Member(1, 7),), "tested")
+LINE = e.Line(5, b"nonce", 1.0, 30.0)
 PAIR = Group((Worker(0, 0), ME), (0.5, 0.5), 4, "tested", epoch=3)
 
 
@@ -57,16 +58,18 @@ def test_a_beat_says_at_once_what_others_wait_for() -> None:
     (beat,) = talk.due(0.01)
     assert isinstance(beat, e.Beat)
     assert (beat.holds, beat.epoch, beat.enrolled, beat.misses) == ((3, 4), 3, True, (5,))
-    talk.hear(e.NewEpoch(Epoch(4, (Member(1, 7),), "another")))
+    talk.hear(e.Now(1, epoch=Epoch(4, (Member(1, 7),), "another")))
     (beat,) = talk.due(5.0)
     assert isinstance(beat, e.Beat)
     assert (beat.epoch, beat.misses) == (4, ()), "who is missed in an epoch is said of that one"
+    assert beat.seen == 1
 
 
 def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() -> None:
     talk = enrolled()
-    assert talk.hear(e.Line(5, b"nonce", 1.0, 30.0)) == [f.Connect(5, b"nonce")]
-    assert talk.hear(e.Line(5, b"nonce", 1.0, 30.0)) == []
+    assert talk.hear(e.Now(9, LINE)) == [f.Connect(5, b"nonce")]
+    assert talk.hear(e.Now(9, LINE)) == []
+    talk.hear(e.Now(10, donate=("state-2-1",)))
     talk.lifeline(there=True)
     talk.due(1.0)
     assert talk.deadline == 2.0
@@ -78,29 +81,42 @@ def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() ->
     talk.ask(e.Meet, "pause/1", b"")
     talk.hear(e.Stranger())
     assert talk.deadline < 0
-    resume, *others = talk.due(1.11)
-    assert isinstance(resume, e.Resume)
-    assert (resume.epoch, resume.fingerprint) == (EPOCH, {"model": "linear"})
+    enrol, *others = talk.due(1.11)
+    assert isinstance(enrol, e.Enrol)
+    assert (enrol.resumes, enrol.fingerprint) == (e.Resumes(EPOCH, (), since=3), {"model": "linear"})
     assert sorted(kinds(others)) == ["Meet", "Publish"], "what was told to the one before is not for this one"
+    talk.hear(e.Now(10, donate=("state-2-1",)))
+    assert talk.donations == (), "which the one before had asked for"
+    another = msgspec.structs.replace(LINE, nonce=b"other")
+    assert talk.hear(e.Now(5 << e.LIFE, another, hold="too few")) == [f.Connect(5, b"other")]
+    assert talk.held_up == "too few"
+    assert talk.hear(e.Now(11, LINE, hold="")) == [], "that was of the one before"
+    assert talk.held_up == "too few"
+
+
+def test_what_is_true_now_is_not_undone_by_what_was_overtaken() -> None:
+    talk, lost = enrolled(), (Worker(0, 0), "was silent for 30.0 s")
+    assert talk.hear(e.Now(5, hold="too few", lost=(lost,))) == [f.IsLost(*lost)]
+    assert talk.hear(e.Now(4, epoch=(later := Epoch(4, (), "another")), hold="")) == [f.EpochBegan(later)]
+    assert (talk.held_up, talk.epoch) == ("too few", later), "an epoch counts by its own number"
+    assert talk.hear(e.Now(6, lost=(lost,))) == []
+    assert talk.held_up == "too few", "it is not decided yet"
+    talk.hear(e.Now(7, hold=""))
+    assert talk.held_up == ""
 
 
 def test_stage_zero_alone_copies_and_once_however_late_it_is_told() -> None:
-    give, drop = e.Give(Donate(1, 2, "state-2-1")), e.Drop("state-2-1")
     talk, other = enrolled(), c.Conversation(Worker(1, 1), 7)
-    other.hear(give)
+    other.hear(e.Now(1, donate=("state-2-1",)))
     assert other.donations == ()
-    talk.hear(give)
-    talk.hear(give)
-    assert talk.donations == ("state-2-1",)
+    talk.hear(e.Now(1, donate=("state-2-1", "state-0-2")))
+    assert talk.donations == ("state-2-1", "state-0-2")
     key = talk.ask(e.TellSnapshot, "state-2-1", 27)
-    assert talk.donations == ()
-    talk.hear(give)
-    assert talk.donations == (), "it was told again before it was heard"
+    assert talk.donations == ("state-0-2",)
+    talk.hear(e.Now(2, donate=("state-2-1",)))
+    assert talk.donations == (), "one it has copied, and nobody waits for the other any more"
     number = talk.due(1.0)[-1].number
     assert talk.hear(e.Noted(number)) == [f.Replied(key, e.Noted(number))]
-    talk.hear(drop)
-    talk.hear(give)
-    assert talk.donations == ()
 
 
 def test_an_answer_to_an_earlier_question_is_none_to_a_later_one() -> None:
@@ -117,9 +133,10 @@ def test_who_has_the_result_says_so_when_another_misses_it() -> None:
     talk = enrolled()
     talk.completed(4)
     assert kinds(talk.due(0.2)) == [], "nobody has asked"
-    assert talk.hear(e.Broke(4)) == []
+    assert talk.hear(e.Now(1, broken=(4,))) == []
     assert kinds(talk.due(0.21)) == ["TellCompleted"]
-    assert talk.hear(e.Broke(5)) == [f.GroupBroke(5)]
+    assert talk.hear(e.Now(2, broken=(5,))) == [f.GroupBroke(5)]
+    assert talk.hear(e.Now(3, broken=(5,))) == [f.GroupBroke(5)], "it may have begun that exchange since"
     talk.completed(5)
     assert kinds(talk.due(0.22)) == ["TellCompleted"]
 
@@ -138,9 +155,9 @@ def test_a_result_that_is_handed_over_is_there_when_it_has_come_and_its_source_h
     talk.due(0.1)
     again = e.Again(PAIR.sequence, given, 0)
     assert talk.hear(again) == [f.Replied(key, again)]
-    assert talk.hear(e.Broke(PAIR.sequence)) == [f.GroupBroke(PAIR.sequence)], "it has still to come"
+    assert talk.hear(e.Now(1, broken=(PAIR.sequence,))) == [f.GroupBroke(PAIR.sequence)], "it has still to come"
     talk.completed(PAIR.sequence)
-    assert talk.hear(e.Broke(PAIR.sequence)) == []
+    assert talk.hear(e.Now(2, broken=(PAIR.sequence,))) == []
     assert kinds(talk.due(0.2)) == ["TellCompleted"]
     mine = e.Again(PAIR.sequence, given, ME.pipeline)
     assert talk.hear(mine) == [f.HandOver(PAIR.sequence, given)]
@@ -154,8 +171,8 @@ def test_what_is_refused_is_not_asked_again_and_the_end_ends_all_but_a_departure
     assert talk.hear(e.Refused(talk.due(0.1)[0].number, "too large")) == [f.NotGranted(put, "too large")]
     assert talk.hear(e.Refused(0, "different places")) == [f.NotGranted(meet, "different places")]
     talk.ask(e.Meet, "other", b"")
-    assert talk.hear(e.MustEnd("lost")) == [f.MustStop("lost", run=False, failed=True)]
-    assert talk.hear(e.Over("all have finished", False)) == [], "the first end counts"
+    assert talk.hear(e.must_end("lost")) == [e.End("lost", run=False)]
+    assert talk.hear(e.Now(8, over=e.End("all have finished", True, False))) == [], "the first end counts"
     talk.hear(e.Stranger())
     talk.ask(e.Meet, "more", b"")
     talk.ask(e.Depart, False)
@@ -196,8 +213,8 @@ REPLIES = st.one_of(
     for kind in (*get_args(m.Reply), *get_args(e.Reply))
     if kind is not m.StatusReply
 )
-LEVELS = (e.Hold, e.Waits, e.Line, e.Stranger, e.Broke, e.Again, m.Lost, m.AskLeases)
-"""The last counts: beats put right what was overtaken; and what is answered anew each time."""
+ANEW = (e.Waits, e.Stranger, e.Again)
+"""Of what a request waits for the last one counts; and what is answered anew each time."""
 
 
 def ask_everything(talk: c.Conversation) -> None:
@@ -211,7 +228,7 @@ def ask_everything(talk: c.Conversation) -> None:
 
 
 def believed(talk: c.Conversation) -> object:
-    return talk.epoch, talk.donations, talk.stop, talk.held, [*talk._open]
+    return talk.epoch, talk.donations, talk.held_up, talk.stop, talk.held, [*talk._open]
 
 
 @settings(deadline=None)
@@ -227,7 +244,7 @@ def test_no_sequence_of_replies_breaks_a_conversation_and_repeated_ones_change_n
         heard.append(reply)
         before = believed(talk)
         for again in heard:
-            if not isinstance(again, LEVELS):
+            if not isinstance(again, ANEW):
                 assert talk.hear(again) == []
         assert believed(talk) == before
         for request in talk.due(float(now)):

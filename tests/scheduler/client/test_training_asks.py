@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -11,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
+from lightning_sdpipe.membership.members import Epoch
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.conversation import LAST_BEAT, Conversation
-from lightning_sdpipe.scheduler.client.effects import Came, Connect, Effect, MustStop, Send, Unheard
-from tests.scheduler.client.test_conversation import any_of
+from lightning_sdpipe.scheduler.client.effects import Came, Connect, Effect, Unheard
+from tests.scheduler.client.test_conversation import LINE, any_of
 
 ME = Worker(0, 1)
 SEGMENT = Segment(0, 0, 0, 9)
@@ -35,10 +35,6 @@ def joined(**options: Any) -> Conversation:
     return talk
 
 
-def said(effects: Sequence[Effect]) -> list[m.Request]:
-    return [effect.request for effect in effects if isinstance(effect, Send)]
-
-
 def test_what_is_open_is_repeated_under_new_numbers_and_any_of_them_answers() -> None:
     talk = conversation().training
     first = talk.ask(m.Join).number
@@ -52,47 +48,51 @@ def test_what_is_open_is_repeated_under_new_numbers_and_any_of_them_answers() ->
     assert not talk.joined
     assert talk.again()[0].number == leave.number + 1, "the ready is dropped"
     assert talk.hear(e.Noted(again.number)) == [], "that was to the join"
-    assert talk.hear(e.Stranger(known=True)) == [], "a worker that leaves does not join again"
     assert talk.asks(m.Leave)
 
 
-def test_a_scheduler_that_was_started_again_hears_what_others_may_lack_and_then_what_is_open() -> None:
-    talk = joined().training
-    talk.ask(m.Ready, 3)
-    talk.ask(m.AskLease, SEGMENT, 0)
-    assert talk.hear(ANSWER) == [Came(m.Ready, ANSWER)], "while the lease is waited for"
-    talk.ask(m.Ready, 4)
-    join, lease, ready = said(talk.hear(e.Stranger()))
-    assert isinstance(join, m.Join)
-    assert (join.resumed, join.heard, join.answers, join.answered) == (True, 4, (ANSWER,), 3)
-    assert (lease, ready) == (
-        m.AskLease(ME, 7, join.number + 1, SEGMENT, 0, Done(0, None, 0.0)),
-        m.Ready(ME, 7, join.number + 2, 4),
-    )
-    again = talk.join_again()
-    assert isinstance(again, m.Join)
-    assert again.answers == (ANSWER,), "over the other line"
-    refused = e.Refused(join.number, "it serves another mesh")
-    assert talk.hear(refused) == [Came(m.AskLease, refused), Came(m.Ready, refused)], "they depend on the join"
-    assert talk.again() == []
+def test_a_scheduler_that_was_started_again_hears_what_others_may_lack() -> None:
+    both = joined()
+    both.hear(e.Start(Epoch(1, (), "tested"), True))
+    both.ask(e.Enrol, {})
+    both.training.ask(m.Ready, 3)
+    assert both.training.hear(ANSWER) == [Came(m.Ready, ANSWER)]
+    both.training.ask(m.Ready, 4)
+    for known in (False, True):
+        both.hear(e.Stranger(known))
+        enrol = both.due(0.0)[0]
+        assert isinstance(enrol, e.Enrol)
+        assert enrol.resumes is not None
+        resumes = enrol.resumes
+        assert (resumes.joined, resumes.heard, resumes.answered, resumes.answers) == (True, 4, 3, (ANSWER,))
+    both.training.ask(m.Leave)
+    both.hear(e.Stranger())
+    enrol = both.due(0.0)[0]
+    assert isinstance(enrol, e.Enrol)
+    assert enrol.resumes is not None
+    assert (enrol.resumes.joined, enrol.resumes.heard, enrol.resumes.answers) == (False, 4, ())
 
 
-def test_what_was_dealt_is_told_when_it_is_asked_for() -> None:
-    talk = conversation().training
-    assert talk.hear(m.AskLeases()) == [], "nothing was"
-    talk.ask(m.AskLease, SEGMENT, 0)
+def test_what_was_dealt_is_told_to_a_scheduler_that_was_started_again() -> None:
+    both = conversation()
+    both.hear(e.Start(Epoch(1, (), "tested"), True))
+    assert both.training.leases.book() is None, "nothing was"
+    both.training.ask(m.AskLease, SEGMENT, 0)
     lease = Lease(SEGMENT, 1, 0, 0, 0, 4, 0.0, 1.0)
-    assert talk.hear(m.Dealt(msgspec.structs.replace(lease, ordinal=1))) == []
-    assert talk.hear(m.Dealt(lease)) == [Came(m.AskLease, m.Dealt(lease))]
-    (book,) = said(talk.hear(m.AskLeases()))
-    assert isinstance(book, m.TellLeases)
-    assert (book.segment, book.leases, book.over) == (SEGMENT, (lease,), False)
+    assert both.training.hear(m.Dealt(msgspec.structs.replace(lease, ordinal=1))) == []
+    assert both.training.hear(m.Dealt(lease)) == [Came(m.AskLease, m.Dealt(lease))]
+    both.ask(e.Enrol, {})
+    both.hear(e.Stranger())
+    enrol = both.due(0.0)[0]
+    assert isinstance(enrol, e.Enrol)
+    assert enrol.resumes is not None
+    assert enrol.resumes.book == e.Book(SEGMENT, (lease,), False, Done(0, None, 0.0))
 
 
 @pytest.mark.parametrize("host", [None, Worker(0, 0)])
 def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worker | None) -> None:
     talk, effects = joined(host=host), list[Effect]()
-    talk.hear(e.Line(5, b"nonce", 1.0, 30.0))
+    talk.hear(e.Now(1, LINE))
     for now in range(LAST_BEAT - 1):
         talk.due(float(now))
     talk.hear(e.Noted(3))
@@ -100,20 +100,20 @@ def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worke
         talk.due(float(now))
         effects += talk.given_up()
     what = "it ended without a word, and the scheduler with it"
-    assert effects == [Unheard(LAST_BEAT) if host is None else MustStop(what, True, True, host)]
+    assert effects == [Unheard(LAST_BEAT) if host is None else e.End(what, True, True, host)]
 
 
 def test_an_invitation_a_line_and_the_end_are_heard_of_once_over_either_line() -> None:
-    talk, invitation = joined(), m.Invitation(PAIR, 3)
+    talk, invitation, end = joined(), m.Invitation(PAIR, 3), e.End("broke", True, True, ME)
     for reply, effect in (
         (invitation, invitation),
-        (e.Line(5, b"nonce", 1.0, 30.0), Connect(5, b"nonce")),
-        (e.Over("broke", True, ME), MustStop("broke", True, True, ME)),
+        (e.Now(1, LINE), Connect(5, b"nonce")),
+        (e.Now(0, over=end), end),
     ):
         assert talk.hear(reply) == [effect]
         assert talk.hear(reply) == []
-    assert talk.hear_training(e.Over("lost its neighbour", True)) == []
-    assert talk.stop == MustStop("broke", True, True, ME)
+    assert talk.hear_training(e.Now(0, over=e.End("lost its neighbour", True))) == []
+    assert talk.stop == end
 
 
 REPLIES = st.one_of(
@@ -121,8 +121,6 @@ REPLIES = st.one_of(
     for kind in (*get_args(m.Reply), *get_args(e.Reply))
     if kind is not m.StatusReply
 )
-LEVELS = (e.Stranger, m.AskLeases)
-"""These are answered anew each time."""
 
 
 @settings(deadline=None)
@@ -136,13 +134,13 @@ def test_no_sequence_of_replies_breaks_it_and_repeated_ones_change_nothing(data:
             assert m.encode(talk.ask(kind, *fields))
             heard.clear()  # the same reply may answer another question
         reply, number = m.decode_reply(m.encode(data.draw(REPLIES))), both._number
-        effects = both.hear_training(reply)
-        if getattr(reply, "number", 0) <= number and not isinstance(reply, LEVELS):
+        both.hear_training(reply)
+        if getattr(reply, "number", 0) <= number and not isinstance(reply, e.Stranger):
             heard.append(reply)  # others answer what is not said yet
         before = talk.joined, both.stop, talk.leases.book(), talk.asks(m.Ready), talk.asks(m.Join, m.Leave)
         for again in heard:
             assert both.hear_training(again) == []
         after = talk.joined, both.stop, talk.leases.book(), talk.asks(m.Ready), talk.asks(m.Join, m.Leave)
         assert after == before
-        for request in said(effects) + talk.again() + both.due(float(now)):
+        for request in [*talk.again(), *both.due(float(now))]:
             assert m.decode_request(m.encode(request)) == request

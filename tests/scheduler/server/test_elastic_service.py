@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment, Told
@@ -59,7 +60,7 @@ class ElasticDialogue:
     def resume(self, epoch: Epoch, *back: Member) -> None:
         """The processes of ``back`` were in ``epoch``, which another scheduler decided."""
         for pipeline, incarnation in ((member.pipeline, member.incarnation) for member in back):
-            self.say(e.Resume, Worker(0, pipeline), incarnation, SAME, epoch, (epoch.number,), ())
+            self.say(e.Enrol, Worker(0, pipeline), incarnation, SAME, e.Resumes(epoch, (epoch.number,)))
 
     def ask(
         self, member: Member, ordinal: int, batches: int, now: float = 0.0, stage: int = 0, segment: Segment = S
@@ -69,12 +70,14 @@ class ElasticDialogue:
         replies = self.say(m.AskLease, worker, member.incarnation, segment, ordinal, Done(batches), now=now)
         return [reply for _, reply in replies]
 
-    def tell(
-        self, member: Member, *leases: Lease, batches: int = 0, segment: Segment = S, stage: int = 0
-    ) -> list[m.Reply | e.Reply]:
-        worker = Worker(stage, member.pipeline)
-        replies = self.say(m.TellLeases, worker, member.incarnation, segment, leases, False, Done(batches))
-        return [reply for _, reply in replies]
+
+def donations(replies: list[Addressed]) -> list[tuple[bytes, tuple[str, ...]]]:
+    return [(peer, reply.donate) for peer, reply in replies if isinstance(reply, e.Now) and reply.donate]
+
+
+def broken(replies: list[Addressed]) -> dict[bytes, tuple[int, ...]]:
+    """Which are asked about which groups."""
+    return {peer: reply.broken for peer, reply in replies if isinstance(reply, e.Now) and reply.broken}
 
 
 A, B, C = Member(0, 100), Member(1, 101), Member(2, 102)
@@ -82,18 +85,16 @@ EPOCH = Epoch(4, (A, B, C), "pipeline 2 has come")
 
 
 def test_a_scheduler_without_a_journal_hears_what_a_pipeline_beyond_the_plan_was_dealt(tmp_path: Path) -> None:
-    """Though it tells last; and the log plays back."""
+    """Though it came back first, when nothing was decided; and the log plays back."""
     log = EventLog(tmp_path / "log")
     d = ElasticDialogue(log=log)
     terms = d.service.members.membership.terms
     log.open(Beginning(registry.to_plain(T_INF), 1, 2, 0.0, "", terms))
-    d.resume(EPOCH, A, B, C)
-    for member in (A, B):
-        assert d.ask(member, 0, 0) == [m.AskLeases()]
-        assert d.tell(member) == []
-        assert d.ask(member, 0, 0) == [], "pipeline 2 has not told"
-    assert d.ask(C, 1, 1) == [m.AskLeases()]
-    answered = d.tell(C, Lease(S, 2, 0, 1, 4, 8, 0.0, 2.0), batches=1)
+    book = e.Book(S, (Lease(S, 2, 0, 1, 4, 8, 0.0, 2.0),), False, Done(1))
+    d.say(e.Enrol, Worker(0, 2), C.incarnation, SAME, e.Resumes(EPOCH, (4,), book=book))
+    d.resume(EPOCH, A, B)
+    assert d.ask(A, 0, 0) == [], "pipeline 1 has not said that it was dealt nothing"
+    answered = d.ask(B, 0, 0)
     assert [(reply.lease.home, reply.lease.start) for reply in answered if isinstance(reply, m.Dealt)] == [
         (0, 0),
         (1, 0),
@@ -140,16 +141,14 @@ def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_jo
     d.say(e.Depart, Worker(0, 1), B.incarnation, False, "OSError: gone")
     for stage in (0, 1):
         replies = d.say(e.Enrol, Worker(stage, 1), again.incarnation, SAME)
-    assert [peer for peer, reply in replies if isinstance(reply, e.Give)] == [e.peer_of(Worker(0, 0), A.incarnation)]
-    (transfer,) = {reply.donate.transfer for _, reply in replies if isinstance(reply, e.Give)}
+    ((peer, (transfer,)),) = donations(replies)
+    assert peer == e.peer_of(Worker(0, 0), A.incarnation)
     for stage in (0, 1):
         d.say(e.TellSnapshot, Worker(stage, 0), A.incarnation, transfer, 3)
     for stage in (0, 1):
         d.say(e.TellReceived, Worker(stage, 1), again.incarnation, transfer, 3)
-    assert d.ask(A, 0, 0, segment=one_batch) == [m.AskLeases()]
-    for stage in (0, 1):
-        d.tell(A, segment=one_batch, stage=stage)
-    assert isinstance(d.ask(A, 0, 0, segment=one_batch)[0], m.Dealt)
+    assert d.ask(A, 0, 0, segment=one_batch) == []
+    assert isinstance(d.ask(A, 0, 0, stage=1, segment=one_batch)[0], m.Dealt)
     assert isinstance(d.ask(again, 0, 0, segment=one_batch)[0], m.Dealt)
     ordinal = 1
     for stage in (0, 1):
@@ -169,15 +168,13 @@ def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
     d = ElasticDialogue(LocalSGD(every=1))
     epoch = Epoch(4, (A, B), "pipeline 1 has come")
     for member in (A, B):
-        d.say(e.Resume, Worker(0, member.pipeline), member.incarnation, SAME, epoch, (), ())
-    d.say(m.Join, Worker(0, 0), A.incarnation, None, True, 3, (), 3)
-    d.say(m.Join, Worker(0, 1), B.incarnation, None, True, 3, (), 3)
+        resumes = e.Resumes(epoch, (), heard=3, joined=True, answered=3)
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
     assert d.say(m.Ready, Worker(0, 1), B.incarnation, 4) == [], "it is told to join, which it has done"
     d.say(m.Leave, Worker(0, 1), B.incarnation)
     for member in (A, B):
-        d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (5,), 5, True, False)
-    d.say(m.Ready, Worker(0, 0), A.incarnation, 4)
-    replies = d.service.tick(0.0)
+        d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (5,), 5, True)
+    replies = d.say(m.Ready, Worker(0, 0), A.incarnation, 4) + d.service.tick(0.0)
     assert [reply.group.members for _, reply in replies if isinstance(reply, m.Answer)] == [(Worker(0, 0),)]
 
 
@@ -186,16 +183,16 @@ def test_a_new_start_of_a_pipeline_is_not_asked_about_groups_of_the_start_before
     d, again = ElasticDialogue(LocalSGD(every=1)), Member(2, 202)
     broke = Group((Worker(0, 0), Worker(0, 1), Worker(0, 2)), (1 / 3,) * 3, 9, "everybody came", epoch=4)
     for member in (A, B):
-        d.say(e.Resume, Worker(0, member.pipeline), member.incarnation, SAME, EPOCH, (4,), (), 1)
+        resumes = e.Resumes(EPOCH, (4,), since=1, heard=9, joined=True, answered=4)
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
     d.tick(4.0)
     replies = d.say(e.Enrol, Worker(0, 2), again.incarnation, SAME, now=4.0)
-    (donate,) = {reply.donate for _, reply in replies if isinstance(reply, e.Give)}
-    d.say(e.TellSnapshot, Worker(0, donate.donor), (A, B)[donate.donor].incarnation, donate.transfer, 3)
-    d.say(e.TellReceived, Worker(0, 2), again.incarnation, donate.transfer, 3)
-    for member in (A, B):
-        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), 4)
+    ((peer, (transfer,)),) = donations(replies)
+    donor = next(member for member in (A, B) if peer == e.peer_of(Worker(0, member.pipeline), member.incarnation))
+    d.say(e.TellSnapshot, Worker(0, donor.pipeline), donor.incarnation, transfer, 3)
+    d.say(e.TellReceived, Worker(0, 2), again.incarnation, transfer, 3)
     replies = d.say(e.AskRegroup, Worker(0, 0), A.incarnation, broke, (), False, now=4.0)
-    assert [peer for peer, reply in replies if isinstance(reply, e.Broke)] == [e.peer_of(Worker(0, 1), B.incarnation)]
+    assert broken(replies) == {e.peer_of(Worker(0, 1), B.incarnation): (9,)}
     replies = d.say(e.TellCompleted, Worker(0, 1), B.incarnation, 9, now=4.0)
     assert [reply.group.members for _, reply in replies if isinstance(reply, e.Again)] == [(Worker(0, 0),)]
 
@@ -205,11 +202,11 @@ def test_members_of_a_broken_group_hear_alike_who_tries_again_though_the_schedul
     d, epoch = ElasticDialogue(LocalSGD(every=1)), Epoch(5, (A, B), "pipeline 2 lost")
     broke = Group((Worker(0, 0), Worker(0, 1), Worker(0, 2)), (1 / 3,) * 3, 9, "everybody came", epoch=4)
     again = Group((Worker(0, 0), Worker(0, 1)), (0.5, 0.5), 10, "regrouped", epoch=5)
-    d.say(e.Resume, Worker(0, 1), B.incarnation, SAME, epoch, (5,), (), 1)
+    resumes = e.Resumes(epoch, (5,), since=1, heard=9, joined=True, answered=4)
+    d.say(e.Enrol, Worker(0, 1), B.incarnation, SAME, resumes)
     d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,), False)
-    d.say(e.Resume, Worker(0, 0), A.incarnation, SAME, epoch, (5,), (), 1, ((9, again),))
-    for member in (A, B):
-        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 9, (), 4)
+    resumes = msgspec.structs.replace(resumes, regrouped=((9, again),))
+    d.say(e.Enrol, Worker(0, 0), A.incarnation, SAME, resumes)
     replies = d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,), False)
     assert replies == [(e.peer_of(Worker(0, 1), B.incarnation), e.Again(9, again))]
     for member in (A, B):
@@ -237,12 +234,34 @@ def test_replicas_that_are_to_stay_equal_set_out_together() -> None:
     assert d.say(m.Ready, first, A.incarnation, 0) == []
     assert d.groups(d.say(m.Ready, second, B.incarnation, 0)) == [(0, 1)]
     assert d.say(m.Ready, first, A.incarnation, 1) == []
-    assert d.groups(d.say(m.Leave, second, B.incarnation, None)) == [(0,)], "which had heard later that all is trained"
+    assert d.groups(d.say(m.Leave, second, B.incarnation)) == [(0,)], "which had heard later that all is trained"
     d.say(m.Join, second, B.incarnation, None)
     assert d.service.groups.sessions.active_in(0) == [first], "it waits for the other"
-    d.say(m.Leave, first, A.incarnation, None)
+    d.say(m.Leave, first, A.incarnation)
     d.say(m.Join, first, A.incarnation, None)
     assert d.service.groups.sessions.active_in(0) == [first, second]
+
+
+def test_replicas_set_out_together_though_one_had_heard_so_and_the_other_not_when_the_scheduler_died() -> None:
+    d, first, second = ElasticDialogue(AllPresent()), Worker(0, 0), Worker(0, 1)
+    epoch = Epoch(4, (A, B), "pipeline 1 has come")
+    for member in (A, B):
+        resumes = e.Resumes(epoch, (4,), since=1, joined=member == A)
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
+    assert d.say(m.Ready, first, A.incarnation, 0) == [], "it would be alone in that round"
+    assert d.service.groups.sessions.active_in(0) == []
+    d.say(m.Join, second, B.incarnation, None)
+    assert d.groups(d.say(m.Ready, second, B.incarnation, 0)) == [(0, 1)]
+
+
+@pytest.mark.parametrize("answered", [None, 4])
+def test_replicas_that_were_in_a_round_go_on_when_the_scheduler_is_started_again(answered: int | None) -> None:
+    d, epoch = ElasticDialogue(AllPresent()), Epoch(4, (A, B), "pipeline 1 has come")
+    for member, heard in ((B, answered), (A, 4)):
+        resumes = e.Resumes(epoch, (4,), since=1, heard=8, joined=True, answered=heard)
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
+    assert d.say(m.Ready, Worker(0, 0), A.incarnation, 5) == []
+    assert d.groups(d.say(m.Ready, Worker(0, 1), B.incarnation, 5)) == [(0, 1)]
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -252,12 +271,12 @@ def test_a_newcomer_is_in_the_round_after_its_donor_has_copied(dies: bool) -> No
         for stage in stages:
             d.say(m.Join, Worker(stage, member.pipeline), member.incarnation, None)
     replies = [d.say(e.Enrol, Worker(stage, 2), new, SAME) for stage in stages]
-    (donate,) = {reply.donate for each in replies for _, reply in each if isinstance(reply, e.Give)}
-    donor, other = (A, B) if donate.donor == 0 else (B, A)
+    ((peer, (transfer,)),) = [told for each in replies for told in donations(each)]
+    donor, other = (A, B) if peer == e.peer_of(Worker(0, 0), A.incarnation) else (B, A)
     for stage in stages:
         d.say(m.Ready, Worker(stage, other.pipeline), other.incarnation, 7)
     for stage in stages:
-        d.say(e.TellSnapshot, Worker(stage, donor.pipeline), donor.incarnation, donate.transfer, 7)
+        d.say(e.TellSnapshot, Worker(stage, donor.pipeline), donor.incarnation, transfer, 7)
     for stage in stages:
         assert d.say(m.Ready, Worker(stage, donor.pipeline), donor.incarnation, 7) == [], "the newcomer is waited for"
     if dies:
@@ -265,7 +284,7 @@ def test_a_newcomer_is_in_the_round_after_its_donor_has_copied(dies: bool) -> No
         assert said == [(0, 1), (0, 1)]
         return
     for stage in stages:
-        d.say(e.TellReceived, Worker(stage, 2), new, donate.transfer, 7)
+        d.say(e.TellReceived, Worker(stage, 2), new, transfer, 7)
     for member in (A, B, C):
         for stage in stages:
             d.holds(Worker(stage, member.pipeline), member, 2)
@@ -279,14 +298,14 @@ def test_a_newcomer_whose_donor_dies_is_not_waited_for_until_another_one_has_cop
     for member in (A, B):
         d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None)
     replies = d.say(e.Enrol, Worker(0, 2), new, SAME)
-    (donate,) = {reply.donate for _, reply in replies if isinstance(reply, e.Give)}
-    donor, other = (A, B) if donate.donor == 0 else (B, A)
-    d.say(e.TellSnapshot, Worker(0, donor.pipeline), donor.incarnation, donate.transfer, 7)
+    ((peer, (transfer,)),) = donations(replies)
+    donor, other = (A, B) if peer == e.peer_of(Worker(0, 0), A.incarnation) else (B, A)
+    d.say(e.TellSnapshot, Worker(0, donor.pipeline), donor.incarnation, transfer, 7)
     assert d.say(m.Ready, Worker(0, other.pipeline), other.incarnation, 7) == []
     replies = d.say(e.Depart, Worker(0, donor.pipeline), donor.incarnation, False)
     assert d.groups(replies) == [(other.pipeline,)]
-    (again,) = {reply.donate for _, reply in replies if isinstance(reply, e.Give)}
-    d.say(e.TellSnapshot, Worker(0, other.pipeline), other.incarnation, again.transfer, 8)
+    ((_, (again,)),) = donations(replies)
+    d.say(e.TellSnapshot, Worker(0, other.pipeline), other.incarnation, again, 8)
     assert d.say(m.Ready, Worker(0, other.pipeline), other.incarnation, 8) == []
 
 
@@ -296,9 +315,9 @@ def broken_round() -> tuple[ElasticDialogue, Group]:
     d.say(e.Enrol, Worker(0, 2), C.incarnation, SAME)
     epoch = Epoch(4, (A, B, C), "pipeline 2 has come")
     d = ElasticDialogue(AllPresent())
-    d.resume(epoch, A, B, C)
+    resumes = e.Resumes(epoch, (epoch.number,), since=1, heard=8, joined=True, answered=4)
     for member in (A, B, C):
-        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None, True, 8, (), 4)
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
     d.tick(4.0)
     for member in (A, B, C):
         replies = d.say(m.Ready, Worker(0, member.pipeline), member.incarnation, 5, now=4.0)
@@ -310,11 +329,10 @@ def broken_round() -> tuple[ElasticDialogue, Group]:
 def test_who_has_the_mean_of_a_round_hands_it_over_and_another_one_does_if_that_one_dies() -> None:
     d, group = broken_round()
     first, second, third = (Worker(0, i) for i in range(3))
-    assert [type(r) for _, r in d.say(e.AskRegroup, third, C.incarnation, group, (), True)] == [
-        e.Broke,
-        e.Broke,
-        e.Waits,
-    ]
+    assert broken(d.say(e.AskRegroup, third, C.incarnation, group, (), True)) == {
+        e.peer_of(first, A.incarnation): (group.sequence,),
+        e.peer_of(second, B.incarnation): (group.sequence,),
+    }
     for member in (A, B):
         said = d.say(e.TellCompleted, Worker(0, member.pipeline), member.incarnation, group.sequence)
     assert not [reply for _, reply in said if isinstance(reply, e.Again)], "they share no process group any more"
@@ -327,7 +345,7 @@ def test_who_has_the_mean_of_a_round_hands_it_over_and_another_one_does_if_that_
     assert told == {e.peer_of(first, A.incarnation), e.peer_of(third, C.incarnation)}
     d.say(e.Depart, first, A.incarnation, False)
     replies = d.say(e.AskRegroup, third, C.incarnation, group, (), True)
-    assert (e.peer_of(second, B.incarnation), e.Broke(group.sequence)) in replies
+    assert broken(replies) == {e.peer_of(second, B.incarnation): (group.sequence,)}
     d.say(e.TellCompleted, second, B.incarnation, group.sequence)
     epoch = d.service.members.membership.epoch.number
     d.holds(second, B, epoch)
@@ -346,3 +364,31 @@ def test_if_nobody_has_the_mean_any_more_those_that_are_left_compute_one() -> No
     d.holds(second, B, epoch)
     (again,) = {reply for _, reply in d.holds(third, C, epoch) if isinstance(reply, e.Again)}
     assert (again.source, again.group.members) == (-1, (second, third))
+
+
+def test_a_new_epoch_is_one_message_for_all_that_are_told_the_same_and_again_for_those_that_have_not_seen_it() -> None:
+    d, members = ElasticDialogue(), tuple(Member(i, 100 + i) for i in range(64))
+    d.resume(Epoch(4, members, "pipeline 63 has come"), *members)
+
+    def beat(member: Member, seen: int, epoch: int) -> m.Reply | e.Reply:
+        return d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (), epoch, True, seen)[-1][1]
+
+    first = beat(members[0], 0, 0)
+    assert isinstance(first, e.Now)
+    assert first.line is not None
+    assert first.epoch is not None
+    for member in members:
+        now = beat(member, 0, 0)
+        assert isinstance(now, e.Now)
+        assert isinstance(beat(member, now.version, 5), e.Noted), "it has seen all"
+    nonces = {of.pipeline: nonce for nonce, (of, _) in d.service.lines._given.items()}
+    told = [reply for _, reply in d.service.line_ended(nonces[9], 1.0) if isinstance(reply, e.Now)]
+    (now,) = {id(reply): reply for reply in told if reply.over is None}.values()
+    assert len(told) == 64, "63 others, and the one that must end"
+    assert (now.epoch, now.line) == (d.service.members.membership.epoch, None)
+    again = beat(members[0], now.version - 1, 5)
+    assert isinstance(again, e.Now)
+    assert again.epoch == now.epoch
+    later = beat(members[0], again.version - 1, 6)
+    assert isinstance(later, e.Now)
+    assert later.epoch is None, "it is known to have that"

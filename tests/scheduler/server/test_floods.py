@@ -26,9 +26,9 @@ from lightning_sdpipe.scheduler.server import server
 from lightning_sdpipe.scheduler.server.group_delivery import MOST_OPEN
 from lightning_sdpipe.scheduler.server.key_value_store import MAX_KEY_CHARACTERS, KeyValueStore, StoreFull
 from lightning_sdpipe.scheduler.server.lifelines import MAX_SILENT, NONCE_BYTES, Lifelines
-from lightning_sdpipe.scheduler.server.recovery import Recovery
 from lightning_sdpipe.scheduler.server.server import Server
 from lightning_sdpipe.scheduler.server.service import SchedulerService
+from lightning_sdpipe.scheduler.server.session import ReportedAnswers
 from tests.scheduler.live_scheduler import serving
 
 KNOWN = b"k" * NONCE_BYTES
@@ -157,13 +157,13 @@ def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:
 
 
 def test_of_each_worker_only_the_last_report_of_answers_is_kept() -> None:
-    recovery, reporter = Recovery([Worker(0, 0), Worker(0, 1)], 10.0), Worker(0, 1)
+    reported, reporter = ReportedAnswers(), Worker(0, 1)
     for number in range(1000):
         group = Group((Worker(0, 0), reporter), (0.5, 0.5), number, "made up")
-        recovery.keep((m.Answer(group, (number, number)),), reporter)
-    assert {worker: list(answers) for worker, answers in recovery.answers.items()} == {Worker(0, 0): [999]}
-    recovery.keep((), reporter)
-    assert not recovery.answers
+        reported.keep((m.Answer(group, (number, number)),), reporter)
+    assert {worker: list(answers) for worker, answers in reported.answers.items()} == {Worker(0, 0): [999]}
+    reported.keep((), reporter)
+    assert not reported.answers
 
 
 def test_keys_that_are_waited_for_are_counted() -> None:

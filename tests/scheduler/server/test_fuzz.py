@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import socket as sockets
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import zmq
 from hypothesis import settings
 
 from lightning_sdpipe.dealing.leases import Done, Lease, Segment
-from lightning_sdpipe.membership.members import FIXED
+from lightning_sdpipe.membership.members import FIXED, Epoch, Member
 from lightning_sdpipe.policies import Group, Reason, Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -25,13 +26,14 @@ FRAMES, SENT = (1_000_000, 100_000) if settings.default.max_examples >= 10_000 e
 A, B = Worker(0, 0), Worker(0, 1)
 GROUP = Group((A, B), (0.5, 0.5), 3, Reason.ENFORCED)
 ANSWER = m.Answer(GROUP, (4, 5))
+EPOCH = Epoch(3, (Member(0, 5), Member(1, 1 << 60)), "tested")
 SEGMENT = Segment(1 << 60, 2, 0, 100)
 LEASE = Lease(SEGMENT, 1, 3, 0, 40, 70, 123.5, 2.25)
 ROWS = NewRows((UpdateRow(7, 1, (1,) * 13, 0), UpdateRow(9, 2, (1000,) * 13, 4)), 250, 1)
 REQUESTS = [
     m.Hello(A, 1 << 60, 1, (2, 3)),
     m.Join(A, 1 << 60, 1, None),
-    m.Join(B, 5, 9, (1, 2), True, 3, (ANSWER, ANSWER)),
+    e.Enrol(B, 5, 9, FIXED, e.Resumes(EPOCH, (), heard=3, joined=True, answered=4, answers=(ANSWER, ANSWER))),
     m.Join(B, 5, 9, (1, 2), about=About("host", "cuda:1", 3)),
     m.Ready(A, 1 << 60, 2, 7),
     m.Leave(B, 5, 6),
@@ -43,7 +45,7 @@ REQUESTS = [
     e.Beat(A, 1, 6, (), 1, True, joined=True, rows=ROWS),
     e.Beat(B, 1, 6, (), 1, True, dealt=(SEGMENT, Done(7, 0.25, 0.1))),
     m.AskLease(A, 1, 7, SEGMENT, 3, Done(0)),
-    m.TellLeases(B, 1, 8, SEGMENT, (LEASE, LEASE), False, Done(7, 0.25, 0.1)),
+    e.Enrol(B, 1, 8, FIXED, e.Resumes(EPOCH, (3,), book=e.Book(SEGMENT, (LEASE, LEASE), False, Done(7, 0.25, 0.1)))),
     m.AskStatus(),
     m.AskRows(-9),
 ]
@@ -55,13 +57,11 @@ REPLIES = [
     e.Refused(3, "no"),
     e.Stranger(known=True),
     e.Waits(4, "it waits"),
-    e.Over("no", True, A),
-    e.Line(5555, b"nonce", 1.0, 30.0),
+    e.Now(0, over=e.End("no", True, True, A)),
+    e.Now(4, e.Line(5555, b"nonce", 1.0, 30.0), EPOCH, "too few", ("state-1",), (3, 4), ((B, "was silent"),)),
     e.Stored(4, (b"a", None)),
-    m.Lost(B, "was silent"),
     m.Invitation(GROUP),
     m.Dealt(LEASE),
-    m.AskLeases(),
     m.RowsReply(2.5, ((A, About("host", "cpu", 3, 32)),), 0, 1, (b"\x90",)),
 ]
 
@@ -87,6 +87,14 @@ def nonsense(count: int, seed: int, valid: list[bytes]) -> Iterator[bytes]:
             if frame:
                 frame[spot(len(frame))] = spot(256)
         yield bytes(frame)
+
+
+def test_the_protocol_is_small() -> None:
+    """Besides what is asked of the seeing parts."""
+    seeing = m.AskRows, m.RowsReply, m.AskSpans, m.SpansReply
+    kinds = [kind for of in (m.Request, m.Question, m.Reply, e.Request, e.Reply) for kind in get_args(of)]
+    assert len([kind for kind in kinds if kind not in seeing]) <= 31
+    assert len(m.encode(m.Ready(Worker(3, 200), 1 << 62, 1 << 20, 1 << 20))) <= 32
 
 
 @pytest.mark.parametrize("message", REQUESTS, ids=lambda message: type(message).__name__)

@@ -18,6 +18,7 @@ from lightning_sdpipe.cli import main
 from lightning_sdpipe.dealing.dealer import Dealer
 from lightning_sdpipe.dealing.leases import Asked, Done, Expected, Lease, LeaseEvent, Returned, Segment, Told, Trained
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.membership.members import FIXED, Epoch
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.events import Widened
@@ -37,10 +38,9 @@ S = Segment(5, 0, 0, 20)
 
 
 def begin(d: Dialogue, segment: Segment = S) -> list[Lease]:
-    """Both pipelines tell that they were dealt nothing, and ask."""
-    for worker in (A, B):
-        assert d.say(m.AskLease, worker, segment, 0, Done(0)) == [(line(worker), m.AskLeases())]
-        assert d.say(m.TellLeases, worker, segment, (), False, Done(0)) == []
+    """Both pipelines ask for their first lease, by which they say that they were dealt nothing."""
+    assert d.say(m.AskLease, A, segment, 0, Done(0)) == []
+    d.say(m.AskLease, B, segment, 0, Done(0))
     return [dealt(d.say(m.AskLease, worker, segment, 0, Done(0))) for worker in (A, B)]
 
 
@@ -64,13 +64,16 @@ def test_a_lease_is_answered_once_and_for_all() -> None:
     assert isinstance(reply, e.Refused)
 
 
-def test_a_heartbeat_says_how_far_a_worker_is_and_brings_the_book() -> None:
+def test_who_was_dealt_something_that_is_not_known_here_brings_its_book() -> None:
     d = Dialogue(NoSync())
     d.join(A)
-    assert d.beat(A, True, None, (S, Done(0))) == [(beats(A), m.AskLeases())]
-    begin_after_beat = d.say(m.TellLeases, A, S, (), False, Done(0))
-    assert begin_after_beat == []
-    assert d.beat(A, True, None, (S, Done(0))) == []
+    assert d.beat(A, True, None, (S, Done(4))) == []
+    assert d.say(m.AskLease, A, S, 1, Done(4)) == [(beats(A), e.Stranger())]
+    book = e.Book(S, (Lease(S, 0, 0, 0, 0, 4, 0.0, 2.0),), False, Done(4))
+    d.say(e.Enrol, A, FIXED, e.Resumes(Epoch(0, (), ""), (), book=book))
+    assert d.say(m.AskLease, A, S, 1, Done(4)) == []
+    d.say(m.AskLease, B, S, 0, Done(0))
+    assert dealt(d.say(m.AskLease, A, S, 1, Done(4))).start == 4
 
 
 def test_the_run_ends_when_all_wait_for_a_worker_that_is_lost() -> None:
@@ -133,10 +136,9 @@ def test_who_waits_for_a_lease_hears_of_those_that_the_scheduler_has_never_seen(
     """They died while it was away, or have yet to come back."""
     d = Dialogue(NoSync(), workers=3)
     for worker in (A, B):
-        d.say(m.TellLeases, worker, S, (), False, Done(0))
         assert d.say(m.AskLease, worker, S, 0, Done(0)) == []
     assert d.say(m.AskLease, A, S, 0, Done(0)) == [(line(A), e.Waits(d.number, str(Worker(0, 2))))]
-    d.say(m.TellLeases, Worker(0, 2), S, (), False, Done(0))
+    d.say(m.AskLease, Worker(0, 2), S, 0, Done(0))
     assert isinstance(dealt(d.say(m.AskLease, A, S, 0, Done(0))), Lease)
 
 
@@ -411,6 +413,6 @@ def test_the_length_of_batches_leaves_out_the_start_of_a_loader() -> None:
     assert trained(33.0, 5) == Done(5, 1.5, 0.0)
     assert trained(36.0, 6) == Done(6, 2.0, 0.0)
     heard.begin(S)
-    assert heard.book() == (S, (empty, more), False, Done(6, 2.0, 0.0))
+    assert heard.book() == e.Book(S, (empty, more), False, Done(6, 2.0, 0.0))
     heard.begin(Segment(5, 0, 20, 30))
-    assert heard.book() == (Segment(5, 0, 20, 30), (), False, Done(0, 2.0, 0.0))
+    assert heard.book() == e.Book(Segment(5, 0, 20, 30), (), False, Done(0, 2.0, 0.0))

@@ -72,7 +72,8 @@ def test_a_killed_worker_is_named_at_once_and_a_stopped_one_is_not(restarted: bo
                 kill_and_look(b.pid, address, heard)
                 return
         with serving(NoSync(), 1, 2, bind=address) as again:
-            wait(lambda: len(again.service.groups.sessions.active_in(0)) == 2)
+            processes = again.service.members._levels._processes
+            wait(lambda: [p.seen == p.version for p in processes.values()] == [True, True])
             kill_and_look(b.pid, address, heard)
 
 

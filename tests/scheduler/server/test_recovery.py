@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from lightning_sdpipe.membership.members import FIXED
+from lightning_sdpipe.membership.members import FIXED, Epoch, Member
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -29,8 +29,6 @@ def reported(heard: HeardAnswers) -> list[int]:
 
 def test_an_answer_is_kept_until_each_other_member_was_in_a_later_group() -> None:
     heard = HeardAnswers(Worker(0, 0))
-    assert heard.highest is None
-    heard.joined()
     assert heard.highest == -1
     for a, expected in (
         (answer(3, 0, 1, 2), [3]),
@@ -50,8 +48,8 @@ def test_an_answer_is_kept_until_each_other_member_was_in_a_later_group() -> Non
 
 def test_a_report_fits_into_a_request(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     full = answer(1, *range(MEMBERS_IN_REPORT))
-    join = m.Join(Worker(0, 0), (1 << 62) - 1, 1 << 40, (8, 512), True, 1 << 40, (full,))
-    assert len(m.encode(join)) < m.MAX_REQUEST_BYTES
+    resumes = e.Resumes(Epoch(1, (), ""), (), heard=1 << 40, joined=True, answered=1 << 40, answers=(full,))
+    assert len(m.encode(e.Enrol(Worker(0, 0), (1 << 62) - 1, 1 << 40, FIXED, resumes))) < m.MAX_REQUEST_BYTES
     monkeypatch.setattr(recovery_report, "MEMBERS_IN_REPORT", 5)
     heard = HeardAnswers(Worker(0, 0))
     for a in (answer(1, 0, 1, 2), answer(2, 0, 1), answer(3, 0)):
@@ -70,14 +68,14 @@ def test_members_of_a_group_go_on_alike_in_whatever_order_they_come_back(order: 
     service = SchedulerService(PHDPSGD(group_size=2, staleness=None, every=2), 2, 4)
     everybody = [Worker(j, i) for j in range(2) for i in range(4)]
     members = tuple(Worker(1, i) for i in range(4))
+    epoch = Epoch(1, tuple(Member(i, 7) for i in range(4)), "together")
     told = m.Answer(Group(members, (0.25,) * 4, 9, "matched"), (4, 4, 4, 4))
     replies = []
     for worker in sorted(everybody, key=lambda worker: worker not in HELD):
         heard = decided and worker.stage == 1 and worker not in HELD
         answers, answered = ((told,), 4) if heard else ((), 3)
-        service.handle(e.peer_of(worker, 7), e.Enrol(worker, 7, 1, FIXED), 0.0)
-        join = m.Join(worker, 7, 1, None, True, 9, answers, answered)
-        replies += service.handle(m.routing_id(worker, 7), join, 0.0)
+        resumes = e.Resumes(epoch, (), heard=9, joined=True, answered=answered, answers=answers)
+        replies += service.handle(e.peer_of(worker, 7), e.Enrol(worker, 7, 1, FIXED, resumes), 0.0)
     for worker in order:
         replies += service.handle(m.routing_id(worker, 7), m.Ready(worker, 7, 2, 4), 0.0)
     replies += service.tick(0.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.dealing.leases import Done, Segment
-from lightning_sdpipe.membership.members import FIXED
+from lightning_sdpipe.membership.members import FIXED, Epoch, Member
 from lightning_sdpipe.policies import Decision, Group, GroupPolicy, PolicyConfig, Reason, Worker, registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
@@ -33,6 +33,18 @@ def beats(worker: Worker, incarnation: int = 7) -> bytes:
     return e.peer_of(worker, incarnation)
 
 
+def of_interest(replies: list[Addressed]) -> list[Addressed]:
+    """Without what is true now, unless it is the end."""
+    return [(peer, reply) for peer, reply in replies if not isinstance(reply, e.Now) or reply.over is not None]
+
+
+def resuming(worker: Worker, number: int, *answers: m.Answer, joined: bool = True) -> e.Enrol:
+    """It was in a run of A and B."""
+    epoch = Epoch(1, (Member(0, 7), Member(1, 7)), "pipelines 0, 1 start together")
+    heard = max((answer.group.sequence for answer in answers), default=-1)
+    return e.Enrol(worker, 7, number, FIXED, e.Resumes(epoch, (), heard=heard, joined=joined, answers=answers))
+
+
 class Dialogue:
     """Talks to a service as workers would, which enrol before they say anything; numbers the requests, and has it look
     for contradictions in itself."""
@@ -54,15 +66,13 @@ class Dialogue:
         name = beats if issubclass(kind, e.MemberRequest) else line
         return self.hear(name(worker, incarnation), kind(worker, incarnation, self.number, *fields), now)
 
-    def join(
-        self, worker: Worker, *answers: m.Answer, now: float = 0.0, incarnation: int = 7, **fields: Any
-    ) -> list[Addressed]:
-        self.enrol(worker, incarnation, now)
+    def join(self, worker: Worker, now: float = 0.0, incarnation: int = 7) -> list[Addressed]:
+        return self.say(m.Join, worker, None, now=now, incarnation=incarnation)
+
+    def resume(self, worker: Worker, *answers: m.Answer, joined: bool = True, now: float = 0.0) -> list[Addressed]:
+        self.enrolled.add((worker, 7))
         self.number += 1
-        heard = max((answer.group.sequence for answer in answers), default=-1) if fields.get("resumed") else None
-        values = {"mesh": None, "heard": heard, "answers": answers, **fields}
-        request = m.Join(worker, incarnation, self.number, **values)
-        return self.hear(line(worker, incarnation), request, now)
+        return self.hear(beats(worker), resuming(worker, self.number, *answers, joined=joined), now)
 
     def beat(
         self,
@@ -74,19 +84,19 @@ class Dialogue:
     ) -> list[Addressed]:
         """What it is told, but for that the beat was heard."""
         known = self.service.members.membership.epoch.number
-        beliefs = (), known, True, False, None, (-1, -1), (), -1, joined, rows, dealt
+        beliefs = (), known, True, 0, None, (-1, -1), (), -1, joined, rows, dealt
         replies = self.say(e.Beat, worker, *beliefs, now=now)
-        return [(peer, reply) for peer, reply in replies if reply != e.Noted(self.number)]
+        return [(peer, reply) for peer, reply in replies if not isinstance(reply, e.Noted)]
 
     def hear(self, identity: bytes, request: m.Request | e.Request, now: float = 0.0) -> list[Addressed]:
         replies = self.service.handle(identity, request, now)
         self.service.validate()
-        return replies
+        return of_interest(replies)
 
     def tick(self, now: float) -> list[Addressed]:
         replies = self.service.tick(now)
         self.service.validate()
-        return replies
+        return of_interest(replies)
 
     def states(self) -> list[str]:
         return [row.state for row in self.service.status(0.0).workers()]
@@ -154,10 +164,10 @@ def test_a_run_that_has_finished_makes_room_for_the_next_one() -> None:
         assert [peer for peer, reply in answers if isinstance(reply, m.Answer)] == [line(A, run), line(B, run)]
         d.say(e.Depart, A, True, incarnation=run)
         told = d.say(e.Depart, B, True, incarnation=run)
-        assert {(peer, reply.failed) for peer, reply in told if isinstance(reply, e.Over)} == {
-            (beats(A, run), False),
-            (beats(B, run), False),
+        ends = {
+            (peer, reply.over.failed) for peer, reply in told if isinstance(reply, e.Now) and reply.over is not None
         }
+        assert ends == {(beats(A, run), False), (beats(B, run), False)}
     assert d.service.refused == {}
 
 
@@ -214,13 +224,13 @@ def test_a_silent_worker_is_lost_and_may_come_back() -> None:
     for now in (2.0, 4.0, 6.0, 7.5):
         assert d.tick(now) == []
     d.beat(A, True, now=8.5)
-    assert d.tick(9.0) == [
-        (beats(A), m.Lost(B, "was silent for 9.0 s")),
-        (line(A), m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,))),
-    ]
+    answer, (peer, now) = d.service.tick(9.0)
+    assert answer == (line(A), m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,)))
+    assert isinstance(now, e.Now)
+    assert (peer, now.lost) == (beats(A), ((B, "was silent for 9.0 s"),))
     assert d.states() == ["computing", "lost"]
     assert d.beat(B, True, now=10.0) == [(beats(B), e.Stranger(known=True))]
-    assert d.join(B, resumed=True, now=10.0) == d.noted(B)
+    assert d.resume(B, now=10.0) == []
     assert d.states() == ["computing", "computing"]
 
 
@@ -239,7 +249,7 @@ def test_a_late_rejoin_does_not_undo_a_leave() -> None:
     d = Dialogue()
     d.join(A)
     d.beat(A, True)
-    late = m.Join(A, 7, 10, None, True)
+    late = resuming(A, 10)
     d.number = 10
     d.say(m.Leave, A)
     assert d.hear(beats(A), late) == []
@@ -248,30 +258,29 @@ def test_a_late_rejoin_does_not_undo_a_leave() -> None:
 
 def test_a_late_rejoin_does_not_undo_a_leave_of_which_a_new_scheduler_heard_first() -> None:
     d = Dialogue()
-    late = m.Join(B, 7, 1, None, True, 3)
+    late = resuming(B, 1)
     d.number = 1
     d.say(m.Leave, B)
     assert d.hear(beats(B), late) == []
-    d.join(A, resumed=True)
-    d.say(m.Ready, A, 5)
-    assert [reply.group.members for _, reply in d.tick(0.0) if isinstance(reply, m.Answer)] == [(A,)]
+    d.resume(A)
+    assert [reply.group.members for _, reply in d.say(m.Ready, A, 5) if isinstance(reply, m.Answer)] == [(A,)]
     d.join(B)
     assert d.states() == ["computing", "computing"]
 
 
 def test_a_new_scheduler_does_not_wait_for_a_worker_that_stays_away() -> None:
     d = Dialogue()
-    d.join(A, resumed=True)
-    d.say(m.Ready, A, 5)
-    d.beat(B, False)
-    assert [reply.group.members for _, reply in d.tick(0.0) if isinstance(reply, m.Answer)] == [(A,)]
+    d.resume(A)
+    assert d.say(m.Ready, A, 5) == []
+    assert d.service.status(0.0).held == 1
+    assert [reply.group.members for _, reply in d.resume(B, joined=False)] == [(A,)]
 
 
 def test_the_first_failure_reaches_all_and_stays_the_first() -> None:
     d = Dialogue()
     d.join(A)
     d.join(B)
-    over = e.Over("out of memory", True, B)
+    over = m.Failure(B, "out of memory").said()
     everywhere = {(name(worker), over) for worker in (A, B) for name in (line, beats)}
     assert set(d.say(e.Depart, B, False, "out of memory")) == everywhere | {(beats(B), e.Noted(d.number))}
     assert d.say(e.Depart, A, False, "lost its neighbour") == [(beats(A), e.Noted(d.number))]
@@ -289,18 +298,16 @@ class TestRestart:
     def restarted(self) -> Dialogue:
         """The old one answered A and B with group 41 and died before B heard of it."""
         d = Dialogue()
-        assert d.say(m.Ready, A, 6) == [(line(A), e.Stranger(known=True))]
-        assert d.join(A, m.Answer(group(A, B, sequence=41), (5, 5)), resumed=True) == d.noted(A)
-        assert d.say(m.Ready, A, 6) == []
+        assert d.hear(line(A), m.Ready(A, 7, 1, 6)) == [(beats(A), e.Stranger())]
+        d.number = 1
+        assert d.resume(A, m.Answer(group(A, B, sequence=41), (5, 5))) == []
         return d
 
     def test_an_answer_that_some_heard_is_given_to_the_others(self) -> None:
         d = self.restarted()
-        d.join(B, m.Answer(group(A, B, sequence=40), (4, 4)), resumed=True)
-        assert d.say(m.Ready, B, 5) == []
-        assert d.service.deadline() < 0.0, "it is due at once"
+        assert d.resume(B, m.Answer(group(A, B, sequence=40), (4, 4))) == []
         same = m.Answer(group(A, B, sequence=41), (5, 5))
-        assert d.tick(0.0) == [(line(B), same)]
+        assert d.say(m.Ready, B, 5) == [(line(B), same)]
         new = m.Answer(group(A, B, sequence=42), (6, 6))
         assert d.say(m.Ready, B, 6) == [(line(A), new), (line(B), new)]
 
@@ -313,30 +320,31 @@ class TestRestart:
 
     def test_it_waits_for_nobody_else_once_all_are_back(self) -> None:
         d = Dialogue(NoSync())
-        d.join(A, resumed=True)
+        d.resume(A)
         d.say(m.Ready, A, 0)
-        d.join(B, resumed=True)
-        ((identity, _),) = d.tick(0.0)
+        ((identity, _),) = d.resume(B)
         assert identity == line(A)
 
-    def test_a_new_client_is_not_given_what_another_one_had_missed(self) -> None:
+    def test_who_joins_anew_is_not_given_what_it_had_missed_before(self) -> None:
         d = self.restarted()
         assert d.tick(10.0) != []
-        assert d.join(B, now=11.0, incarnation=9) == d.noted(B, 9)
+        d.resume(B, now=11.0)
+        d.say(m.Leave, B, now=11.0)
+        d.join(B, now=11.0)
         assert d.say(m.Ready, A, 7, now=11.0) == []
-        answers = d.say(m.Ready, B, 5, now=11.0, incarnation=9)
+        answers = d.say(m.Ready, B, 5, now=11.0)
         assert {reply.group.sequence for _, reply in answers} == {43}, "5 is another ready than that of group 41"
 
     def test_who_comes_back_after_the_grace_is_still_given_what_it_had_missed(self) -> None:
         d = self.restarted()
         assert d.tick(10.0) != []
-        d.join(B, resumed=True, now=11.0)
+        d.resume(B, now=11.0)
         assert d.say(m.Ready, B, 5, now=11.0) == [(line(B), m.Answer(group(A, B, sequence=41), (5, 5)))]
 
     def test_who_left_while_it_was_held_is_not_answered(self) -> None:
         d = self.restarted()
         d.say(m.Leave, A)
-        assert d.tick(100.0) == []
+        assert d.tick(100.0) == d.noted(A)
 
 
 def test_status_counts_what_passed_by() -> None:
@@ -414,7 +422,7 @@ class TestAPolicyThatFails:
         d.join(A)
         d.join(B)
         replies = d.say(m.Ready, A, 0)
-        assert {peer for peer, reply in replies if isinstance(reply, e.Over)} == {
+        assert {peer for peer, reply in replies if isinstance(reply, e.Now)} == {
             *(line(A), beats(A), line(B), beats(B))
         }
         failure = d.service.failure
@@ -501,5 +509,5 @@ def test_who_was_lost_after_it_was_answered_gets_the_same_answer() -> None:
         d.beat(A, True, now=now)
         d.tick(now)
     assert d.states() == ["computing", "lost"]
-    d.join(B, resumed=True, now=9.0)
+    d.resume(B, now=9.0)
     assert d.say(m.Ready, B, 0, now=9.0) == answers[1:], "A may be waiting for its part in that group"

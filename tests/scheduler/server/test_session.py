@@ -55,7 +55,7 @@ def test_what_it_knows_is_checked_for_contradictions() -> None:
     one = Session(W, 7, 0.0)
     one.validate()
     one.move(Input.JOINS)
-    one.is_ready(3, Input.IS_READY)
+    one.is_ready(3)
     one.validate()
     answer = m.Answer(Group((W,), (1.0,), 0, "test"), (3,))
     one.is_answered(answer)

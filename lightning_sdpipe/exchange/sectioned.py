@@ -1,0 +1,98 @@
+"""Averaging by section, where replicas are not the same stages with the same parameters: each section of the chain has
+replicas of its own, and a worker may speak for several. All go through their sections in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
+from lightning_sdpipe.topology.groups import Replicas
+
+
+@dataclass(frozen=True)
+class OwnSections:
+    """The sections that this worker speaks for: by number, in increasing order, those that speak for the same one."""
+
+    replicas: Mapping[int, Replicas]
+    parameters: Mapping[nn.Parameter, int]
+    """The section of each parameter that this worker exchanges; it may hold others, as copies."""
+    buffers: Mapping[int, Sequence[Tensor]]
+
+
+class SectionedRounds:
+    """:class:`~lightning_sdpipe.exchange.gradient_rounds.GradientRounds` for each section of this worker, as one. All
+    are begun before any is waited for, so no worker waits for one that waits elsewhere.
+
+    Args:
+        parameters: in an order that is the same within a section on all its replicas; when the sequence has changed,
+            :meth:`arrange` anew.
+        sections: of this worker. The gradients of other parameters are left as they are.
+        cap: as for the rounds of a section.
+        watch: look whether gradients are finite.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sections: OwnSections, cap: int, watch: bool) -> None:
+        self._parameters = parameters
+        self._sections = sections
+        self._members: dict[int, list[nn.Parameter]] = {number: [] for number in sections.replicas}
+        self._rounds = {
+            number: GradientRounds(self._members[number], replicas, cap, watch)
+            for number, replicas in sections.replicas.items()
+        }
+        self.arrange()
+
+    def arrange(self) -> None:
+        """As for the rounds of a section."""
+        self._numbers: dict[int, list[int]] = {section: [] for section in self._rounds}  # of its parameters
+        self._places: dict[int, tuple[int, int]] = {}  # the section of each number, and its number there
+        for number, parameter in enumerate(self._parameters):
+            section = self._sections.parameters.get(parameter)
+            if section is not None:
+                self._places[number] = section, len(self._numbers[section])
+                self._numbers[section].append(number)
+        for section, rounds in self._rounds.items():
+            self._members[section][:] = [self._parameters[number] for number in self._numbers[section]]
+            rounds.arrange()
+        self.nbytes = sum(rounds.nbytes for rounds in self._rounds.values())
+        self._given: Sequence[Tensor | None] = ()
+
+    @property
+    def weight(self) -> float:
+        """Of this worker's gradients in the means; to be set before the first one of a round."""
+        return next(iter(self._rounds.values())).weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        for rounds in self._rounds.values():
+            rounds.weight = weight
+
+    def gradient_ready(self, number: int, gradient: Tensor) -> None:
+        """As for the rounds of a section, as are the next two."""
+        if number in self._places:
+            section, place = self._places[number]
+            self._rounds[section].gradient_ready(place, gradient)
+
+    def complete(self, gradients: Sequence[Tensor | None], trains: bool = True) -> None:
+        self._given = gradients
+        for section in sorted(self._rounds, reverse=True):  # as a backward completes them
+            own = [gradients[number] for number in self._numbers[section]]
+            self._rounds[section].complete(own, trains)
+
+    def wait(self) -> Averaged:
+        found = {section: rounds.wait() for section, rounds in sorted(self._rounds.items(), reverse=True)}
+        gradients = list(self._given)
+        for section, outcome in found.items():
+            for number, gradient in zip(self._numbers[section], outcome.gradients, strict=True):
+                gradients[number] = gradient
+        outcomes = list(found.values())
+        return Averaged(
+            gradients,
+            outcomes[0].members,
+            sorted({pipeline for outcome in outcomes for pipeline in outcome.nonfinite}),
+            sum(outcome.seconds_waiting for outcome in outcomes),
+            sum(outcome.seconds_averaging for outcome in outcomes),
+        )

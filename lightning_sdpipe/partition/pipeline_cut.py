@@ -1,0 +1,184 @@
+"""How a user asks for a model to be cut, before it is known where its blocks are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lightning_sdpipe.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """Cut where the slowest stage is fastest, by measured times.
+
+    Args:
+        speeds: relative speed of the device of each stage; all equal by default. 0.5 gets about half the
+            work. With a number of stages for each pipeline, a list for each.
+        bandwidth: bytes per second between neighbouring stages, in either direction.
+        memory: bytes that training may use of the device of each stage, or lists as for ``speeds``; None if that need
+            not be looked at. Counted are parameters, gradients, the optimizer's state, and what the micro-batches in
+            flight keep.
+        optimizer_state: its bytes for each byte of trained parameters: 2 for Adam, 1 with momentum, 0 for plain SGD.
+    """
+
+    speeds: Sequence[float] | Sequence[Sequence[float]] | None = None
+    bandwidth: float = 1e9
+    memory: Sequence[float] | Sequence[Sequence[float]] | None = None
+    optimizer_state: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ConfigurationError(f"bandwidth={self.bandwidth} must be positive, in bytes per second.")
+        if not self.optimizer_state >= 0:
+            raise ConfigurationError(
+                f"optimizer_state={self.optimizer_state} must be at least 0, in bytes for each byte of parameters."
+            )
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What each stage keeps of a schedule at most: measured micro-batches whose backward is still to come, and
+    copies of its weights."""
+
+    micro_batches: Sequence[int]
+    copies: Sequence[int]
+
+
+Partition = Literal["uniform", "parameters", "balanced"] | Balanced | Sequence[int]
+
+
+@dataclass(frozen=True)
+class PipelineCut:
+    """How a pipeline is to be cut: into how many stages, how as for :func:`plan`, and what its schedule keeps, which
+    :class:`Balanced` with ``memory`` needs. ``pipeline`` is its number, None if all are cut so."""
+
+    num_stages: int
+    partition: Partition = "uniform"
+    in_flight: InFlight | None = None
+    pipeline: int | None = None
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Around what may refuse it: the message says of which pipeline it is."""
+        try:
+            yield
+        except ConfigurationError as error:
+            if self.pipeline is None:
+                raise
+            raise ConfigurationError(f"pipeline {self.pipeline}: {error}") from error
+
+
+def cuts_of(
+    depths: Sequence[int], partition: Partition | Sequence[Sequence[int]], in_flight: Callable[[int], InFlight]
+) -> list[PipelineCut]:
+    """How each of the pipelines with these numbers of stages is cut.
+
+    Args:
+        depths: of all pipelines.
+        partition: for all of them by name, or a list for each.
+        in_flight: what the schedule keeps with so many stages.
+
+    Raises:
+        ConfigurationError: there is no cut for some pipeline, or it is none.
+    """
+    cuts = []
+    if not isinstance(partition, (str, Balanced)):
+        _check_lists("partition", partition, depths, "[[26], [13, 13]]")
+    for pipeline, depth in enumerate(depths):
+        own: Any = partition
+        if isinstance(partition, Balanced):
+            values: dict[str, Any] = {}
+            for name, example in (("speeds", "[[1], [0.5, 0.5]]"), ("memory", "[[48e9], [24e9, 24e9]]")):
+                if (given := getattr(partition, name)) is not None:
+                    _check_lists(name, given, depths, example)
+                    values[name] = list(given[pipeline])
+            own = replace(partition, **values)
+        elif not isinstance(partition, str):
+            own = list(own[pipeline])
+        keeps = in_flight(depth) if isinstance(own, Balanced) and own.memory is not None else None
+        cut = PipelineCut(depth, own, keeps, pipeline)
+        if isinstance(own, list) and len(own) != depth:
+            with cut.named():
+                raise ConfigurationError(
+                    f"partition={own} names {len(own)} stages, and num_stages is {depth} there. Give {depth} numbers."
+                )
+        check_partition(cut)
+        cuts.append(cut)
+    return cuts
+
+
+def _check_lists(name: str, given: Sequence[Any], depths: Sequence[int], example: str) -> None:
+    if not all(isinstance(own, Sequence) for own in given) or len(given) != len(depths):
+        raise ConfigurationError(
+            f"{name}={list(given)} does not go with num_stages={list(depths)}, which are {len(depths)} pipelines: give "
+            f"one list per pipeline, as in {example}."
+        )
+
+
+def is_measured(partition: Partition) -> bool:
+    """Whether a batch is needed to cut so."""
+    return partition == "balanced" or isinstance(partition, Balanced)
+
+
+def check_partition(of: PipelineCut) -> None:
+    """Raises ConfigurationError if no model can be cut so."""
+    with of.named():
+        _check_partition(of.num_stages, of.partition)
+
+
+def refuse_lists(partition: object) -> None:
+    """Raises ConfigurationError for a list for each pipeline, where they are said to have one number of stages."""
+    given = [partition.speeds, partition.memory] if isinstance(partition, Balanced) else [partition]
+    for values in given:
+        listed = values if isinstance(values, Sequence) and not isinstance(values, str) else ()
+        if any(isinstance(value, Sequence) for value in listed):
+            raise ConfigurationError(
+                f"partition={partition!r} has a list for each pipeline. Give the number of stages of each as well, "
+                "as in num_stages=[1, 2]."
+            )
+
+
+def _check_partition(num_stages: int, partition: Partition) -> None:
+    if isinstance(partition, str) and partition not in ("uniform", "parameters", "balanced"):
+        raise ConfigurationError(
+            f"partition={partition!r} is not known. Use 'uniform', 'parameters', 'balanced', Balanced(...) "
+            "or a list "
+            "of block counts."
+        )
+    if isinstance(partition, Balanced) and partition.speeds and len(partition.speeds) != num_stages:
+        raise ConfigurationError(
+            f"Balanced(speeds={list(partition.speeds)}) names {len(partition.speeds)} devices for num_stages="
+            f"{num_stages}. Give one speed for each stage."
+        )
+    if isinstance(partition, Balanced) and partition.memory and len(partition.memory) != num_stages:
+        raise ConfigurationError(
+            f"Balanced(memory={list(partition.memory)}) names {len(partition.memory)} devices for num_stages="
+            f"{num_stages}. Give the bytes of one device for each stage."
+        )
+
+
+def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> InFlight:
+    """What each of M stages keeps at most, when a mini-batch is m micro-batches.
+
+    Stage j has begun up to M − j micro-batches whose backward is to come with ``"1f1b"``, all m with ``"gpipe"``, and
+    M − j whole mini-batches with ``"pipedream"``, which keeps the weights of each, except on the last stage.
+
+    Raises:
+        ConfigurationError: another schedule, of which it is not known.
+    """
+    ahead = range(num_stages, 0, -1)
+    match schedule:
+        case "1f1b":
+            return InFlight([min(num_micro_batches, depth) for depth in ahead], [0] * num_stages)
+        case "gpipe":
+            return InFlight([num_micro_batches] * num_stages, [0] * num_stages)
+        case "pipedream":
+            copies = [depth if depth > 1 else 0 for depth in ahead]
+            return InFlight([num_micro_batches * depth for depth in ahead], copies)
+    raise ConfigurationError(
+        f"Balanced(memory=...) does not know what schedule={schedule!r} keeps in memory. Use 1f1b, gpipe or pipedream, "
+        "or leave memory out."
+    )

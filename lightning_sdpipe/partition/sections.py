@@ -1,0 +1,74 @@
+"""What pipelines that are cut unlike have in common: sections of the chain.
+
+The union of all cuts divides the chain into sections: blocks that lie on one stage in every pipeline. Replicas of a
+section are the stages that run it, one of each pipeline. What several stages of a pipeline hold belongs to one section
+all the same: a parameter to that of its first owner, where its first block runs, and a buffer to that of its last one,
+where it is up to date. The other owners have copies, which are exchanged with no other pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.ownership import Ownership
+
+MOST = 64
+"""Sections; each costs a process group, which takes up to 57 ms to open, and threads."""
+
+
+@dataclass(frozen=True)
+class Sections:
+    """``owners[s][i]`` is the stage of pipeline i that speaks for section s. The same on all workers; a worker that
+    exchanges several does so in increasing order."""
+
+    owners: Sequence[tuple[int, ...]]
+    parameters: Mapping[str, int]
+    """The section of each parameter and buffer, if it is exchanged as a parameter is; by name."""
+    buffers: Mapping[str, int]
+    """The same for buffers."""
+
+    def of_worker(self, stage: int, pipeline: int) -> list[int]:
+        """For which sections this worker speaks, in order."""
+        return [number for number, owners in enumerate(self.owners) if owners[pipeline] == stage]
+
+
+def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership]) -> Sections:
+    """The sections of pipelines that have these cuts, and own tensors so.
+
+    Raises:
+        ConfigurationError: they are too many.
+    """
+    stages = [[number for number, span in enumerate(cut) for _ in span] for cut in spans]  # of each block
+    of_blocks = set(zip(*stages, strict=True))
+    if len(of_blocks) > MOST:
+        raise ConfigurationError(
+            f"The cuts of {len(spans)} pipelines divide the chain into {len(of_blocks)} sections, and at most {MOST} "
+            f"are allowed, since each is a process group of its own. {_to_move(spans)}"
+        )
+    names = ownerships[0].stages
+    first = {name: tuple(own.stages[name][0] for own in ownerships) for name in names}
+    last = {name: tuple(own.stages[name][-1] for own in ownerships) for name in names}
+    owners = sorted({*of_blocks, *first.values(), *last.values()})
+    number = {each: place for place, each in enumerate(owners)}
+    return Sections(
+        owners,
+        {name: number[each] for name, each in first.items()},
+        {name: number[each] for name, each in last.items()},
+    )
+
+
+def _to_move(spans: Sequence[Sequence[range]]) -> str:
+    """Of all cuts that one pipeline only has, the one that is nearest to another pipeline's."""
+    cuts = [{span.start for span in cut[1:]} for cut in spans]
+    alone = [
+        (min(abs(at - other) for other in others), pipeline, at, min(others, key=lambda other: abs(at - other)))
+        for pipeline, own in enumerate(cuts)
+        if (others := set().union(*(cut for i, cut in enumerate(cuts) if i != pipeline)))
+        for at in own - others
+    ]
+    if not alone:
+        return "Use fewer stages."
+    _, pipeline, at, to = min(alone)
+    return f"Move the cut of pipeline {pipeline} before block {at} to block {to}, where another pipeline has one."

@@ -1,0 +1,289 @@
+"""What holds a run up, where no worker is slow: stalls, links, loading, a bad cut, enforced groups. Pure.
+
+All look at the newest :data:`RECENT` updates of each worker, and say nothing of fewer than :data:`LEAST`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from lightning_sdpipe.meter import DATA, GC, OWN, PHASES, SEND, WAIT_GROUP
+from lightning_sdpipe.policies.decisions import Reason
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.seeing.costs import Meeting, costs, meetings, stood_still
+from lightning_sdpipe.seeing.finding import Advice, Charge, Finding, severity
+from lightning_sdpipe.seeing.recording import Recording, Series
+
+RECENT, LEAST = 192, 64
+STALLS, MANY_STALLS = 0.10, 0.30
+"""Of own time: from which on stalls are said, and from which on they are more than what a shared machine does."""
+MEETINGS = 16
+"""That a link is judged by, at least."""
+SLOW_LINK, OF_ITS_UPDATE = 1.5, 0.05
+EXCHANGE_BOUND, DATA_BOUND, UNBALANCED = 0.10, 0.05, 1.03
+ENFORCED, FOR_ENFORCED = 0.30, 0.05
+FLUSHES = ("1f1b", "gpipe")
+"""Schedules of which it is known how long an update takes by the times of the stages."""
+NOT_HELD = {"", Reason.EVERYBODY_CAME, Reason.MATCHED}
+"""Reasons of groups that the scheduler did not hold back: the last member waits for nothing but the exchange."""
+
+
+def bottlenecks(recording: Recording, slow: bool) -> list[Finding]:
+    """All of them; ``slow``: a worker has been found to be slow, so that stalls may be its."""
+    seen = recent(recording)
+    if not seen.series:
+        return []
+    met = meetings(seen)
+    found = [] if slow else stalling(seen)
+    found += slow_link(seen, met) + exchange_bound(seen, met) + data_bound(seen)
+    return found + unbalanced_cut(seen) + enforced_often(seen, met)
+
+
+def recent(recording: Recording) -> Recording:
+    """The newest updates of workers that have told of enough."""
+    enough = {worker: series.newest(RECENT) for worker, series in recording.series.items() if len(series) >= LEAST}
+    return replace(recording, series=enough)
+
+
+def stalling(seen: Recording) -> list[Finding]:
+    """Workers whose updates are now and then much longer than usual, at different times: medians hide it. On a shared
+    machine all do that; below 30 % it is a note, unless the threads are known to have had their cores."""
+    stalls = {worker: _Stalls(series) for worker, series in seen.series.items()}
+    excess = {worker: each.excess for worker, each in stalls.items()}
+    total, own = sum(excess.values()), sum(each.own for each in stalls.values())
+    share = total / own if own else 0.0
+    if share < STALLS:
+        return []
+    worst = max(excess, key=excess.__getitem__)
+    alone = excess[worst] >= max(0.5, min(0.8, 2 / len(excess))) * total
+    who = [worst] if alone else sorted(excess)
+    phases = [sum(stalls[worker].phases[phase] for worker in who) for phase in range(OWN)]
+    core = sum(stalls[worker].core for worker in who) / sum(excess[worker] for worker in who)
+    cause = "mixed"
+    if core >= 0.5:
+        cause = "without a core"
+    elif phases[GC] >= 0.5 * sum(phases):
+        cause = "gc"
+    elif max(phases) >= 0.8 * sum(phases):
+        cause = PHASES[phases.index(max(phases))]
+    charged = costs(seen)
+    cost = charged[worst.pipeline] if alone else Charge(sum(each.stood for each in charged.values()))
+    known = any(any(series.core) for series in seen.series.values())
+    text = f"{seen.name(worst)} stalls" if alone else "workers stall in turn"
+    of_own = excess[worst] / stalls[worst].own if alone else share
+    small = of_own < MANY_STALLS and not (known and core < 0.1)
+    return [
+        Finding(
+            "stalling",
+            "note" if small else severity(cost),
+            tuple(who),
+            _since(seen, who),
+            f"{text}, for {of_own:.0%} of own time ({cause})",
+            {"share": round(share, 3), "without_a_core": round(core, 3)},
+            cost,
+            _AGAINST_STALLS.get(cause) or _wait_less(seen),
+        )
+    ]
+
+
+_AGAINST_STALLS = {
+    "without a core": (Advice("run fewer threads, programs or workers on the machine"),),
+    "gc": (Advice("collect no garbage in the midst of training: call gc.freeze() when it begins"),),
+    "data": (Advice("load batches in more processes", "data.num_workers=4"),),
+}
+
+
+def _wait_less(seen: Recording) -> tuple[Advice, ...]:
+    if seen.policy.get("type") == "semi_decentralized":
+        return (Advice("wait as long as is worth it for those that stall", "sync.window=auto"),)
+    return (Advice("let the others go on without those that stall", "sync=semi_decentralized"),)
+
+
+class _Stalls:
+    """Of one worker: its own time beyond the median, in all and by phase, and without a core, in microseconds."""
+
+    def __init__(self, series: Series) -> None:
+        own = series.own()
+        usual, core = statistics.median(own), statistics.median(series.core)
+        late = [at for at, us in enumerate(own) if us > usual]
+        self.own = sum(own)
+        self.excess = sum(own[at] - usual for at in late)
+        self.core = sum(max(0.0, series.core[at] - core) for at in late)
+        self.phases = []
+        for phase in range(OWN):
+            middle = statistics.median(us[phase] for us in series.us)
+            self.phases.append(sum(max(0.0, series.us[at][phase] - middle) for at in late))
+
+
+def slow_link(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
+    """A worker whose groups take longer to exchange than those without it; or one that waits until its neighbours have
+    taken what it sends."""
+    of_stage = defaultdict(list)
+    for meeting in met:
+        of_stage[meeting[0][0].stage].append(meeting)
+    total, found = _total(seen.series.values()), list[Finding]()
+    for stage in of_stage.values():
+        slower = dict[Worker, tuple[float, float]]()
+        times = [_transfer(seen, meeting) for meeting in stage]
+        for worker in {worker for meeting in stage for worker, _ in meeting}:
+            there = [any(worker == member for member, _ in meeting) for meeting in stage]
+            ours = [time for time, is_there in zip(times, there, strict=True) if is_there]
+            others = [time for time, is_there in zip(times, there, strict=True) if not is_there]
+            if min(len(ours), len(others)) >= MEETINGS:
+                median, usual = statistics.median(ours), statistics.median(others)
+                length = statistics.median(map(sum, seen.series[worker].us))
+                if median >= SLOW_LINK * usual and median - usual >= OF_ITS_UPDATE * length:
+                    slower[worker] = median, usual
+        if slower:
+            worker = max(slower, key=lambda each: slower[each][0] - slower[each][1])
+            median, usual = slower[worker]
+            longer = [
+                (time - usual) * len(meeting)
+                for meeting, time in zip(stage, times, strict=True)
+                if any(worker == member for member, _ in meeting)
+            ]
+            evidence = {"exchange_ms": round(median / 1e3, 3), "exchange_ms_of_others": round(usual / 1e3, 3)}
+            text = f"exchanges of {seen.name(worker)} take {median / max(1.0, usual):.1f} × as long as those of others"
+            found.append(_link(seen, worker, text, evidence, Charge(max(0.0, sum(longer)) / total)))
+    for worker, series in sorted(seen.series.items()):
+        send = sum(us[SEND] for us in series.us)
+        if send >= OF_ITS_UPDATE * _total([series]):
+            text = f"{seen.name(worker)} waits until its neighbours have taken what it sends"
+            evidence = {"send_share": round(send / _total([series]), 3)}
+            found.append(_link(seen, worker, text, evidence, Charge(send / total)))
+    return found
+
+
+def _link(seen: Recording, worker: Worker, text: str, evidence: dict[str, float], cost: Charge) -> Finding:
+    advice = (Advice("measure the links between the machines: sdpipe measure"),)
+    return Finding("slow_link", severity(cost), (worker,), _since(seen, [worker]), text, evidence, cost, advice)
+
+
+def exchange_bound(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
+    """Stages that spend much of their time on moving tensors between replicas, whether or not a member is late."""
+    found = []
+    times = transfers(seen, met)
+    for stage, (spent, members, total) in sorted(times.items()):
+        if spent >= EXCHANGE_BOUND * total:
+            cost = Charge(spent / _total(seen.series.values()))
+            text = f"stage {stage} spends {spent / total:.0%} of its time on exchanges"
+            overlap = Advice("exchange while the next batch is computed", "exchange=full exchange.overlap=step")
+            advice: tuple[Advice, ...] = () if _averages_gradients(seen) else (overlap,)
+            advice = (*advice, Advice("send 8 bits per value", "exchange=eight_bit"))
+            workers = tuple(worker for worker in sorted(seen.series) if worker.stage == stage)
+            evidence = {"exchange_ms": round(spent / members / 1e3, 3)}
+            found.append(
+                Finding("exchange_bound", severity(cost), workers, _since(seen, workers), text, evidence, cost, advice)
+            )
+    return found
+
+
+def transfers(seen: Recording, met: Sequence[Meeting]) -> dict[int, tuple[float, int, float]]:
+    """Of each stage: microseconds that members of groups spent on exchanges, in how many updates, and in all. Where
+    the scheduler holds groups back, their members wait for it, too; these are left out."""
+    found = dict[int, tuple[float, int, float]]()
+    for meeting in met:
+        worker, at = meeting[0]
+        if seen.reasons.get(seen.series[worker].groups[at], "") in NOT_HELD:
+            spent, members, total = found.get(worker.stage, (0.0, 0, 0.0))
+            total += sum(sum(seen.series[member].us[place]) for member, place in meeting)
+            found[worker.stage] = spent + len(meeting) * _transfer(seen, meeting), members + len(meeting), total
+    return {stage: each for stage, each in found.items() if each[1] >= 2 * MEETINGS}
+
+
+def data_bound(seen: Recording) -> list[Finding]:
+    """Workers that wait for their batches."""
+    loading = {worker: sum(us[DATA] for us in series.us) for worker, series in sorted(seen.series.items())}
+    shares = {worker: us / _total([seen.series[worker]]) for worker, us in loading.items()}
+    bound = [worker for worker, share in shares.items() if share >= DATA_BOUND]
+    if not bound:
+        return []
+    cost = Charge(sum(loading[worker] for worker in bound) / _total(seen.series.values()))
+    share = statistics.median(shares[worker] for worker in bound)
+    text = f"{len(bound)} of {len(shares)} workers wait for batches, {share:.0%} of their time"
+    advice = (Advice("load batches in more processes", "data.num_workers=4"),)
+    evidence = {"share": round(share, 3)}
+    return [Finding("data_bound", severity(cost), tuple(bound), _since(seen, bound), text, evidence, cost, advice)]
+
+
+def unbalanced_cut(seen: Recording) -> list[Finding]:
+    """Stages of different length: how much shorter would an update be, if they were equal?"""
+    schedules = {(about.schedule, about.micro_batches) for about in seen.about.values()}
+    stages = stage_times(seen)
+    if len(schedules) != 1 or len(stages) != seen.num_stages or len(stages) < 2:
+        return []
+    ((schedule, micro_batches),) = schedules
+    if schedule not in (*FLUSHES, "pipedream"):
+        return []
+    mean = statistics.fmean(stages)
+    now, equal = (update_time(times, micro_batches, schedule) for times in (stages, [mean] * len(stages)))
+    if now < UNBALANCED * equal:
+        return []
+    cost = Charge(1 - equal / now)
+    longest = stages.index(max(stages))
+    text = f"stage {longest} computes {stages[longest] / mean:.2f} × as long as the mean stage"
+    evidence = {"update_ms": round(now / 1e3, 3), "update_ms_if_equal": round(equal / 1e3, 3)}
+    workers = tuple(worker for worker in sorted(seen.series) if worker.stage == longest)
+    advice = (Advice("cut the model where measured times are equal", "partition=balanced"),)
+    return [Finding("unbalanced_cut", severity(cost), workers, _since(seen, workers), text, evidence, cost, advice)]
+
+
+def stage_times(seen: Recording) -> list[float]:
+    """What a usual replica of each stage computes in an update, in microseconds."""
+    own = defaultdict(list)
+    for worker, series in seen.series.items():
+        own[worker.stage].append(statistics.median(series.own()))
+    return [statistics.median_low(own[stage]) for stage in sorted(own)]
+
+
+def update_time(stages: Sequence[float], micro_batches: int, schedule: str) -> float:
+    """Of a pipeline whose stages compute so long in an update."""
+    if schedule == "pipedream":
+        return max(stages)
+    return (sum(stages) + (micro_batches - 1) * max(stages)) / micro_batches
+
+
+def enforced_often(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
+    """Groups are often held until they connect the stage, and that takes long."""
+    known = [(meeting, seen.reasons[group]) for meeting in met if (group := _sequence(seen, meeting)) in seen.reasons]
+    enforced = [meeting for meeting, reason in known if reason == Reason.ENFORCED]
+    if len(known) < MEETINGS or len(enforced) < ENFORCED * len(known):
+        return []
+    waits = sum(seen.series[worker].us[at][WAIT_GROUP] for meeting in enforced for worker, at in meeting)
+    cost = Charge(waits / _total(seen.series.values()))
+    if cost.stood < FOR_ENFORCED:
+        return []
+    rounds = seen.policy.get("connectivity")
+    override = f"sync.connectivity={2 * rounds}" if isinstance(rounds, int) else ""
+    advice = (Advice("enforce that all are connected over more rounds", override),)
+    share = len(enforced) / len(known)
+    text = f"{share:.0%} of groups are enforced"
+    workers = tuple(sorted({worker for meeting in enforced for worker, _ in meeting}))
+    evidence = {"share": round(share, 3)}
+    return [Finding("enforced_often", severity(cost), workers, _since(seen, workers), text, evidence, cost, advice)]
+
+
+def _transfer(seen: Recording, meeting: Meeting) -> float:
+    """What the member that came last spent on it."""
+    return min(stood_still(seen, worker, at) for worker, at in meeting)
+
+
+def _sequence(seen: Recording, meeting: Meeting) -> int:
+    worker, at = meeting[0]
+    return seen.series[worker].groups[at]
+
+
+def _averages_gradients(seen: Recording) -> bool:
+    return seen.policy.get("type") == "no_sync"
+
+
+def _total(series: Iterable[Series]) -> float:
+    """Microseconds of all their updates."""
+    return 1e6 * sum(each.seconds() for each in series)
+
+
+def _since(seen: Recording, workers: Sequence[Worker]) -> float:
+    return min(seen.series[worker].ends[0] for worker in workers)

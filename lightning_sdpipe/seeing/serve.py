@@ -1,0 +1,114 @@
+"""``sdpipe serve``: a run as a web page, and as metrics for Prometheus; in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.seeing.command import scheduler_of
+from lightning_sdpipe.seeing.following import Follower
+from lightning_sdpipe.seeing.page import NOT_CARRIED_OUT
+
+PORT = 8420
+_SHORTEST_TOKEN = 16
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status is 2 when it cannot be carried out."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _serve(options)
+    except (ConfigurationError, SchedulerError) as error:
+        print(f"sdpipe: {error}", file=sys.stderr)
+        return NOT_CARRIED_OUT
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sdpipe serve", description="Shows a run in a browser, and to Prometheus; needs the extra `serve`."
+    )
+    parser.add_argument(
+        "address",
+        nargs="?",
+        metavar="ADDRESS",
+        help="of a scheduler, as in tcp://127.0.0.1:5555 (default: the only scheduler of this account)",
+    )
+    parser.add_argument("--key-file", type=Path, help="worker.key (default: what the scheduler left for this account)")
+    parser.add_argument("--port", type=int, default=PORT, help="default: %(default)s; 0 is any that is free")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="that it listens at; others than loopback need --token-file"
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        help=f"with {_SHORTEST_TOKEN} characters or more, which requests must have, and only you may read",
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="by which browsers may call this machine, besides its own name and loopback; may be repeated",
+    )
+    parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait for the scheduler's answers")
+    return parser
+
+
+def _serve(options: argparse.Namespace) -> int:
+    token = None if options.token_file is None else _token(options.token_file)
+    if token is None and not _is_loopback(options.host):
+        raise ConfigurationError(
+            f"--host {options.host} can be reached by other machines; give --token-file too, or leave it at 127.0.0.1"
+        )
+    try:
+        from lightning_sdpipe.seeing import view, web
+    except ImportError as error:
+        raise ConfigurationError(
+            f"sdpipe serve needs {error.name}; install it: pip install 'lightning-sdpipe[serve]'"
+        ) from error
+    address, keys = scheduler_of(options.address, options.key_file)
+    follower = Follower(address, keys)
+    follower.look(options.timeout)  # what cannot be reached at all is said at once
+    names = {"localhost", "127.0.0.1", "::1", options.host, socket.gethostname(), *options.allow_host}
+    hosts = frozenset(name.lower() for name in names)
+
+    def opened(at: str) -> None:
+        print(f"{at} shows the run at {address}; /status.json, /metrics and /healthz are for machines", flush=True)
+
+    try:
+        asyncio.run(web.serve(view.View(follower, options.timeout), options.host, options.port, hosts, token, opened))
+    except OSError as error:
+        raise ConfigurationError(
+            f"nothing can listen at {options.host}, port {options.port} ({error.strerror}); give another --port"
+        ) from error
+    return 0
+
+
+def _token(path: Path) -> str:
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigurationError(f"others than you may read {path}: chmod 600 {path}")
+        token = path.read_text().strip()
+    except OSError as error:
+        raise ConfigurationError(f"--token-file {path} cannot be read: {error.strerror}") from error
+    if len(token) < _SHORTEST_TOKEN:
+        raise ConfigurationError(
+            f"the token in {path} has {len(token)} characters, and {_SHORTEST_TOKEN} are needed: "
+            f"openssl rand -hex 16 > {path}"
+        )
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

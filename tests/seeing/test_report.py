@@ -1,0 +1,100 @@
+"""One file about a run, which needs nothing else."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lightning_sdpipe.cli import main
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler.rows import About
+from lightning_sdpipe.simulate import Work, jittered, simulate
+from tests.seeing.recordings import simulated_log
+
+GOLDEN = Path(__file__).parent / "golden"
+VOID = {"meta", "img", "br"}
+LIMIT = 2 << 20
+
+
+class Page(HTMLParser):
+    """Checks that what is opened is closed, and notes what is there."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.sources: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href") or name.startswith("on")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_report_is_one_page_without_scripts_that_loads_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run.html"
+    assert main(["report", str(GOLDEN / "stalls.jsonl"), "-o", str(output)]) == 0
+    assert capsys.readouterr().out == f"Report: {output}\n"
+    assert output.stat().st_size < LIMIT
+    page = Page(output.read_text())
+    assert "script" not in page.seen
+    (picture,) = page.sources
+    assert picture.startswith("data:image/png;base64,")
+    assert "workers stall in turn" in page.text
+    assert "→ let the others go on without those that stall: sync=semi_decentralized" in page.text
+    assert "stage 1 of pipeline 0 (vm, cpu)" in page.text
+
+
+def test_names_are_text_and_many_workers_stay_small(tmp_path: Path) -> None:
+    own = jittered(0.06, 0.3)
+    run = simulate(SemiDecentralized(), Work(2, 48, 40, own))
+    about = About("<script>alert(1)</script>", "cuda:0", 0, 8, "1f1b", 2)
+    log = simulated_log(tmp_path / "log.jsonl", SemiDecentralized(), run, own, about)
+    assert main(["report", str(log), "-o", str(tmp_path / "run.html")]) == 0
+    assert (tmp_path / "run.html").stat().st_size < LIMIT
+    page = Page((tmp_path / "run.html").read_text())
+    assert "script" not in page.seen
+    assert "The 64 workers with the longest own time; 32 more are left" in page.text
+
+
+def test_a_report_can_be_a_picture(tmp_path: Path) -> None:
+    output = tmp_path / "run.png"
+    assert main(["report", str(GOLDEN / "straggler.jsonl"), "-o", str(output)]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_log_without_rows_has_a_report(tmp_path: Path) -> None:
+    first = (GOLDEN / "straggler.jsonl").read_bytes().splitlines(True)[0]
+    (tmp_path / "log.jsonl").write_bytes(first)
+    assert main(["report", str(tmp_path / "log.jsonl"), "-o", str(tmp_path / "run.html")]) == 0
+    assert "too short to tell (0 of 96 updates)" in Page((tmp_path / "run.html").read_text()).text
+
+
+@pytest.mark.parametrize(
+    ("log", "output", "says"),
+    [
+        ("straggler.jsonl", "run.pdf", "none of the kinds of a report"),
+        ("nothing.jsonl", "run.html", "cannot be read"),
+        ("straggler.jsonl", "no/such/folder/run.html", "cannot be written"),
+    ],
+)
+def test_what_cannot_be_written_is_said(
+    log: str, output: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(GOLDEN / log), "-o", str(tmp_path / output)]) == 2
+    assert says in capsys.readouterr().err
