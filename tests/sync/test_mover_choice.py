@@ -162,7 +162,7 @@ def _two_pipelines(directory: Path, sync: Any, stages: int, **options: Any) -> t
         ({"exchange": Exchange(hierarchy="hosts")}, "hierarchy='hosts' does not work in an elastic job"),
         (
             {"sync": AllReduce(), "exchange": Exchange(OneBit())},
-            r"sync=AllReduce.*does not work in an elastic job.*Use SemiDecentralized",
+            r"sync=AllReduce.*does not work in an elastic job.*use SemiDecentralized",
         ),
     ],
 )
