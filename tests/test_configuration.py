@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 import pytest
 
@@ -33,7 +34,7 @@ from recipes.command_line import check_jobs
         ("+trainer.limit_train_batch=3", "is not an option of Trainer; did you mean limit_train_batches?"),
         ("trainer.max_steps=3", "write +trainer.max_steps=…"),
         ("model.chanels=3", "model.chanels does not exist; did you mean channels?"),
-        ("num_stages=two", "strategy.num_stages='two' must be int."),
+        ("num_stages=two", "num_stages='two' is not allowed: give int or a list of int, such as 2, or [1, 2, 2]"),
         ("model.lr=quick", "model.lr='quick' must be float."),
         ("sync.connectivity=many", "sync.connectivity='many' must be int | None."),
         (
@@ -59,6 +60,7 @@ def test_a_wrong_command_line_gets_one_message(overrides: str, message: str) -> 
     [
         "experiment=digits sync=semi_decentralized,all_reduce num_stages=1,2",
         "strategy.partition=[3,3] trainer.devices=2,4",
+        "strategy.num_stages=[1,1,2] sync=all_reduce",
         "sync.window=0.5 strategy.blocks=['net.*'] ~trainer.logger +trainer.max_steps=3",
         "model.lr=interval(0.01,0.1) hydra.run.dir=somewhere",
     ],
@@ -72,4 +74,4 @@ def test_the_options_of_the_strategy_are_those_of_its_signature() -> None:
     own = {name for name in inspect.signature(SDPipeStrategy).parameters if name != "unknown"}
     assert own <= set(known)
     assert {"start_method", "process_group_backend"} <= set(known)
-    assert known["num_stages"] is int
+    assert known["num_stages"] == int | Sequence[int]

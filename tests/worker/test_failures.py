@@ -195,6 +195,22 @@ def test_a_signal_to_the_first_process_or_to_all_ends_all(tmp_path: Path, number
         assert run.left() == []
 
 
+def in_the_background(*arguments: str) -> None:
+    """As a shell starts it with ``&``, and nohup."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    endings.main(*arguments)
+
+
+@supported("Failures", "`SIGKILL` of the first process", "ends all ranks, in the background of a shell too")
+@pytest.mark.distributed
+def test_the_death_of_the_process_that_forked_ends_all(tmp_path: Path) -> None:
+    with script(tmp_path, in_the_background, "fork", "none") as run:
+        training_ranks(run)
+        os.kill(run.pid, signal.SIGKILL)
+        assert run.wait(10) == -signal.SIGKILL
+        assert run.left() == []
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("fault", ["term:0", "linger:0"])
 def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(fault: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import inspect
 import logging
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _GRACE = 10.0  # seconds that other processes get to end by themselves after a failure
 _JOINED = "SDPIPE_JOINED"  # in a started process: the pipe through which it says that it has come to its Trainer
+_PR_SET_PDEATHSIG = 1
 _SET_FOR_WORKERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _FORK_INSTEAD = (
     'Or give SDPipeStrategy(start_method="fork"): the other processes are copies of this one, on this machine. With '
@@ -237,11 +239,13 @@ class WholeModelLauncher(MultiProcessingLauncher):
         super().__init__(strategy, start_method)
         self._check = check
         self._grace = grace
+        self._user = os.getpid()
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self._check(trainer, _given(function, args, kwargs))
         before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
         choose_port()
+        self._user = os.getpid()
         gc.collect()  # a forked child that collected a process group would wait for threads that it does not have
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -258,6 +262,7 @@ class WholeModelLauncher(MultiProcessingLauncher):
             _restore_environment(before)
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        _die_with(self._user)
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as error:
@@ -276,6 +281,15 @@ class WholeModelLauncher(MultiProcessingLauncher):
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         strategy_of(self).brought_home = extra["costs"]
+
+
+def _die_with(parent: int) -> None:
+    """Has Linux kill this process when ``parent`` has ended. Torch asks for SIGINT, which a program in the background
+    of a shell ignores."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it ended before that was asked
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _restore_environment(before: Mapping[str, str | None]) -> None:

@@ -1,7 +1,4 @@
-"""What it costs to see a run, how often the slow worker is named, and whether its cost is what a run without it gains.
-
-``viewers`` (many that look at once) has its place among the parts, and is not measured yet.
-"""
+"""What it costs to see a run, how often a slow worker is named, and whether its cost is what a run without it gains."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 from recipes.suites.parts import Parts, run_parts
 from recipes.suites.ratios import Ratios, Row
-from recipes.suites.seeing import named, overhead, simulated
+from recipes.suites.seeing import named, overhead, simulated, viewers
 
 LOWER_IS_BETTER = frozenset({"overhead", "accused", "viewers"})
 PARTS: Parts = {
@@ -18,6 +15,7 @@ PARTS: Parts = {
     "throughput": overhead.measure_throughput,
     "named": named.measure,
     "simulated": simulated.measure,
+    "viewers": viewers.measure,
 }
 
 
