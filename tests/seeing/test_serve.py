@@ -334,7 +334,10 @@ def test_it_is_a_process_of_its_own_that_ends_when_told_to() -> None:
     scheduler_file, _ = own_keys()
     with serving(AllReduceModels(), 1, 2, keys=read_scheduler_keys(scheduler_file)) as server:
         command = [sys.executable, "-m", "lightning_sdpipe.cli", "serve", server.address, "--port", "0"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if these tests run in a background
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        signal.signal(signal.SIGINT, before)
+        with process:
             try:
                 assert process.stdout is not None
                 url = process.stdout.readline().partition(" ")[0]
