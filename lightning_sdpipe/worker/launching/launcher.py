@@ -6,6 +6,7 @@ import ctypes
 import gc
 import inspect
 import logging
+import multiprocessing
 import os
 import select
 import signal
@@ -239,13 +240,11 @@ class WholeModelLauncher(MultiProcessingLauncher):
         super().__init__(strategy, start_method)
         self._check = check
         self._grace = grace
-        self._user = os.getpid()
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self._check(trainer, _given(function, args, kwargs))
         before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
         choose_port()
-        self._user = os.getpid()
         gc.collect()  # a forked child that collected a process group would wait for threads that it does not have
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -262,7 +261,7 @@ class WholeModelLauncher(MultiProcessingLauncher):
             _restore_environment(before)
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        _die_with(self._user)
+        _die_with_parent()
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as error:
@@ -283,13 +282,14 @@ class WholeModelLauncher(MultiProcessingLauncher):
         strategy_of(self).brought_home = extra["costs"]
 
 
-def _die_with(parent: int) -> None:
-    """Has Linux kill this process when ``parent`` has ended. Torch asks for SIGINT, which a program in the background
+def _die_with_parent() -> None:
+    """Has Linux kill this process when its parent has ended. Torch asks for SIGINT, which a program in the background
     of a shell ignores."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it ended before that was asked
-            os.kill(os.getpid(), signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it ended before that was asked
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _restore_environment(before: Mapping[str, str | None]) -> None:
