@@ -219,7 +219,7 @@ class Now(MemberReply, frozen=True, gc=False, tag="now"):
     says nothing; but an ``over`` holds in any version. An ``epoch`` counts by its own number; it and the ``line`` are
     left out where the worker knows them.
 
-    While there is a reason to ``hold``, nobody begins another turn: there are too few pipelines. What was begun goes
+    While there is a reason to ``hold``, no pipeline begins a turn: there are too few pipelines. What was begun goes
     on, and is answered, since a worker within a turn cannot give its state to those that are to come. (None: that is
     not decided yet.) Stage 0 still has to have the state copied for the transfers ``donate``. Of the groups ``broken``
     another member did not get the result, and this worker has not said whether it has. The workers ``lost`` are silent,

@@ -121,7 +121,7 @@ class AskRows(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_r
 
 class AskSpans(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ask_spans"):
     """What did workers do in their newest ``updates``, span by span? The answer comes when all have told, or seconds
-    later. Anybody who may connect may ask."""
+    later. Any program that may connect may ask."""
 
     updates: Annotated[int, msgspec.Meta(ge=1, le=MOST_UPDATES)]
 

@@ -22,7 +22,7 @@ class SettingOut:
     groups: knows who takes part.
     presence: which processes are there.
     early: joins that wait.
-    together: are replicas equal in every round? Else nobody waits for anybody.
+    together: are replicas equal in every round? Else none waits for another.
     """
 
     def __init__(
