@@ -98,6 +98,7 @@ def training(meetings: list[SyncPoint] | None = None) -> tuple[Training, list[in
         announced=False,
         gradients=None,
         shares_next=False,
+        begin=lambda updates: None,
         announce=announced.append,
         synchronise=lambda: None,
         statistics=SimpleNamespace(seconds_waiting=0.0),
