@@ -31,6 +31,7 @@ gc.disable()  # until all is imported: what imports make, stays
 LONG = [
     "strategy/test_accelerators.py",
     "worker/elastic/test_runs.py",
+    "worker/elastic/test_all_reduce.py",
     "golden/test_golden.py",
     *(
         "worker/launching/test_launching.py",
