@@ -37,7 +37,7 @@ class MemberRequest(FromWorker, frozen=True, gc=False):
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
     """A group and, in the order of its members, the iterations whose ready it answers (passive: None), and how often
-    each was invited before; empty if nobody was."""
+    each was invited before; empty if none was."""
 
     group: Group
     iterations: tuple[Count | None, ...]

@@ -59,9 +59,9 @@ def stalling(seen: Recording) -> list[Finding]:
         return []
     worst = max(excess, key=excess.__getitem__)
     alone = excess[worst] >= max(0.5, min(0.8, 2 / len(excess))) * total
-    who = [worst] if alone else sorted(excess)
-    phases = [sum(stalls[worker].phases[phase] for worker in who) for phase in range(OWN)]
-    core = sum(stalls[worker].core for worker in who) / sum(excess[worker] for worker in who)
+    late = [worst] if alone else sorted(excess)
+    phases = [sum(stalls[worker].phases[phase] for worker in late) for phase in range(OWN)]
+    core = sum(stalls[worker].core for worker in late) / sum(excess[worker] for worker in late)
     cause = "mixed"
     if core >= 0.5:
         cause = "without a core"
@@ -79,8 +79,8 @@ def stalling(seen: Recording) -> list[Finding]:
         Finding(
             "stalling",
             "note" if small else severity(cost),
-            tuple(who),
-            _since(seen, who),
+            tuple(late),
+            _since(seen, late),
             f"{text}, for {of_own:.0%} of own time ({cause})",
             {"share": round(share, 3), "without_a_core": round(core, 3)},
             cost,

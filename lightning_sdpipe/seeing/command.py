@@ -31,13 +31,34 @@ Look = Callable[[], tuple[Recording, Status | None]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status is 2 when it cannot be carried out; with ``--once`` it says how the run is."""
     options = _parser().parse_args(arguments)
+    return carried_out(lambda: _show(_look(options), options))
+
+
+def carried_out(command: Callable[[], int]) -> int:
+    """Its exit status; 2, with a message, if it cannot be carried out."""
     try:
-        return _show(_look(options), options)
+        return command()
     except (ConfigurationError, SchedulerError) as error:
         print(f"sdpipe: {error}", file=sys.stderr)
         return NOT_CARRIED_OUT
     except KeyboardInterrupt:
         return 130
+
+
+def add_key_file(parser: argparse.ArgumentParser) -> None:
+    """The option that :func:`scheduler_of` takes."""
+    parser.add_argument("--key-file", type=Path, help="worker.key (default: what the scheduler left for this account)")
+
+
+def add_scheduler(parser: argparse.ArgumentParser) -> None:
+    """The arguments that :func:`scheduler_of` takes."""
+    parser.add_argument(
+        "address",
+        nargs="?",
+        metavar="ADDRESS",
+        help="of a scheduler, as in tcp://127.0.0.1:5555 (default: the only scheduler of this account)",
+    )
+    add_key_file(parser)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ADDRESS|LOG",
         help="a scheduler, as in tcp://127.0.0.1:5555, or its log (default: the only scheduler of this account)",
     )
-    parser.add_argument("--key-file", type=Path, help="worker.key (default: what the scheduler left for this account)")
+    add_key_file(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--once",

@@ -65,7 +65,7 @@ class Follower:
             if reply.next < self._next:  # the scheduler was started again
                 self._next = 0
                 continue
-            if self._next:  # else what came before it was looked at is nobody's loss
+            if self._next:  # else what came before it was looked at is no loss
                 self._lost += reply.first - self._next
             for data in reply.chunks:
                 self._add(msgspec.msgpack.decode(data, type=Chunk))

@@ -9,7 +9,6 @@ import argparse
 import base64
 import io
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -21,9 +20,10 @@ from lightning_sdpipe.meter import PHASES
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler.log.event_log import Record, read_log
+from lightning_sdpipe.seeing.command import carried_out
 from lightning_sdpipe.seeing.detectors import abstains, findings
 from lightning_sdpipe.seeing.finding import Finding
-from lightning_sdpipe.seeing.page import HEALTHY, IN_ONE_LINE, NOT_CARRIED_OUT, in_one_line, recommended, said
+from lightning_sdpipe.seeing.page import HEALTHY, IN_ONE_LINE, in_one_line, recommended, said
 from lightning_sdpipe.seeing.recording import Recording, Series, of_record
 from lightning_sdpipe.seeing.what_if import advised
 from lightning_sdpipe.simulate.run import lags
@@ -43,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("log", type=Path, help="of its scheduler: log_dir= or sdpipe scheduler --log keeps it")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help=".html or .png")
     options = parser.parse_args(arguments)
-    try:
+
+    def written() -> int:
         write(options.log, options.output)
-    except ConfigurationError as error:
-        print(f"sdpipe: {error}", file=sys.stderr)
-        return NOT_CARRIED_OUT
-    print(f"Report: {options.output}")
-    return HEALTHY
+        print(f"Report: {options.output}")
+        return HEALTHY
+
+    return carried_out(written)
 
 
 def missing() -> list[str]:

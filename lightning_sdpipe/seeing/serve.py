@@ -6,14 +6,12 @@ import argparse
 import asyncio
 import ipaddress
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError
-from lightning_sdpipe.seeing.command import scheduler_of
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.seeing.command import add_scheduler, carried_out, scheduler_of
 from lightning_sdpipe.seeing.following import Follower
-from lightning_sdpipe.seeing.page import NOT_CARRIED_OUT
 
 PORT = 8420
 _SHORTEST_TOKEN = 16
@@ -22,26 +20,14 @@ _SHORTEST_TOKEN = 16
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status is 2 when it cannot be carried out."""
     options = _parser().parse_args(arguments)
-    try:
-        return _serve(options)
-    except (ConfigurationError, SchedulerError) as error:
-        print(f"sdpipe: {error}", file=sys.stderr)
-        return NOT_CARRIED_OUT
-    except KeyboardInterrupt:
-        return 130
+    return carried_out(lambda: _serve(options))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sdpipe serve", description="Shows a run in a browser, and to Prometheus; needs the extra `serve`."
     )
-    parser.add_argument(
-        "address",
-        nargs="?",
-        metavar="ADDRESS",
-        help="of a scheduler, as in tcp://127.0.0.1:5555 (default: the only scheduler of this account)",
-    )
-    parser.add_argument("--key-file", type=Path, help="worker.key (default: what the scheduler left for this account)")
+    add_scheduler(parser)
     parser.add_argument("--port", type=int, default=PORT, help="default: %(default)s; 0 is any that is free")
     parser.add_argument(
         "--host", default="127.0.0.1", help="that it listens at; others than loopback need --token-file"

@@ -25,8 +25,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.connection import ask
 from lightning_sdpipe.scheduler.rows import MOST_UPDATES, About, SpanChunk
 from lightning_sdpipe.seeing.clocks import Clock, Clocks, deliveries, settle
-from lightning_sdpipe.seeing.command import scheduler_of
-from lightning_sdpipe.seeing.page import NOT_CARRIED_OUT
+from lightning_sdpipe.seeing.command import add_scheduler, carried_out, scheduler_of
 from lightning_sdpipe.seeing.stories import Piece, Story, paired, read
 
 FORMAT = "sdpipe-trace/1"
@@ -39,13 +38,7 @@ _BEFORE_ITS_END = 0.001
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status is 2 when it cannot be carried out."""
     options = _parser().parse_args(arguments)
-    try:
-        return _trace(options)
-    except (ConfigurationError, SchedulerError) as error:
-        print(f"sdpipe: {error}", file=sys.stderr)
-        return NOT_CARRIED_OUT
-    except KeyboardInterrupt:
-        return 130
+    return carried_out(lambda: _trace(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,13 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="sdpipe trace",
         description="Writes what the workers of a living run did in their newest updates, for ui.perfetto.dev.",
     )
-    parser.add_argument(
-        "address",
-        nargs="?",
-        metavar="ADDRESS",
-        help="of a scheduler, as in tcp://127.0.0.1:5555 (default: the only scheduler of this account)",
-    )
-    parser.add_argument("--key-file", type=Path, help="worker.key (default: what the scheduler left for this account)")
+    add_scheduler(parser)
     parser.add_argument(
         "--updates", type=int, default=20, help=f"the newest of each worker, up to {MOST_UPDATES} (default: 20)"
     )

@@ -1,4 +1,4 @@
-"""``sdpipe serve``: what is shown is what the log has, to those who may look."""
+"""``sdpipe serve``: what is shown is what the log has, to those that may look."""
 
 from __future__ import annotations
 

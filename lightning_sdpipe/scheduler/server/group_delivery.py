@@ -369,8 +369,8 @@ class GroupDelivery:
     def _hand_over(self, broken: BrokenGroup, now: float) -> bool:
         """One that has the result gives it to those without, if they share a process group; is there no more to do?"""
         group = broken.group
-        for who in (broken.said, broken.done):
-            who -= {worker for worker in who if self.is_gone(worker, group.epoch)}
+        for part in (broken.said, broken.done):
+            part -= {worker for worker in part if self.is_gone(worker, group.epoch)}
         if not broken.said:
             return True
         if not broken.done:

@@ -203,9 +203,9 @@ class ReportedAnswers:
 
     That one may have died when only some members of a group had heard of it; they may be averaging and wait for the
     others, and with an exchange that overlaps training they may even be groups ahead. So a worker brings every answer
-    that another member could still ask for: for each other worker, the last one that the two shared, since who was in a
-    later group has heard of the earlier ones. A ready that one of them answers gets exactly that: no iteration is lost,
-    and none is done twice.
+    that another member could still ask for: for each other worker, the last one that the two shared, since members of a
+    later group have heard of the earlier ones. A ready that one of them answers gets exactly that: no iteration is
+    lost, and none is done twice.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from lightning_sdpipe.scheduler.server.outbox import DeferredRequests
 class SettingOut:
     """Args:
     membership: knows the members, and whose state was copied for whom.
-    groups: knows who takes part.
+    groups: knows which workers take part.
     presence: which processes are there.
     early: joins that wait.
     together: are replicas equal in every round? Else none waits for another.

@@ -50,7 +50,7 @@ class TogetherService(Protocol):
         """This worker has the result of the group of that number."""
 
     def regroup(self, group: Group) -> e.Again:
-        """This worker has not: who tries again, or who hands it over."""
+        """This worker has not: which members try again, or which one hands it over."""
 
 
 class SurvivingRounds:
@@ -188,7 +188,7 @@ class SurvivingRounds:
         self._epochs.use(None)
 
     def _ask(self, group: Group) -> tuple[Round | None, Group]:
-        """The outcome of ``group``, if a member has it; else who tries again."""
+        """The outcome of ``group``, if a member has it; else the members that try again."""
         while True:
             self._epochs.wait_for_newest()
             again = self._line.regroup(group)
@@ -211,7 +211,7 @@ class SurvivingRounds:
         try:
             if not self.rounds.hand_over(sequence, group, self._epochs.replicas(group)):
                 log.warning("the mean of round %d is asked for, and not kept any more", sequence)
-        except WorkerFailedError as error:  # who did not get it asks again
+        except WorkerFailedError as error:  # members that did not get it ask again
             log.info("the mean of round %d was not taken: %s", sequence, str(error).splitlines()[0])
 
     def _check(self, outcome: Round) -> None:

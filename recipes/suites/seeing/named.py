@@ -1,4 +1,4 @@
-"""Real trainings with one slow worker, or none: who is named by its 128th update, and what it is said to cost."""
+"""Real trainings with one slow worker, or none: which is named by its 128th update, and what it is said to cost."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _train(case: EmulatedCase, condition: str, factor: float, run: int) -> Row:
 
 
 def together(recording: Recording) -> Recording:
-    """Up to the moment at which the first worker had finished: who trains on alone is not slowed down by others."""
+    """Up to the moment at which the first worker had finished: one that trains on alone is not slowed by others."""
     until = min(series.ends[-1] for series in recording.series.values())
     cut = {}
     for worker, series in recording.series.items():
@@ -126,7 +126,7 @@ def together(recording: Recording) -> Recording:
 
 
 def judged(seen: Recording, slow: Worker, factor: float) -> Row:
-    """Who is named after :data:`WITHIN` updates of the slow worker, and what all of the run says that it cost."""
+    """What is named after :data:`WITHIN` updates of the slow worker, and what all of the run says that it cost."""
     until = seen.series[slow].ends[:WITHIN][-1]
     early = {w: series.oldest(sum(end <= until for end in series.ends)) for w, series in seen.series.items()}
     named = {worker for finding in compute_straggler(replace(seen, series=early)) for worker in finding.workers}

@@ -114,7 +114,7 @@ def test_stage_zero_alone_copies_and_once_however_late_it_is_told() -> None:
     key = talk.ask(e.TellSnapshot, "state-2-1", 27)
     assert talk.donations == ("state-0-2",)
     talk.hear(e.Now(2, donate=("state-2-1",)))
-    assert talk.donations == (), "one it has copied, and nobody waits for the other any more"
+    assert talk.donations == (), "one it has copied, and none waits for the other any more"
     number = talk.due(1.0)[-1].number
     assert talk.hear(e.Noted(number)) == [f.Replied(key, e.Noted(number))]
 
