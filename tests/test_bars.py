@@ -70,7 +70,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "policies": (2404, 25),
     "recipes": (7730, 112),
     "scheduler": (5428, 45),
-    "seeing": (2056, 18),
+    "seeing": (2060, 18),
     "simulate": (640, 6),
     "strategy": (928, 6),
     "supervision": (1329, 14),
