@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.membership.stuck import MEETINGS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
 from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfPresent, Synchronizer
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
@@ -34,13 +34,6 @@ from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 MOST_BYTES = 1 << 15
 """Of what a worker says at a meeting."""
 _AVERAGED, _NOT = b"\x01", b"\x00"
-
-
-class BarrierService(Protocol):
-    """The scheduler."""
-
-    def meet(self, key: str, value: bytes = b"") -> Met:
-        """Waits until all replicas of this worker's stage have come to ``key``."""
 
 
 class Barriers:
@@ -57,7 +50,7 @@ class Barriers:
     def __init__(
         self,
         worker: Worker,
-        line: BarrierService,
+        line: MembershipClient,
         epochs: EpochGroups,
         point: Callable[[], str],
         met: Callable[[], None] = lambda: None,

@@ -17,10 +17,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.membership_client import CancelledError
+from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
 from lightning_sdpipe.scheduler.client.store import StoreClient
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -108,19 +108,6 @@ MakeStore = Callable[[str, Callable[[], bool]], Store]
 """A store of that name that all processes reach; its waits end when what it is given says so."""
 
 
-class Reports(Protocol):
-    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient`."""
-
-    def holds(self, epochs: Collection[int]) -> None:
-        """This worker has process groups of these epochs."""
-
-    def exchanges(self, exchange: Exchanging | None) -> None:
-        """It is in that one, or in none."""
-
-    def misses(self, epoch: int, pipelines: Collection[int]) -> None:
-        """In that epoch it cannot reach these."""
-
-
 class EpochGroups:
     """Those of one worker.
 
@@ -136,7 +123,7 @@ class EpochGroups:
         worker: Worker,
         make_store: MakeStore,
         timeout: timedelta,
-        report: Reports,
+        report: MembershipClient,
         among: Callable[[Replicas], Mover] = GroupMean,
     ) -> None:
         self._worker = worker

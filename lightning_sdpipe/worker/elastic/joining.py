@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -90,20 +90,9 @@ _END = b"\0"  # of what a worker says at the meeting; its integers follow
 _DONE, _NOT = b"\x01", b"\x00"
 
 
-class Enrolment(Protocol):
-    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient`."""
-
-    def enrol(self, fingerprint: Mapping[str, str]) -> Start | Receive:
-        """Wants to take part."""
-
-    def received(self, transfer: str, update: int) -> Start | Receive:
-        """The state after that many updates is here."""
-
-    def missed(self, transfer: str, reason: str) -> Start | Receive:
-        """It did not come."""
-
-
-def join(door: Enrolment, mine: Mapping[str, str], take: Callable[[Receive], State]) -> tuple[Start, State | None]:
+def join(
+    line: MembershipClient, mine: Mapping[str, str], take: Callable[[Receive], State]
+) -> tuple[Start, State | None]:
     """Waits until training begins, and takes the state that it begins with.
 
     Returns:
@@ -111,14 +100,14 @@ def join(door: Enrolment, mine: Mapping[str, str], take: Callable[[Receive], Sta
         that was lost before all of its stages had theirs.
     """
     state: State | None = None
-    answer = door.enrol(mine)
+    answer = line.enrol(mine)
     while isinstance(answer, Receive):
         try:
             state = take(answer)
         except WorkerFailedError as error:
-            answer = door.missed(answer.transfer, str(error))
+            answer = line.missed(answer.transfer, str(error))
         else:
-            answer = door.received(answer.transfer, state["elastic"]["updates"])
+            answer = line.received(answer.transfer, state["elastic"]["updates"])
     return answer, None if answer.fresh else state
 
 
