@@ -22,10 +22,10 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.adaptation import adapt
 from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource
-from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
 from lightning_sdpipe.loop.joint import JointBatchSource
+from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.loop.loss_scale import current_scale
 from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
 from lightning_sdpipe.loop.optimizers import OptimizerProgress, corrected, refuse_unfit, refuse_unfit_momentum

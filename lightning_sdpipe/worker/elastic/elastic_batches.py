@@ -15,8 +15,8 @@ from lightning.pytorch import Trainer
 
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.loop.batch_source import Turns
-from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
+from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.topology.groups import ProcessGroups
