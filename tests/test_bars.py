@@ -46,8 +46,8 @@ SHORT = 90  # lines: such a module with a single importer belongs into it
 SHAPES = {
     "classes with too many methods": 0,
     "constructors with too many arguments": 1,
-    "modules with too many imports": 2,
-    "class names used twice": 2,
+    "modules with too many imports": 1,
+    "class names used twice": 1,
     "short modules with one importer": 9,
     "reaches into another object's privates": 0,
     "uses of Lightning's private names": 0,
@@ -69,19 +69,19 @@ SIZES: dict[str, tuple[int, int]] = {
     "placement": (2722, 24),
     "policies": (2404, 25),
     "recipes": (7730, 112),
-    "scheduler": (5422, 44),
+    "scheduler": (5426, 44),
     "seeing": (2027, 18),
     "simulate": (640, 6),
-    "strategy": (933, 6),
+    "strategy": (936, 7),
     "supervision": (1329, 14),
     "sync": (1928, 17),
     "top": (1287, 10),
     "topology": (561, 7),
-    "worker": (3224, 29),
+    "worker": (3210, 29),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
-WAY = 51
+WAY = 42
 """Modules of the package in which code runs between two mini-batches of SemiDecentralized under 1F1B, on two pipelines
 of two stages. The aim is 30; the number is only ever made smaller."""
 

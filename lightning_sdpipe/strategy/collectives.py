@@ -25,6 +25,7 @@ from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.tcp_store import open_store
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic.run import ElasticRun
@@ -95,6 +96,11 @@ class Collectives(DDPStrategy):
     @property
     def _trainer(self) -> Trainer:
         return self.module.trainer
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of all workers. Where devices are placed, they are known once the ranks have met."""
+        return self._run.mesh
 
     @property
     def groups(self) -> ProcessGroups:

@@ -181,10 +181,13 @@ class SchedulerClient:
         self._group = -1
         row = measured.update_ended(waited)
         measured.mark(meter.UPDATE, iteration)
-        if row is not None:
+        if row is None:
+            return
+        with self._thread.changed:
+            much = self._asks.rows.add(iteration, row, group)
+        if much:
             with self._thread.talking() as talk:
-                if self._asks.rows.add(iteration, row, group):
-                    talk.beat_soon()
+                talk.beat_soon()
 
     def first_failure(self, timeout: float) -> Failure | None:
         """What failed first in this run, if anything that is heard of in that time."""
@@ -258,7 +261,8 @@ class SchedulerClient:
                     case _:
                         others.append(effect)
             self._thread.changed.notify_all()
-        self._thread.carry_out(others)
+        if others:
+            self._thread.carry_out(others)
 
     def _check(self) -> None:
         stop = self._thread.talk.stop
