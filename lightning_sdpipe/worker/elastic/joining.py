@@ -1,8 +1,7 @@
 """How a pipeline comes into an elastic run: with the state of one that trains, or with those that begin together.
 
-What must be equal in all pipelines of an elastic run, in words that a refusal can quote.
-
-How it has Lightning go on with such a state, and gives its own to the next newcomer.
+Its fingerprint says, in words that a refusal can quote, what must be equal in all pipelines of a run. :class:`Fit` has
+Lightning go on with the state of another pipeline, and gives its own to the next newcomer.
 """
 
 from __future__ import annotations
@@ -116,8 +115,8 @@ def begin_together(meetings: Barriers, tensors: Sequence[Tensor], says: bytes, g
 
     Each stage meets by itself. When a pipeline is lost meanwhile one stage may have met with it and another without, or
     one may have its tensors and another not. So the stages of a pipeline tell each other how their meetings went, which
-    is the same in all pipelines: the source is the first one that came in every stage, and if not everybody who is left
-    has its tensors in every stage, all begin again with what they had at first.
+    is the same in all pipelines: the source is the first one that came in every stage, and if not all that are left
+    have its tensors in every stage, all begin again with what they had at first.
 
     Args:
         meetings: of this worker's stage, at a point of their own.

@@ -112,8 +112,8 @@ def go_on(trainer: Trainer) -> None:
 
 
 def show_progress(trainer: Trainer, underway: bool) -> None:
-    """The progress bar is this process's; Lightning has switched it off where nobody was rank zero. ``underway``: the
-    training has begun, and the bar has not heard of it."""
+    """Shows the progress bar in this process, where Lightning has switched it off. ``underway``: training has begun,
+    and the bar has not heard of it."""
     bar = trainer.progress_bar_callback
     if bar is not None:
         bar.enable()
