@@ -123,7 +123,7 @@ def _check(epochs: int) -> None:
 
 def _hush() -> None:
     """Leaves out what Lightning and torch tell their users about this script."""
-    torch.set_num_threads(1)  # several workers share a core, and threads of OpenMP do not survive a fork
+    torch.set_num_threads(1)  # several workers share a core
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
     for category in (DeprecationWarning, FutureWarning, UserWarning):

@@ -51,12 +51,13 @@ CLOCK = time.perf_counter_ns
 
 class MeterRow(NamedTuple):
     """An update: microseconds of each phase, and those in which the thread was ready to run and had no core. ``ended``
-    is the time of :data:`CLOCK`. ``follows``: it began where another row has ended."""
+    is the time of :data:`CLOCK`. ``follows``: it began where another row has ended. ``apart``: see :class:`Meter`."""
 
     us: tuple[int, ...]
     core: int
     ended: int
     follows: bool
+    apart: int = 0
 
 
 class Span:
@@ -89,6 +90,9 @@ class Meter:
         self.spans = [Span(self, phase) for phase in range(len(PHASES))]
         """Of each phase."""
         self.core_wait = core_wait or self._core_wait
+        self.apart = 0
+        """How far the model was from the mean of its group in this update, in millionths of the mean; 0 if that was not
+        looked at."""
         self.kept: deque[tuple[int, int, int]] = deque(maxlen=SPANS)
         """Spans, each a phase, its begin and its end; and marks: what, the time, and the number."""
         self._clock = clock
@@ -150,7 +154,8 @@ class Meter:
         row = None
         if self._marked:
             us = tuple(map(sub, mark, self._mark))
-            row = MeterRow(us, core - self._core_mark, self._since, self._follows)
+            row = MeterRow(us, core - self._core_mark, self._since, self._follows, self.apart)
+        self.apart = 0
         self._follows, self._marked, self._mark, self._core_mark = self._marked, True, mark, core
         return row
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from lightning_sdpipe import openmp
+
 
 @dataclass(frozen=True)
 class Script:
@@ -69,6 +71,7 @@ def script(directory: Path, main: Callable[..., Any], *arguments: Any) -> Iterat
     output = directory / "printed.txt"
     output.touch()
     process = multiprocessing.get_context("fork").Process(target=_lead, args=(output, main, arguments))
+    openmp.end_threads()
     process.start()
     running = Script(process, output)
     try:
@@ -79,7 +82,7 @@ def script(directory: Path, main: Callable[..., Any], *arguments: Any) -> Iterat
 
 def _lead(output: Path, main: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.setsid()
-    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
+    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job has ignored
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)

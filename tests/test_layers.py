@@ -20,7 +20,8 @@ HOUSE = (
     *("cli", "demo", "supervision", "sweep", "configuration", "check"),
     *("strategy", "worker", "loop", "checkpoints", "sync", "data", "seeing"),
     *("placement", "pipeline", "partition", "exchange", "scheduler", "simulate", "membership", "dealing", "policies"),
-    *("optim", "heterogeneity", "topology", "random_streams", "p2p", "lightning_internals", "meter", "errors"),
+    *("optim", "heterogeneity", "topology", "random_streams", "p2p", "lightning_internals", "meter"),
+    *("openmp", "errors"),
 )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_sdpipe import openmp
 from lightning_sdpipe.worker.launching import environment
 
 AFTER_A_FAILURE = 5.0  # seconds for the others to say what they saw of it
@@ -58,6 +59,7 @@ def run_workers(
             context.Process(target=_worker, args=(rank, count, directory, send, work, arguments))
             for rank, (_, send) in enumerate(pipes)
         ]
+        openmp.end_threads()
         for process in processes:
             process.start()
         try:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange.group_mean import GroupMean
 from lightning_sdpipe.exchange.moving import Pending, Scratch, pieces_of
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.policies.decisions import Group
@@ -41,6 +43,52 @@ class FullMean:
             dist.all_reduce(beside, operation, group=self._replicas.group)
 
         return _Collective(tensors, collect, self._replicas, "averaging")
+
+
+class SumInPlace:
+    """Adds up the tensors of a group's members, which weigh 1 each: by one collective where the process group holds
+    nobody else, and by messages among the members otherwise. What they held is lost if that fails.
+
+    Args:
+        replicas: of which this worker is one.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.replicas = replicas
+        self._among_some = GroupMean(replicas)
+
+    def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
+        """See :class:`~lightning_sdpipe.exchange.moving.Mover`."""
+        if len(group.members) < len(self.replicas.pipelines) or any(map(self.replicas.stages, tensors)):
+            return self._among_some.start(tensors, group)
+        return _Sum(tensors, self.replicas)
+
+
+class _Sum:
+    def __init__(self, tensors: Sequence[Tensor], replicas: Replicas) -> None:
+        self.seconds_waiting = 0.0
+        size = len(replicas.pipelines)
+        replicas.traffic.add(2 * (size - 1) * sum(tensor.nbytes for tensor in tensors) // size)
+        self._replicas = replicas
+        self._works = deque(replicas.group.allreduce([tensor]) for tensor in tensors)
+
+    def wait(self) -> bool:
+        if not self._works:
+            return False
+        start = time.perf_counter()
+        try:
+            self._works[0].wait()
+        except RuntimeError as error:
+            names = [self._replicas.name(pipeline) for pipeline in self._replicas.pipelines]
+            raise WorkerFailedError(f"adding up with {names} failed: {str(error).splitlines()[0]}") from error
+        self.seconds_waiting += time.perf_counter() - start
+        return True
+
+    def commit(self) -> None:
+        self._works.popleft()
+
+    def abort(self) -> None:
+        self._works.clear()
 
 
 class TakeOver:

@@ -96,6 +96,8 @@ class PresentRounds(GradientRounds):
         self._mover: Mover | None = None
         self._given: Sequence[Tensor | None] | None = None
         self._kept: _Sums | None = None
+        self._memory: list[Tensor] = []
+        """Of what is kept: fresh memory costs as much as a pass over it."""
         alone = Replicas(cast(dist.ProcessGroup, None), {worker.pipeline: 0}, worker.stage, worker.pipeline)
         super().__init__(parameters, alone, cap, watch)
 
@@ -178,7 +180,7 @@ class PresentRounds(GradientRounds):
     def _means(self, sums: _Sums, seconds: float) -> Round:
         members = tuple(worker.pipeline for worker in sums.group.members)
         if len(members) > 1:
-            self._kept = _Sums(sums.group, [tensor.clone() for tensor in sums.tensors])
+            self._keep(sums)
         said, used = sums.tensors[-1][: _SAID * len(members)], sums.tensors[-1][_SAID * len(members) :].tolist()
         weights, broken, marks, homes, numbers = said.view(_SAID, len(members)).tolist()
         weight = sum(weights)
@@ -199,6 +201,13 @@ class PresentRounds(GradientRounds):
             {pipeline: int(mark) for pipeline, mark in zip(members, marks, strict=True)},
             seconds,
         )
+
+    def _keep(self, sums: _Sums) -> None:
+        """In the memory of the last sums, which have been handed over by now to all that are left."""
+        if [tensor.shape for tensor in self._memory] != [tensor.shape for tensor in sums.tensors]:
+            self._memory = [torch.empty_like(tensor) for tensor in sums.tensors]
+        torch._foreach_copy_(self._memory, sums.tensors)
+        self._kept = _Sums(sums.group, self._memory)
 
     def _flags_of(self, group: Group) -> Tensor:
         size, place = len(group.members), group.members.index(self._own)

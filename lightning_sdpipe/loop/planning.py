@@ -139,7 +139,7 @@ def _try_here(planning: Planning) -> bytes:
 def _try(planning: Planning) -> bytes:
     steps = _steps(planning) if planning.several_stages else []
     try:
-        made = apart.with_all_threads(partial(_made, planning, steps))
+        made = _made(planning, steps)
     except ConfigurationError as error:
         error.__notes__ = planning.notes
         raise

@@ -12,19 +12,14 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
-from functools import partial
 from multiprocessing.connection import Connection
-from typing import TypeVar
 
 import torch
 
+from lightning_sdpipe import openmp
 from lightning_sdpipe.errors import ConfigurationError
 
-_T = TypeVar("_T")
 _STDERR = 2
-_threads_of_parent: int | None = None
 
 
 class NoAnswerError(RuntimeError):
@@ -40,8 +35,7 @@ def is_possible(device: torch.device) -> bool:
 def apart(work: Callable[[], bytes], seconds: float) -> bytes:
     """What ``work`` returns, called in a forked child: memory is copied as it is written to, and the rest is shared.
 
-    The child has this thread only. The pool of OpenMP's threads that belongs to it is lost, and asking for it would
-    wait for ever, so torch computes in one thread there, except within :func:`with_all_threads`.
+    The child has this thread only, and torch computes there with as many threads as here.
 
     Args:
         work: prints as usual; what it sets does not stay.
@@ -53,6 +47,7 @@ def apart(work: Callable[[], bytes], seconds: float) -> bytes:
     """
     receive, send = multiprocessing.Pipe(duplex=False)
     _flush()  # else the child would print it, too
+    openmp.end_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, where there are other threads
         child = os.fork()
@@ -79,18 +74,8 @@ def apart(work: Callable[[], bytes], seconds: float) -> bytes:
     return answer  # type: ignore[no-any-return]
 
 
-def with_all_threads(work: Callable[[], _T]) -> _T:
-    """What ``work`` returns, computed with as many threads as this process had before it was forked, if it was. They
-    belong to a new thread, in which ``work`` runs."""
-    if _threads_of_parent is None:
-        return work()
-    with ThreadPoolExecutor(1, initializer=partial(torch.set_num_threads, _threads_of_parent)) as thread:
-        return thread.submit(copy_context().run, work).result()
-
-
 def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None:
     """The child's life; it leaves without running what is registered for the end of the parent."""
-    global _threads_of_parent
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it as well, and ends this process
@@ -100,8 +85,6 @@ def _answer(work: Callable[[], bytes], send: Connection, seconds: float) -> None
         faulthandler.register(signal.SIGALRM, file=_STDERR, chain=True)
         signal.setitimer(signal.ITIMER_REAL, seconds + 1)
         gc.freeze()  # a process group that was collected here would wait for threads that do not exist
-        _threads_of_parent = torch.get_num_threads()
-        torch.set_num_threads(1)
         send.send_bytes(_outcome(work))
         status = 0
     finally:

@@ -20,14 +20,16 @@ _LARGEST = 1 << 53
 
 class UpdateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The last ``count`` updates of a worker, up to ``update``: microseconds of each of
-    :data:`~lightning_sdpipe.meter.PHASES`, and those without a core; and the sequence of the group that it waited for,
-    -1 if it waited for none, or for several."""
+    :data:`~lightning_sdpipe.meter.PHASES`, and those without a core; the sequence of the group that it waited for, -1
+    if it waited for none, or for several; and how far it was from that group's mean, in millionths of the mean, 0 if
+    that is not known."""
 
     update: int
     count: int
     us: tuple[int, ...]
     core: int
     group: int = -1
+    apart: int = 0
 
 
 class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -54,7 +56,7 @@ class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if min(self.ago, self.dropped) < 0 or any(later.update <= row.update for row, later in pairwise(self.rows)):
             return "rows that do not increase"
         for row in self.rows:
-            numbers = (row.update, row.core, row.group + 1, *row.us)
+            numbers = (row.update, row.core, row.group + 1, row.apart, *row.us)
             if len(row.us) != len(meter.PHASES) or row.count < 1 or min(numbers) < 0 or max(numbers) > _LARGEST:
                 return f"the row {row}"
         return None

@@ -1,10 +1,12 @@
-"""What holds a run up, where no worker is slow: stalls, links, loading, a bad cut, enforced groups. Pure.
+"""What holds a run up, where no worker is slow: stalls, links, loading, a bad cut, enforced groups, and models that
+drift apart. Pure.
 
 All look at the newest :data:`RECENT` updates of each worker, and say nothing of fewer than :data:`LEAST`.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -25,6 +27,9 @@ MEETINGS = 16
 SLOW_LINK, OF_ITS_UPDATE = 1.5, 0.05
 EXCHANGE_BOUND, DATA_BOUND, UNBALANCED = 0.10, 0.05, 1.03
 ENFORCED, FOR_ENFORCED = 0.30, 0.05
+DRIFTING, CERTAINTY, LOOKS = 1.5, 4.0, 8
+"""By which factor a model is further from means than others, how many standard errors its logarithm is above 0, and in
+how many groups at least."""
 FLUSHES = ("1f1b", "gpipe")
 """Schedules of which it is known how long an update takes by the times of the stages."""
 NOT_HELD = {"", Reason.EVERYBODY_CAME, Reason.MATCHED}
@@ -39,7 +44,7 @@ def bottlenecks(recording: Recording, slow: bool) -> list[Finding]:
     met = meetings(seen)
     found = [] if slow else stalling(seen)
     found += slow_link(seen, met) + exchange_bound(seen, met) + data_bound(seen)
-    return found + unbalanced_cut(seen) + enforced_often(seen, met)
+    return found + unbalanced_cut(seen) + enforced_often(seen, met) + drifting(seen)
 
 
 def recent(recording: Recording) -> Recording:
@@ -266,6 +271,38 @@ def enforced_often(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
     return [Finding("enforced_often", severity(cost), workers, _since(seen, workers), text, evidence, cost, advice)]
 
 
+def drifting(seen: Recording) -> list[Finding]:
+    """Workers whose models are further from the means of their groups than those of their replicas at about the same
+    time, by far and again and again."""
+    looked: dict[Worker, list[tuple[float, float]]] = {}
+    for worker, series in sorted(seen.series.items()):
+        looked[worker] = [(end, math.log(far)) for end, far in zip(series.ends, series.apart, strict=True) if far]
+    further = dict[Worker, float]()
+    for worker, own in looked.items():
+        others = [each for other, each in looked.items() if other != worker and other.stage == worker.stage and each]
+        if len(own) < LOOKS or len(others) < 2:
+            continue
+        beyond = [far - statistics.median(_nearest(end, each) for each in others) for end, far in own]
+        mean = statistics.fmean(beyond)
+        error = statistics.stdev(beyond) / math.sqrt(len(beyond))
+        if mean >= math.log(DRIFTING) and mean >= CERTAINTY * error:
+            further[worker] = math.exp(mean)
+    if not further:
+        return []
+    worst = max(further, key=further.__getitem__)
+    text = f"the model of {seen.name(worst)} is {further[worst]:.1f} × as far from those of its groups as others are"
+    advice: tuple[Advice, ...] = (Advice("compare its data, learning rate and device with those of its replicas"),)
+    if "staleness" in seen.policy and seen.policy["staleness"] is None:
+        advice = (Advice("bound by how many updates a worker may lag", "sync.staleness=8"), *advice)
+    evidence = {"ratio": round(further[worst], 3)}
+    return [Finding("drifting", "warning", tuple(further), _since(seen, further), text, evidence, None, advice)]
+
+
+def _nearest(end: float, looked: Sequence[tuple[float, float]]) -> float:
+    """What was seen at about that time."""
+    return min(looked, key=lambda each: abs(each[0] - end))[1]
+
+
 def _transfer(seen: Recording, meeting: Meeting) -> float:
     """What the member that came last spent on it."""
     return min(stood_still(seen, worker, at) for worker, at in meeting)
@@ -285,5 +322,5 @@ def _total(series: Iterable[Series]) -> float:
     return 1e6 * sum(each.seconds() for each in series)
 
 
-def _since(seen: Recording, workers: Sequence[Worker]) -> float:
+def _since(seen: Recording, workers: Iterable[Worker]) -> float:
     return min(seen.series[worker].ends[0] for worker in workers)

@@ -29,7 +29,8 @@ class Series:
     so many equal ones.
 
     ``numbers`` are those of the updates, ``ends`` seconds of the scheduler's clock, ``us`` microseconds of each phase,
-    ``core`` those without a core, and ``groups`` the sequence of the group that was waited for, -1 for none.
+    ``core`` those without a core, ``groups`` the sequence of the group that was waited for, -1 for none, and ``apart``
+    how far from its mean the model was, in millionths of the mean, 0 where that is not known.
     """
 
     life: int
@@ -38,6 +39,7 @@ class Series:
     us: list[tuple[float, ...]] = field(default_factory=list)
     core: list[float] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
+    apart: list[int] = field(default_factory=list)
     dropped: int = 0
 
     def __len__(self) -> int:
@@ -57,6 +59,7 @@ class Series:
                 end += seconds
                 self.numbers.append(number)
                 self.groups.append(row.group)
+                self.apart.append(row.apart if number == row.update else 0)
                 self.ends.append(end)
                 self.us.append(us)
                 self.core.append(core)
@@ -70,7 +73,7 @@ class Series:
         return self._part(slice(updates))
 
     def _part(self, of: slice) -> Series:
-        columns = self.numbers[of], self.ends[of], self.us[of], self.core[of], self.groups[of]
+        columns = self.numbers[of], self.ends[of], self.us[of], self.core[of], self.groups[of], self.apart[of]
         return Series(self.life, *columns, self.dropped)
 
     def own(self) -> list[float]:

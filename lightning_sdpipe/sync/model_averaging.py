@@ -5,8 +5,14 @@ A worker's half of policies that hear of a worker when it has stepped: P-Reduce,
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from lightning_sdpipe import meter
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.moving import Mover, finish
 from lightning_sdpipe.exchange.overlapped import Overlapped
@@ -16,6 +22,9 @@ from lightning_sdpipe.sync.mover_choice import Begin, mover_among_groups
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 from lightning_sdpipe.topology.groups import Replicas
 
+_COORDINATES = 2**16
+"""That models are compared by, at least where there are so many."""
+_FARTHEST = 1e12
 _REMEMBERED = 100
 """Groups over which the inequality of weights is averaged."""
 
@@ -88,7 +97,10 @@ class ModelAveraging(Synchronizer):
             if self._late is not None:
                 self._late.begin(tensors, group)
             else:
+                before = _sample(tensors) if members > 1 and _is_looked_at(group) else None
                 waited += finish(self._mover.start(tensors, group))
+                if before is not None:
+                    meter.current().apart = apart(before, _sample(tensors))
             self._weigh(group)
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
@@ -111,6 +123,25 @@ class ModelAveraging(Synchronizer):
         self._groups = min(self._groups + 1, _REMEMBERED)
         inequality = len(group.weights) * sum(weight**2 for weight in group.weights)
         self._inequality += (inequality - self._inequality) / self._groups
+
+
+def apart(own: Tensor, mean: Tensor) -> int:
+    """How far they are apart, in millionths of the mean's norm; 0 if that is no number."""
+    norms = torch.stack([(own - mean).norm(), mean.norm()]).tolist()
+    share = norms[0] / norms[1] if norms[1] else 0.0
+    return round(min(1e6 * share, _FARTHEST)) if math.isfinite(share) else 0
+
+
+def _is_looked_at(group: Group) -> bool:
+    """Of one group in eight, which may not be every eighth: turns repeat themselves."""
+    return group.sequence * 2654435761 % 2**32 < 2**29  # Knuth's multiplicative hash
+
+
+def _sample(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy of coordinates that are spread over ``tensors``."""
+    flat = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+    step = max(1, sum(map(len, flat)) // _COORDINATES)
+    return torch.cat([tensor[::step].float() for tensor in flat]) if flat else torch.zeros(1)
 
 
 class LateAveraging(ModelAveraging):

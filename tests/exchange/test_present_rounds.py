@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import WorkerFailedError
-from lightning_sdpipe.exchange.group_mean import GroupMean
+from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.policies import Group, Worker
 from tests.exchange.threads import Crew, together
@@ -73,13 +73,13 @@ def test_members_that_have_batches_count_by_their_samples_and_others_give_zeros(
     def work(rank: int) -> Round:
         made = rounds(rank)
         if rank != 2:  # whose members are known when its backward is over
-            made.begin(group(0, 1, 2, 3), GroupMean(crew.replicas(rank)))
+            made.begin(group(0, 1, 2, 3), SumInPlace(crew.replicas(rank)))
         gradients = of(rank)
         if gradients[0] is not None:
             made.gradient_ready(0, gradients[0])
         made.complete(gradients)
         if rank == 2:
-            made.begin(group(0, 1, 2, 3), GroupMean(crew.replicas(rank)))
+            made.begin(group(0, 1, 2, 3), SumInPlace(crew.replicas(rank)))
         return made.outcome()
 
     check(together(4, work), 0, 1, 2, 3)
@@ -111,7 +111,7 @@ def test_a_round_in_which_none_has_a_batch_has_no_gradients() -> None:
 
 
 def test_a_broken_round_is_tried_again_with_the_same_gradients_among_others(crew: Crew) -> None:
-    class Breaks(GroupMean):
+    class Breaks(SumInPlace):
         def start(self, *_: Any) -> Any:
             raise WorkerFailedError("pipeline 3 is gone")
 
@@ -124,7 +124,7 @@ def test_a_broken_round_is_tried_again_with_the_same_gradients_among_others(crew
         if rank == 3:
             return None
         made.begin_again()
-        made.begin(group(0, 1, 2, sequence=1), GroupMean(crew.replicas(rank)))
+        made.begin(group(0, 1, 2, sequence=1), SumInPlace(crew.replicas(rank)))
         return made.outcome()
 
     *found, _ = together(4, work)
@@ -135,7 +135,7 @@ def test_a_mean_is_handed_over_bit_for_bit_though_the_optimizer_has_had_it(crew:
     everybody, some = group(0, 1, 2, 3), group(0, 1, 3)
 
     def work(rank: int) -> tuple[Round, Round | None]:
-        made, mover = rounds(rank), GroupMean(crew.replicas(rank))
+        made, mover = rounds(rank), SumInPlace(crew.replicas(rank))
         made.begin(everybody, mover)
         made.complete(of(rank))
         outcome = made.outcome()
@@ -161,7 +161,7 @@ def test_what_is_not_finite_is_named_and_half_precision_does_not_overflow_with_m
     def work(rank: int) -> Round:
         made = rounds(rank, torch.float16)
         made.weight = 3000.0
-        made.begin(group(0, 1), GroupMean(crew.replicas(rank)))
+        made.begin(group(0, 1), SumInPlace(crew.replicas(rank)))
         made.complete([torch.full(SHAPES[n], torch.inf if (n, rank) == (0, 1) else 30.0).half() for n in range(5)])
         return made.outcome()
 

@@ -1,4 +1,5 @@
-"""Recorded 4 × 4 trainings on an idle machine: the worker that was made slow is found, and none among equals."""
+"""Recorded trainings: of 4 × 4 on an idle machine, the worker that was made slow is found, and none among equals; of
+1 × 4, the one whose model is pulled away."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.seeing.detectors import findings
 from lightning_sdpipe.seeing.recording import Recording, of_log
-from tests.seeing.golden.record import LARGE_SLOW, LARGE_UPDATES
+from tests.seeing.golden.record import DRIFTS, LARGE_SLOW, LARGE_UPDATES
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -18,14 +20,14 @@ GOLDEN = Path(__file__).parent / "golden"
 def recorded(name: str, directory: Path) -> Recording:
     """``name`` of the compressed logs."""
     log = directory / "scheduler.jsonl"
-    log.write_bytes(gzip.decompress((GOLDEN / f"{name}_4x4.jsonl.gz").read_bytes()))
+    log.write_bytes(gzip.decompress((GOLDEN / f"{name}.jsonl.gz").read_bytes()))
     return of_log(log)
 
 
 @pytest.mark.parametrize("method", ["all_reduce", "sdpipe"])
 def test_one_of_sixteen_is_named(tmp_path: Path, method: str) -> None:
     """It was 1.6 times as slow where it computes, beside what all spend otherwise."""
-    found = findings(recorded(f"{method}_straggler", tmp_path))
+    found = findings(recorded(f"{method}_straggler_4x4", tmp_path))
     assert [(finding.kind, finding.workers) for finding in found] == [("compute_straggler", (LARGE_SLOW,))]
     assert 1.35 < found[0].evidence["ratio"] < 1.6
     assert "(injected)" in found[0].text
@@ -34,10 +36,20 @@ def test_one_of_sixteen_is_named(tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize("method", ["all_reduce", "sdpipe"])
 def test_none_of_sixteen_equals_is_named(tmp_path: Path, method: str) -> None:
     """Though its own time varies by a twentieth on a machine of two cores."""
-    recording = recorded(f"{method}_equal", tmp_path)
+    recording = recorded(f"{method}_equal_4x4", tmp_path)
     assert len(recording.series) == 16
     assert {len(series) for series in recording.series.values()} == {LARGE_UPDATES - 1}
     assert findings(recording) == []
     own = [list(series.own()) for series in recording.series.values()]
     beyond = sum(max(0, each - statistics.median(times)) for times in own for each in times)
     assert 0.02 < beyond / sum(map(sum, own)) < 0.1
+
+
+@pytest.mark.parametrize("name", sorted(DRIFTS))
+def test_one_whose_loss_is_thirty_times_as_large_drifts(tmp_path: Path, name: str) -> None:
+    found = [finding for finding in findings(recorded(name, tmp_path)) if finding.kind == "drifting"]
+    odd = DRIFTS[name]
+    assert [finding.workers for finding in found] == ([] if odd is None else [(Worker(0, odd),)])
+    for finding in found:
+        assert 1.5 < finding.evidence["ratio"] < 4
+        assert finding.advice[0].override == "sync.staleness=8"

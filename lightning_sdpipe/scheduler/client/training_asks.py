@@ -270,7 +270,7 @@ class RowBuffer:
         carries."""
         if len(self._rows) >= MOST:
             self._halve()
-        self._rows.append((UpdateRow(update, 1, row.us, row.core, group), row.ended, row.follows))
+        self._rows.append((UpdateRow(update, 1, row.us, row.core, group, row.apart), row.ended, row.follows))
         return len(self._rows) == MOST
 
     def take(self) -> NewRows | None:
@@ -292,7 +292,8 @@ class RowBuffer:
             if alone and follows:
                 before, _, followed = halved[-1]
                 us = tuple(a + b for a, b in zip(before.us, row.us, strict=True))
-                both = UpdateRow(row.update, before.count + row.count, us, before.core + row.core)
+                far = row.apart or before.apart
+                both = UpdateRow(row.update, before.count + row.count, us, before.core + row.core, apart=far)
                 halved[-1] = both, ended, followed
                 alone = False
             else:

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.present_rounds import Batch, PresentRounds, Round
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.p2p import labelled
@@ -85,6 +86,7 @@ class SurvivingRounds:
         self.retried = self.taken = 0
         """Rounds that were tried again, and whose mean was handed over."""
         self._rounds: PresentRounds | None = None
+        self._sums: SumInPlace | None = None
         self._group: Group | None = None
         self._number = -1  # of the round; not all pipelines are in as many without any batch
         self._waits = False
@@ -180,7 +182,10 @@ class SurvivingRounds:
             self.rounds.begin(group, None)
             return
         self._epochs.use(group)
-        self.rounds.begin(group, self._epochs.exchange(group))
+        replicas = self._epochs.replicas(group)
+        if self._sums is None or self._sums.replicas is not replicas:
+            self._sums = SumInPlace(replicas)
+        self.rounds.begin(group, self._sums)
 
     def _break_off(self, group: Group) -> None:
         if self.rounds.begun:

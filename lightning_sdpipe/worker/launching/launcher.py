@@ -21,6 +21,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
 import __main__
+from lightning_sdpipe import openmp
 from lightning_sdpipe.checkpoints.whole_module import is_whole
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import (
@@ -246,6 +247,7 @@ class WholeModelLauncher(MultiProcessingLauncher):
         before = {name: os.environ.get(name) for name in _SET_FOR_WORKERS}
         choose_port()
         gc.collect()  # a forked child that collected a process group would wait for threads that it does not have
+        openmp.end_threads()
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except KeyboardInterrupt:  # perhaps no process but this one has heard of it

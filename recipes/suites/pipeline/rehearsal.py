@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_sdpipe.partition.apart import apart, with_all_threads
+from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.partition.plan import encode
 from lightning_sdpipe.pipeline.micro_batches import split
 from recipes.suites.pipeline.bare_torch import MaskedLM, random_batch
@@ -68,7 +68,7 @@ def _compare(
         return encode(make_plan(module, num_stages, None, batch, num_micro_batches))
 
     runs: dict[str, Callable[[], object]] = {
-        "plan": partial(apart, partial(with_all_threads, plan), TIMEOUT_SECONDS),  # as the strategy does it
+        "plan": partial(apart, plan, TIMEOUT_SECONDS),  # as the strategy does it
         "training step": partial(_train, module, parts),
     }
     for run in runs.values():

@@ -24,7 +24,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_sdpipe import SDPipeStrategy, SDPipeWeightAveraging
+from lightning_sdpipe import SDPipeStrategy, SDPipeWeightAveraging, openmp
 from lightning_sdpipe.scheduler.credentials import write_keys
 from lightning_sdpipe.worker.phases import Phase
 from tests.namespaces import Machine
@@ -183,6 +183,7 @@ class Job:
         self.pids = [self._start(run, rank, port, work) for rank in range(run.num_stages)]
 
     def _start(self, run: ElasticRun, rank: int, port: str, work: Callable[[], None]) -> int:
+        openmp.end_threads()
         pid = os.fork()
         if pid:
             return pid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch import Tensor, nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lightning_sdpipe import AllReduce, SDPipeStrategy
+from lightning_sdpipe import AllReduce, SDPipeStrategy, openmp
 from tests.features.table import supported
 from tests.namespaces import Machine, machines
 from tests.own_session import script
@@ -150,3 +152,27 @@ def test_workers_that_get_the_trainer_pickled(tmp_path: Path) -> None:
     assert not torch.equal(model.net[0].weight, before.net[0].weight)
     assert not torch.equal(model.net[3].weight, before.net[3].weight)
     assert trainer.callback_metrics["loss_epoch"] > 0
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+    openmp.end_threads()
+
+
+@pytest.mark.distributed
+def test_forking_after_threads_have_computed_here(two_threads: None, tmp_path: Path) -> None:
+    """As in a notebook: the worker would wait for OpenMP's threads, which it does not have."""
+    norm = nn.BatchNorm1d(512)
+    norm(torch.randn(4096, 512)).sum().backward()
+    trainer, _ = fit(tmp_path, SDPipeStrategy(1, AllReduce(), start_method="fork"), 1, 4, Normalized())
+    assert trainer.callback_metrics["threads"] == 2
+
+
+class Normalized(Regression):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        nn.BatchNorm1d(512)(torch.randn(4096, 512)).sum().backward()  # large enough for several threads
+        self.log("threads", float(torch.get_num_threads()))
+        return super().training_step(batch, batch_idx)

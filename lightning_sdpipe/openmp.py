@@ -1,0 +1,26 @@
+"""OpenMP's threads, which do not survive a fork."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+_SOFT = 1  # omp_pause_soft: what is set stays
+
+
+def end_threads() -> None:
+    """Ends the threads that GNU's OpenMP keeps for the calling thread; the next parallel region starts them again.
+
+    A forked child inherits the record of these threads without the threads, and its first parallel region waits for
+    them for ever. Called right before a fork, this leaves parent and child with none. Other implementations of OpenMP
+    start anew in a child by themselves. A process may have loaded several copies of GNU's: torch brings one, and so
+    does scikit-learn.
+    """
+    if sys.platform != "linux":
+        return
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    for path in sorted({line[line.index("/") :] for line in lines if "/libgomp" in line}):
+        pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)  # since OpenMP 5.0
+        if pause is not None:
+            pause(_SOFT)
