@@ -46,9 +46,9 @@ SHORT = 90  # lines: such a module with a single importer belongs into it
 SHAPES = {
     "classes with too many methods": 0,
     "constructors with too many arguments": 1,
-    "modules with too many imports": 2,
-    "class names used twice": 2,
-    "short modules with one importer": 9,
+    "modules with too many imports": 1,
+    "class names used twice": 1,
+    "short modules with one importer": 8,
     "reaches into another object's privates": 0,
     "uses of Lightning's private names": 0,
     "circles": 0,
@@ -57,31 +57,31 @@ SHAPES = {
 
 SIZES: dict[str, tuple[int, int]] = {
     "checkpoints": (672, 8),
-    "data": (480, 6),
+    "data": (476, 5),
     "dealing": (439, 5),
-    "exchange": (2458, 34),
+    "exchange": (2452, 32),
     "heterogeneity": (443, 8),
-    "loop": (2555, 25),
+    "loop": (2552, 24),
     "membership": (1300, 14),
     "optim": (342, 5),
-    "partition": (3871, 34),
+    "partition": (3845, 32),
     "pipeline": (1821, 17),
     "placement": (2722, 24),
     "policies": (2404, 25),
     "recipes": (7730, 112),
-    "scheduler": (5428, 45),
+    "scheduler": (5417, 43),
     "seeing": (2060, 18),
     "simulate": (640, 6),
-    "strategy": (928, 6),
+    "strategy": (936, 7),
     "supervision": (1329, 14),
     "sync": (1948, 17),
     "top": (1303, 11),
     "topology": (561, 7),
-    "worker": (3254, 29),
+    "worker": (3217, 29),
 }
 """Code lines and modules of each room, without docstrings, comments and blank lines."""
 
-WAY = 51
+WAY = 42
 """Modules of the package in which code runs between two mini-batches of SemiDecentralized under 1F1B, on two pipelines
 of two stages. The aim is 30; the number is only ever made smaller."""
 

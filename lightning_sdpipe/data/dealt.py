@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.data.drawing import Drawn, drawing_copy
+from lightning_sdpipe.data.loader import Drawn, drawing_copy
 from lightning_sdpipe.data.shards import Shards
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import ConfigurationError

@@ -12,7 +12,7 @@ from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.lightning_internals import adopt_metrics, steps_between_saves
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import Turns
-from lightning_sdpipe.loop.clock import ClockChecks
+from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.loop.stream_switches import Point, StreamSwitches
 from lightning_sdpipe.topology.groups import ProcessGroups
 

@@ -20,7 +20,7 @@ from lightning_sdpipe.lightning_internals import (
     steps_between_saves,
     validates_in_this_epoch,
 )
-from lightning_sdpipe.loop.clock import ClockChecks
+from lightning_sdpipe.loop.loop import ClockChecks
 
 
 class EqualSplit:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import IndexBatchSampler, batches_of, set_batches
-from lightning_sdpipe.partition.structure import Constant, Number, Opaque, Structure, TensorMeta, take_apart
+from lightning_sdpipe.partition.message import Constant, Number, Opaque, Structure, TensorMeta, take_apart
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _TAG = 2**31 - 2

@@ -1,8 +1,8 @@
-"""Where replicas of a stage wait for each other: at the same key, until all who are awaited have come.
+"""Where replicas of a stage wait for each other: at the same key, until all that are awaited have come.
 
-A meeting replaces a collective that spans replicas. Whoever dies is not waited for, and a meeting is decided once: who
-asks again gets the same answer, and who comes late is told so, and is alone. Keys are the workers' own; those who wait
-at different keys, when nobody is left to come, would wait for ever and are refused.
+A meeting replaces a collective that spans replicas. A worker that dies is not waited for, and a meeting is decided
+once: one that asks again gets the same answer, and one that comes late is told so, and is alone. Keys are the workers'
+own; those that wait at different keys, when none is left to come, would wait for ever and are refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DecidedBarriers:
         return self._answer(stage, pipeline, key, value)
 
     def missing(self, stage: int, key: str, awaited: Collection[int]) -> list[int]:
-        """Who of ``awaited`` is not at ``key``."""
+        """Those of ``awaited`` that are not at ``key``."""
         waiting = self._waiting[stage]
         return sorted(i for i in awaited if waiting.get(i, ("", b""))[0] != key)
 
@@ -54,7 +54,7 @@ class DecidedBarriers:
                     replaced.setdefault(key, set()).add(pipeline)
 
     def begin_anew(self) -> None:
-        """A new start is made: nobody is left of those who met."""
+        """A new start is made: none is left of those that met."""
         for been, replaced in zip(self._been, self._replaced, strict=True):
             been.clear()
             replaced.clear()
@@ -87,7 +87,7 @@ class DecidedBarriers:
         return decided
 
     def contradictions(self, awaited_in: Sequence[Collection[int]]) -> dict[int, dict[int, str]]:
-        """Of each stage in which all who are awaited wait, but not at one key: where. They wait no longer."""
+        """Of each stage in which all that are awaited wait, but not at one key: where. They wait no longer."""
         found: dict[int, dict[int, str]] = {}
         for stage, (waiting, awaited) in enumerate(zip(self._waiting, awaited_in, strict=True)):
             if awaited and all(i in waiting for i in awaited) and len({waiting[i][0] for i in awaited}) > 1:
@@ -95,7 +95,7 @@ class DecidedBarriers:
         return found
 
     def _answer(self, stage: int, pipeline: int, key: str, value: bytes) -> Met:
-        """To who asks for a meeting that has been."""
+        """For one that asks for a meeting that has been."""
         met = self._been[stage][key]
         if pipeline in met.pipelines and pipeline not in self._replaced[stage].get(key, ()):
             return met

@@ -21,7 +21,7 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recovery_grace: float = 10.0
     settle: float = 1.5
     resume: bool = False
-    """If nobody is left, pipelines start again from the newest checkpoint; else the run is over then."""
+    """If no pipeline is left, others start again from the newest checkpoint; else the run is over then."""
     apart: float = 60.0
     """For how long a pipeline that others cannot reach is not let in again, at first."""
     fixed: bool = False

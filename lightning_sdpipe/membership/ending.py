@@ -28,7 +28,7 @@ class Ending:
         self.terms = terms
         self.over: w.RunOver | None = None
         self.holds = ""
-        """Why nobody may train now, if so."""
+        """Why no pipeline may train now, if so."""
         self.newest: w.Published | None = None
         self.resumed: w.Published | None = None
         """The checkpoint from which a new start was made."""
@@ -38,7 +38,7 @@ class Ending:
 
     @property
     def may_resume(self) -> bool:
-        """Can a new start be made when nobody is left?"""
+        """Can a new start be made when no pipeline is left?"""
         return self.terms.resume and self.newest is not None
 
     @property
@@ -84,7 +84,7 @@ class Ending:
         return []
 
     def are_lost(self, epoch: Epoch) -> list[MemberDecision]:
-        """Is nobody left who could go on?"""
+        """Is no pipeline left that could go on?"""
         if self.over is not None or not epoch.number or epoch.members or self.may_resume or self.terms.fixed:
             return []
         if self.newest is None:
@@ -99,7 +99,7 @@ class Ending:
     def are_enough(self, members: Collection[int], more: int, now: float) -> list[MemberDecision]:
         """May ``members`` train, with so many ``more`` that could join them?"""
         count, least = len(members), self.terms.min_pipelines
-        if count + more >= least or not count:  # with nobody left there is nobody to hold
+        if count + more >= least or not count:  # with no member left there is none to hold
             if not self.holds:
                 return []
             self.holds, self._held_since = "", math.inf

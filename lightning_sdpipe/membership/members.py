@@ -30,7 +30,7 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
     reason: str
     lost: tuple[Count, ...] = ()
     tries: bool = False
-    """Every worker says whom of its stage it cannot reach."""
+    """Every worker says which of its stage it cannot reach."""
 
     @property
     def leader(self) -> int:
@@ -187,7 +187,7 @@ MemberEvent: TypeAlias = FromProcess | Enrolled | Resumed | Heard | Unreachable 
 
 
 class Started(msgspec.Struct, frozen=True, gc=False, tag="started"):
-    """``pipeline`` is a member from ``epoch`` on, and trains. ``fresh``: nobody could give it a state; it goes on from
+    """``pipeline`` is a member from ``epoch`` on, and trains. ``fresh``: none could give it a state; it goes on from
     the file ``checkpoint``, if that is named."""
 
     pipeline: int
@@ -277,7 +277,7 @@ class CameBack(msgspec.Struct, frozen=True, gc=False, tag="came_back"):
 
 
 class Held(msgspec.Struct, frozen=True, gc=False, tag="held"):
-    """Nobody trains until there are enough pipelines again; an empty ``reason``: there are."""
+    """No pipeline trains until there are enough again; an empty ``reason``: there are."""
 
     reason: str
 

@@ -1,38 +1,38 @@
-"""Who is in an elastic run: events and the time go in, decisions come out.
+"""Which pipelines are in an elastic run: events and the time go in, decisions come out.
 
 Each pipeline is a small job of its own. It comes (its stages *enrol*), becomes a member, and goes: it dies, falls
 silent, fails, or departs. Its states, and those of its processes, are the tables of ``pipelines.py``. The rules:
 
 1. *Together or not at all.* A pipeline is a member when all its stages are there, of one incarnation, and it is gone
-   when one of them is. An incarnation that was once gone never comes back (a tombstone): whoever of it wakes must end.
+   when one of them is. An incarnation that was once gone never comes back (a tombstone): its processes must end.
 2. *Epochs.* Whenever the members change a new epoch begins, with a higher number. Members are listed by age; the oldest
    leads. So the leader changes only when it goes.
 3. *The start.* The first pipelines begin together when ``start_pipelines`` are there, or ``gather`` seconds after the
-   first if these are at least ``min_pipelines``. Everybody who comes later is given the state of a member
+   first if these are at least ``min_pipelines``. A pipeline that comes later is given the state of a member
    (``state_transfers.py``), and is a member when all its stages have it. If the donor goes, another one gives it. If
    there is no member left, the run is over, or a new start is made from the newest checkpoint (``resume``), also by a
    new scheduler that is told of one before anything else.
-4. *Enough.* With fewer than ``min_pipelines`` nobody begins another turn. Newcomers count, all of whose stages are
+4. *Enough.* With fewer than ``min_pipelines`` none begins another turn. Newcomers count, all of whose stages are
    there: they need a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
-5. *One job per number.* Who enrols for a pipeline that is there waits until that one is heard of (then it is refused)
-   or gone (then it takes its place, when it asks again).
+5. *One job per number.* A second job that claims a pipeline's number waits until the first is heard of (then it is
+   refused) or gone (then it takes its place, when it asks again).
 6. *Meetings* (``barriers.py``) wait for the members, and for newcomers whose state has been taken in that stage: they
    are about to be where the others are.
 7. *A bug ends the run.* Two pipelines that fail with the same exception would be followed by all others. A pipeline's
-   failure is forgotten when it has come back and met others. A SchedulerError counts for nothing: whoever was lost, the
+   failure is forgotten when it has come back and met others. A SchedulerError counts for nothing: what was lost, the
    scheduler for instance, causes several. Nor does what a newcomer fails with while others train.
 8. *Out of reach* (``unreachable.py``). Pipelines that find no process group in common make another one, and say
-   whom they cannot reach; if that goes on, one of them is put out.
+   which they cannot reach; if that goes on, one of them is put out.
 9. *A new scheduler* begins to know when a member of the run resumes: it waits ``recovery_grace`` seconds for the rest
-   of the newest epoch that anybody heard of. Who is not in that one has been replaced, and must end. Nobody starts anew
-   within its first ``settle`` seconds, in which members make themselves heard.
+   of the newest epoch that any of them heard of. A start that is not in it has been replaced, and must end. None starts
+   anew within its first ``settle`` seconds, in which members make themselves heard.
 10. *A fixed roster* (``fixed``) is one start of so many pipelines, and a process that has ended ends the run, by name.
    One that is silent is lost, until it is heard of. When all have finished the next run may begin. Of which kind a run
    is, its first process says.
 
 Promises, which the tests hold against all histories: epochs' numbers grow; no incarnation is a member twice, or after
-it was gone; the leader is a member and the oldest; nobody starts fresh while there is a member; a meeting is decided
-once, and by everybody awaited.
+it was gone; the leader is a member and the oldest; none starts fresh while there is a member; a meeting is decided
+once, and by all that are awaited.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Membership(RunState):
         return decisions + self.ending.have_finished(self.epoch, self.roster.here) + self._admit(now) + self._meet()
 
     def _unreachable(self, event: w.Unreachable, now: float) -> list[MemberDecision]:
-        """All shall make another process group, and say whom they cannot reach; or one of them goes."""
+        """All shall make another process group, and say which they cannot reach; or one of them goes."""
         stage, pipelines = event.stage, event.pipelines
         if not self.epoch.members or self.terms.fixed:
             return []
@@ -252,11 +252,11 @@ class Membership(RunState):
         if found is None:
             reason = f"pipelines {there} have no process group of stage {stage} in common"
             return self._new_epoch(reason, tries=True)
-        who, others = found
-        self._reach.put_out(who, now)
+        unlucky, others = found
+        self._reach.put_out(unlucky, now)
         missed = f"cannot reach pipelines {', '.join(map(str, others))}" if others else f"is the youngest of {there}"
         return self._goes(
-            who,
+            unlucky,
             f"stage {stage} finds no process group with others, and {missed}, though all reach the scheduler; look at "
             "the network between their machines, and at GLOO_SOCKET_IFNAME",
             now,
@@ -383,7 +383,7 @@ class Membership(RunState):
         return [self.epoch]
 
     def _meet(self) -> list[MemberDecision]:
-        """Meetings to which everybody has come; those who wait at different places are told."""
+        """Meetings to which all have come; those that wait at different places are told."""
         awaited = [self.awaited(stage) for stage in range(self._num_stages)]
         decided = self.meetings.decide(awaited)
         self.ending.meet(i for met in decided if len(met.pipelines) > 1 for i in met.pipelines)

@@ -1,4 +1,4 @@
-"""What a scheduler that was started again learns of the run: from its members, who resume.
+"""What a scheduler that was started again learns of the run: from its members, which resume.
 
 It goes by the newest epoch that any of them heard of. A start of a pipeline that is not in that one has been replaced,
 or was lost; it may have heard of nothing since, as a machine that was asleep.
@@ -15,7 +15,7 @@ from lightning_sdpipe.policies.events import Worker
 
 
 class MemberRecovery:
-    """From the first who resumes, whose event it is made of, until all are back or ``until`` has come."""
+    """From the first that resumes, whose event it is made of, until all are back or ``until`` has come."""
 
     def __init__(self, first: Resumed, until: float, num_stages: int, fixed: bool = False) -> None:
         self.until = until

@@ -67,7 +67,7 @@ class RunState:
         return worker if self.terms.fixed else worker.pipeline
 
     def awaited(self, stage: int) -> list[int]:
-        """Whom a meeting of ``stage`` waits for."""
+        """The pipelines that a meeting of ``stage`` waits for."""
         return sorted(
             i
             for i, here in self.roster.here.items()
@@ -81,7 +81,7 @@ class RunState:
         return self.roster.states(self.donations, self.members, out)
 
     def missing(self) -> str:
-        """What the start, or everybody, waits for, for people."""
+        """What the start waits for, or training, for people."""
         there = ", ".join(f"pipeline {i} {state}" for i, state in self.states().items()) or "nobody is there"
         start = f"training starts when {self.terms.to_start} pipelines are there; {there}"
         return self.ending.holds or start

@@ -43,7 +43,7 @@ class Stuck:
         self._left.pop(worker, None)
 
     def look(self, now: float, here: Collection[Worker]) -> list[tuple[int, list[Worker]]]:
-        """The numbers of exchanges that are stuck, and who is in each; they are told again when that does not help.
+        """The numbers of stuck exchanges, and the workers in each; they are told again when that does not help.
 
         Args:
             now: the time.

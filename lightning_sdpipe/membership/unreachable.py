@@ -1,9 +1,10 @@
 """Which pipelines cannot reach each other, and which of them is put out.
 
 When pipelines find no process group in common, an epoch of membership begins in which every worker tries to reach each
-other one of its stage, and says whom it could not. Two that miss each other in several such epochs in a row cannot both
-stay: the one goes that most others miss, and of these the youngest. If that explains nothing, the youngest goes after
-some more epochs. It is let in again after a pause that doubles each time, since it would hold up the others again.
+other one of its stage, and says which it could not. Two that miss each other in several such epochs in a row cannot
+both stay: the one goes that most others miss, and of these the youngest. If that explains nothing, the youngest goes
+after some more epochs. It is let in again after a pause that doubles each time, since it would
+hold up the others again.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ TRANSFERS = 3
 EPOCHS = 3
 """In a row, in which two that miss each other are missed."""
 UNEXPLAINED = 8
-"""The same, if nobody says whom it misses."""
+"""The same, if none says which others it misses."""
 TRIED_FOR = 3.0
-"""Seconds after which an epoch has shown who reaches whom."""
+"""Seconds after which an epoch has shown which pipelines reach each other."""
 IN_A_ROW = 15.0
 """Seconds between two epochs in vain, at most, if they are to count as such."""
 LONGEST_PAUSE = 3600.0
@@ -47,10 +48,10 @@ class Reach:
     def found_none(
         self, pipelines: Sequence[int], members: Sequence[int], waited: bool, now: float
     ) -> tuple[int, list[int]] | None:
-        """``pipelines`` have found no process group in common; who is put out, if anybody, and whom it cannot reach.
+        """``pipelines`` have no process group in common: the one that is put out, if any, and those it cannot reach.
 
         Args:
-            pipelines: who tried.
+            pipelines: that tried.
             members: of the epoch, oldest first.
             waited: for the process group of the epoch; else they had one, in which an exchange broke off.
             now: the time.
@@ -70,9 +71,9 @@ class Reach:
         if len(candidates) < 2:
             return None
         missed_by = Counter(i for pair in pairs for i in pair)
-        who = max(candidates, key=lambda i: (missed_by[i], members.index(i)))
+        unlucky = max(candidates, key=lambda i: (missed_by[i], members.index(i)))
         self._in_vain, self._apart = 0, {}
-        return who, sorted({i for pair in pairs if who in pair for i in pair} - {who})
+        return unlucky, sorted({i for pair in pairs if unlucky in pair for i in pair} - {unlucky})
 
     def got_none(self, pipeline: int, now: float) -> None:
         """The newcomer ``pipeline`` did not get the state of a member."""

@@ -33,8 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.effects import Effect, EffectRecorder, hear_assignments, replay
-from lightning_sdpipe.partition.intercept import Original, intercept
+from lightning_sdpipe.partition.effects import Effect, EffectRecorder, Original, hear_assignments, intercept, replay
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.placeholder import refuse_placeholders
 from lightning_sdpipe.partition.travel import NOTHING_MORE, Receiving, Sending, Travel

@@ -1,28 +1,201 @@
 """What one stage tells the next of a micro-batch: values that cross the cut, and the effects of all blocks before it.
 
-Both ends know the *layout* of a message once one like it has passed: then the values travel alone.
+Both ends know the *layout* of a message once one like it has passed: then the values travel alone. A layout has the
+:class:`Structure` of each value that user code handed on: how its parts are nested, and what each part is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, TypeAlias
+from functools import cached_property, lru_cache, reduce
+from typing import Any, TypeAlias, cast
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_sdpipe.partition.effects import Kind, Place
-from lightning_sdpipe.partition.structure import (
-    Number,
-    Part,
-    Structure,
-    TensorMeta,
-    Travels,
-    decode_part,
-    encode_part,
-)
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A Python number, which may be another one each time: it travels as a float64, which holds it exactly."""
+
+    kind: str  # "bool", "int" or "float"
+
+    def restore(self, value: float) -> float:
+        number: float = _NUMBERS[self.kind](value)
+        return number
+
+
+@dataclass(frozen=True)
+class Constant:
+    """None, a string, a dtype or a device; or an integer that no float64 holds."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Something that cannot travel; a type's name is all that others hear of it."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Travels:
+    """A tensor that is the message's value of this number."""
+
+    value: int
+
+
+Part: TypeAlias = TensorMeta | Travels | Number | Constant | Opaque
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A value without its parts: tuples, lists, dicts, named tuples and whatever else is a tree for torch (the outputs
+    of Hugging Face's models are)."""
+
+    spec: pytree.TreeSpec
+    parts: tuple[Part, ...]
+
+    def rebuild(self, leaves: Iterable[Any]) -> Any:
+        """The value with ``leaves`` in the places of its parts."""
+        return pytree.tree_unflatten(list(leaves), self.spec)
+
+    def encode(self) -> dict[str, Any]:
+        """As values for JSON."""
+        return {"spec": pytree.treespec_dumps(self.spec), "parts": list(map(encode_part, self.parts))}
+
+    @classmethod
+    def decode(cls, data: Mapping[str, Any]) -> Structure:
+        for kind in _named_tuples_in(json.loads(data["spec"])[1]):
+            _make_known(_loaded(kind))
+        return cls(pytree.treespec_loads(data["spec"]), tuple(map(decode_part, data["parts"])))
+
+
+def take_apart(value: Any) -> tuple[list[Any], Structure]:
+    """The leaves of ``value``, in order, and its structure. What cannot be described to another process is a leaf."""
+    if isinstance(value, Tensor):
+        return [value], Structure(_LEAF, (TensorMeta.of(value),))
+    leaves, spec = pytree.tree_flatten(value)
+    if not (spec.is_leaf() or _describable(spec)):
+        leaves, spec = [value], _LEAF
+    return leaves, Structure(spec, tuple(map(_part, leaves)))
+
+
+_LEAF = pytree.tree_structure(None)
+_NUMBERS: Mapping[str, Any] = {"bool": bool, "int": int, "float": float}
+
+
+@lru_cache(maxsize=4096)
+def _describable(spec: pytree.TreeSpec) -> bool:
+    for node in _nodes(spec):
+        _make_known(node.context)
+    try:
+        return pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    except (NotImplementedError, TypeError):  # a type that torch cannot name, or a dict's key that JSON has not
+        return False
+
+
+def _part(leaf: Any) -> Part:
+    if isinstance(leaf, Tensor):
+        return TensorMeta.of(leaf)
+    kind = type(leaf)
+    if kind is bool or kind is float or (kind is int and abs(leaf) <= 2**53):
+        return Number(kind.__name__)
+    if leaf is None or kind in (int, str, torch.dtype, torch.device):
+        return Constant(leaf)
+    return Opaque(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."))
+
+
+def encode_part(part: Part) -> list[Any]:
+    """As values for JSON."""
+    match part:
+        case TensorMeta(shape, dtype, requires_grad):
+            return ["tensor", shape, str(dtype).removeprefix("torch."), requires_grad]
+        case Travels(value):
+            return ["travels", value]
+        case Number(kind):
+            return ["number", kind]
+        case Opaque(kind):
+            return ["opaque", kind]
+        case Constant(torch.dtype() as dtype):
+            return ["dtype", str(dtype).removeprefix("torch.")]
+        case Constant(torch.device() as device):
+            return ["device", str(device)]
+        case Constant(value):
+            return ["constant", value]
+
+
+def decode_part(data: Sequence[Any]) -> Part:
+    """The reverse of :func:`encode_part`."""
+    match data:
+        case ["tensor", shape, dtype, requires_grad]:
+            return TensorMeta(tuple(shape), getattr(torch, dtype), requires_grad)
+        case ["travels", value]:
+            return Travels(value)
+        case ["number", kind]:
+            return Number(kind)
+        case ["opaque", kind]:
+            return Opaque(kind)
+        case ["dtype", dtype]:
+            return Constant(getattr(torch, dtype))
+        case ["device", device]:
+            return Constant(torch.device(device))
+        case [_, value]:
+            return Constant(value)
+    raise ValueError(f"{data!r} describes no part of a value")
+
+
+def _nodes(spec: pytree.TreeSpec) -> Iterable[pytree.TreeSpec]:
+    if not spec.is_leaf():
+        yield spec
+        for child in spec.children():
+            yield from _nodes(child)
+
+
+def _named_tuples_in(encoded: Mapping[str, Any]) -> Iterable[str]:
+    if encoded["type"] == "collections.namedtuple":
+        yield encoded["context"]
+    for child in encoded["children_spec"]:
+        yield from _named_tuples_in(child)
+
+
+def _make_known(kind: Any) -> None:
+    """Named tuples are trees for torch, but of each kind it must be told before it can be described."""
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+            pytree._register_namedtuple(kind, serialized_type_name=name)
+
+
+def _loaded(name: str) -> Any:
+    """What other processes call ``name``, if a module that is loaded here has it."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        module = sys.modules.get(".".join(parts[:length]))
+        if module is not None:
+            return reduce(lambda place, part: getattr(place, part, None), parts[length:], cast(Any, module))
+    return None
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.chain import Block
-from lightning_sdpipe.partition.intercept import Original, intercept
+from lightning_sdpipe.partition.effects import Original, intercept
+from lightning_sdpipe.partition.message import Opaque, take_apart
 from lightning_sdpipe.partition.rehearsal import without_a_trace
 from lightning_sdpipe.partition.saved_bytes import parameter_bytes, recording_saved
-from lightning_sdpipe.partition.structure import Opaque, take_apart
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_sdpipe.partition.effects import EffectRecorder
-from lightning_sdpipe.partition.intercept import Original, intercept
-from lightning_sdpipe.partition.message import EffectLayout, LeafKey, leaves_of
+from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercept
+from lightning_sdpipe.partition.message import EffectLayout, LeafKey, leaves_of, take_apart
 from lightning_sdpipe.partition.module_attributes import kept_over_steps, tensors_in_attributes
 from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS
-from lightning_sdpipe.partition.structure import take_apart
 from lightning_sdpipe.partition.touches import Touch, Touches
 
 OUTSIDE = -1

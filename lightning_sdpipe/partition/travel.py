@@ -14,23 +14,21 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.effects import Effect
 from lightning_sdpipe.partition.message import (
     BlockLayout,
+    Constant,
     EffectLayout,
     Layout,
     LeafKey,
     Message,
-    leaves_of,
-)
-from lightning_sdpipe.partition.placeholder import Absent, Placeholder
-from lightning_sdpipe.partition.structure import (
-    Constant,
     Number,
     Opaque,
     Part,
     Structure,
     TensorMeta,
     Travels,
+    leaves_of,
     take_apart,
 )
+from lightning_sdpipe.partition.placeholder import Absent, Placeholder
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,13 +18,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torchmetrics import Metric
 
 from lightning_sdpipe import lightning_internals, meter
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
 from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.collective_guard import CollectiveGuard
 from lightning_sdpipe.p2p import backend_for, waiting_for
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync.synchronizer import SyncStatistics
 from lightning_sdpipe.topology.groups import ProcessGroups
+from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.topology.tcp_store import open_store
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.elastic.run import ElasticRun
@@ -95,6 +96,11 @@ class Collectives(DDPStrategy):
     @property
     def _trainer(self) -> Trainer:
         return self.module.trainer
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of all workers. Where devices are placed, they are known once the ranks have met."""
+        return self._run.mesh
 
     @property
     def groups(self) -> ProcessGroups:
@@ -224,7 +230,13 @@ class Collectives(DDPStrategy):
             with self._first_failure(), waiting_for(group or self.groups.everybody, purpose):
                 yield
 
-    def _first_failure(self) -> AbstractContextManager[None]:
-        if self._run.membership is None:  # the run is over
-            return nullcontext()
-        return self._run.membership.first_failure(lambda: self._trainer.received_sigterm)
+    @contextmanager
+    def _first_failure(self) -> Iterator[None]:
+        """Around what waits for other workers: if one of them has failed before, the error says which and why."""
+        membership = self._run.membership
+        try:
+            yield
+        except (WorkerFailedError, SchedulerError) as error:
+            if membership is not None:  # else the run is over
+                membership.explain(error, lambda: self._trainer.received_sigterm)
+            raise

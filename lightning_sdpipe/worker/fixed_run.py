@@ -15,8 +15,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
+from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync.rendezvous import Rendezvous

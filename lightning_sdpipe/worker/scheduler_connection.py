@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -97,8 +97,9 @@ class RunConnection(Protocol):
 
     client: SchedulerClient
 
-    def first_failure(self, told_to_end: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Around what waits for other workers, which may have failed."""
+    def explain(self, error: Exception, told_to_end: Callable[[], bool]) -> None:
+        """Raises what ``error`` follows from, if that is known: another worker may have failed before. ``told_to_end``
+        says whether this process was."""
 
     def fail(self, exception: BaseException) -> None:
         """This worker ends by ``exception``."""
@@ -155,22 +156,17 @@ class SchedulerConnection:
             self._line.close()
             raise
 
-    @contextmanager
-    def first_failure(self, told_to_end: Callable[[], bool]) -> Iterator[None]:
+    def explain(self, error: Exception, told_to_end: Callable[[], bool]) -> None:
         """A worker that fails takes others down with it; those say which was first and why.
 
         Raises:
             WorkerFailedError: names the worker that failed first.
             SIGTERMException: this process was ``told_to_end`` too, and the other one was faster.
         """
-        try:
-            yield
-        except (WorkerFailedError, SchedulerError) as error:
-            failure = self.client.first_failure(timeout=2.0)
-            if told_to_end() and (failure is None or failure.reason == _BY_SIGNAL[SIGTERMException]):
-                raise SIGTERMException from error
-            if failure is None or failure.worker == self._worker:
-                raise
+        failure = self.client.first_failure(timeout=2.0)
+        if told_to_end() and (failure is None or failure.reason == _BY_SIGNAL[SIGTERMException]):
+            raise SIGTERMException from error
+        if failure is not None and failure.worker != self._worker:
             raise WorkerFailedError(self._describe(failure)) from error
 
     def fail(self, exception: BaseException) -> None:

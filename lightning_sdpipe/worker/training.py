@@ -157,10 +157,8 @@ class Training:
             return self.parts.pipeline.rest(loss) if self.updating else loss
         precision, freezing = self.trainer.precision_plugin, self.parts.freezing
         with self.whereabouts.running("training_step"), self.first_failure(), freezing.refused():
-            context, scale = precision.train_step_context, None
-            if self._scales:
-                scale = loss_scale(precision, self._device)
-            stream, closes = self.draws.stream, self._closes
+            context, stream, closes = precision.train_step_context, self.draws.stream, self._closes
+            scale = loss_scale(precision, self._device) if self._scales else None
             step = Step("training_step", arguments, context, stream, scale, closes, freezing.generation, source.portion)
             exchange = self.sync.gradients if self.updating else None
             if exchange is not None and self.sync.by_samples:
@@ -224,7 +222,8 @@ class Training:
 
     def announce(self) -> None:
         """Nothing but this worker's own computing can hold up its update any more."""
-        self.rendezvous.join()  # if the user's step has communicated
+        if self.together:  # the user's step has communicated
+            self.rendezvous.join()
         self.sync.announce(self.updates)
 
     # -------------------------------------------------------------- meeting

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_sdpipe import meter, p2p
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.message import Layout, Message
-from lightning_sdpipe.partition.structure import TensorMeta
+from lightning_sdpipe.partition.message import Layout, Message, TensorMeta
 from lightning_sdpipe.pipeline.digest import BatchDigest
 from lightning_sdpipe.pipeline.link import StageLink
 

@@ -17,7 +17,7 @@ from lightning_sdpipe.cli import main
 from lightning_sdpipe.meter import Meter
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.scheduler.client.recovery_report import SpanReport
+from lightning_sdpipe.scheduler.client.training_asks import SpanReport
 from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, read_worker_keys
 from lightning_sdpipe.scheduler.rows import About, SpanChunk
 from lightning_sdpipe.seeing.clocks import Delivery, settle

@@ -26,8 +26,11 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SchedulerConnection,
 
 
 def hear(membership: SchedulerConnection, told_to_end: bool) -> None:
-    with membership.first_failure(lambda: told_to_end):
+    try:
         raise WorkerFailedError("connection closed by peer")
+    except WorkerFailedError as error:
+        membership.explain(error, lambda: told_to_end)
+        raise
 
 
 @pytest.mark.parametrize("told_to_end", [False, True])

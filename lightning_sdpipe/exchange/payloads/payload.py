@@ -135,7 +135,7 @@ class ErrorFeedback:
     of all messages differs from the sum of all x by the last δ only (Seide et al. 2014; BAGUA §3.2, whose printed signs
     would subtract what was left out a second time).
 
-    Where a group averages in two phases (:mod:`~lightning_sdpipe.exchange.algorithms.centralised`), a worker sends
+    Where a group averages in two phases (:mod:`~lightning_sdpipe.exchange.encoded_mean`), a worker sends
     every part of the buffer but its own in the first and the mean of its own in the second. So one residual has room
     for the errors of both, BAGUA's δ and ε. The owner of a part must stay the same; when members change, :meth:`drop`
     it.

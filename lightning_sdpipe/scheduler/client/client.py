@@ -22,6 +22,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import effects as f
 from lightning_sdpipe.scheduler.client.connection import GLANCE
 from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
+from lightning_sdpipe.scheduler.client.training_asks import Came, Kind
 from lightning_sdpipe.scheduler.rows import About
 
 __all__ = ["Failure", "RunAborted", "SchedulerClient"]
@@ -73,7 +74,7 @@ class SchedulerClient:
         :meth:`join`."""
         self._timeout = timeout
         self._thread, self._asks = line.thread, line.thread.talk.training
-        self._outcomes: dict[f.Kind, m.Reply | e.Reply] = {}
+        self._outcomes: dict[Kind, m.Reply | e.Reply] = {}
         self._invited = 0
         self._iteration: int | None = None
         """Of the ready whose group was not fetched yet."""
@@ -180,10 +181,13 @@ class SchedulerClient:
         self._group = -1
         row = measured.update_ended(waited)
         measured.mark(meter.UPDATE, iteration)
-        if row is not None:
+        if row is None:
+            return
+        with self._thread.changed:
+            much = self._asks.rows.add(iteration, row, group)
+        if much:
             with self._thread.talking() as talk:
-                if self._asks.rows.add(iteration, row, group):
-                    talk.beat_soon()
+                talk.beat_soon()
 
     def first_failure(self, timeout: float) -> Failure | None:
         """What failed first in this run, if anything that is heard of in that time."""
@@ -193,7 +197,7 @@ class SchedulerClient:
 
     # ---------------------------------------------------------------------- inside
 
-    def _ask(self, kind: f.Kind, *fields: Any) -> None:
+    def _ask(self, kind: Kind, *fields: Any) -> None:
         with self._thread.changed:
             request = self._asks.ask(kind, *fields)
             self._outcomes.pop(kind, None)
@@ -207,7 +211,7 @@ class SchedulerClient:
                     "runs, can be reached, and was started with the keys that belong to this worker's"
                 )
 
-    def _wait(self, kind: f.Kind, reply: type[_Reply], what: str, seconds: float | None = None) -> _Reply:
+    def _wait(self, kind: Kind, reply: type[_Reply], what: str, seconds: float | None = None) -> _Reply:
         """The answer to the request of that ``kind``, which is repeated until it comes."""
         now, seconds = time.monotonic(), self._timeout if seconds is None else seconds
         until, repeat_at = now + seconds, min(now + REPEAT_AFTER, now + seconds / 2)
@@ -234,7 +238,7 @@ class SchedulerClient:
         assert isinstance(outcome, reply)
         return outcome
 
-    def _comes(self, kind: f.Kind, seconds: float) -> bool:
+    def _comes(self, kind: Kind, seconds: float) -> bool:
         """Is the answer there by then?"""
         until = time.monotonic() + seconds
         while kind not in self._outcomes and (left := until - time.monotonic()) > 0:
@@ -252,12 +256,13 @@ class SchedulerClient:
         with self._thread.changed:
             for effect in self._thread.talk.hear_training(reply):
                 match effect:
-                    case f.Came(kind, came):
+                    case Came(kind, came):
                         self._outcomes[kind] = came
                     case _:
                         others.append(effect)
             self._thread.changed.notify_all()
-        self._thread.carry_out(others)
+        if others:
+            self._thread.carry_out(others)
 
     def _check(self) -> None:
         stop = self._thread.talk.stop

@@ -10,9 +10,9 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client.training_asks import Came
 
 Key: TypeAlias = tuple[str, str | int]
-Kind: TypeAlias = type[m.Request]
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,6 @@ class Unheard:
     """A scheduler that may be started again has answered none of the last ``beats``."""
 
     beats: int
-
-
-@dataclass(frozen=True)
-class Came:
-    """What was asked for by the open request of that kind came, or it is refused."""
-
-    kind: Kind
-    reply: m.Reply | e.Reply
 
 
 Effect: TypeAlias = (

@@ -8,22 +8,49 @@ Rules:
 2. What a scheduler that was started again must know is in :meth:`TrainingAsks.resumption`.
 3. A worker that begins to leave takes part no longer, and its unanswered ready is dropped.
 4. A reply that is repeated, or was overtaken, changes nothing.
+
+Beside that: what the worker has still to tell, its updates and spans, the leases that its pipeline was dealt and, for a
+scheduler that was restarted, the groups that others may not have heard of.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.dealing.leases import Done, Segment
+from lightning_sdpipe import meter
+from lightning_sdpipe.dealing.leases import Done, Lease, Segment
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.effects import Came, Kind
-from lightning_sdpipe.scheduler.client.recovery_report import HeardAnswers, HeardLeases, RowBuffer, SpanReport
-from lightning_sdpipe.scheduler.rows import About, NewRows, Spans
+from lightning_sdpipe.scheduler.membership_protocol import Answer, Book
+from lightning_sdpipe.scheduler.rows import MOST, About, NewRows, Spans, UpdateRow
+
+log = logging.getLogger(__name__)
+
+MEMBERS_IN_REPORT = 15_000
+"""Of all groups that one report has room for: each takes up to 40 bytes of the largest request."""
+_LONGEST_AGO = 1e6
+"""Seconds that a program can have waited for spans."""
+RECENT = 32
+"""Batches whose mean length is told."""
+
+Kind: TypeAlias = type[m.Request]
+
+
+@dataclass(frozen=True)
+class Came:
+    """What was asked for by the open request of that kind came, or it is refused."""
+
+    kind: Kind
+    reply: m.Reply | e.Reply
 
 
 class TrainingAsks:
@@ -131,3 +158,177 @@ class TrainingAsks:
             case m.Leave(), e.Noted(number=number):
                 return number >= sent[0].number
         return isinstance(sent[-1], m.Hello) and isinstance(reply, m.Welcome)
+
+
+class HeardAnswers:
+    """A worker's half: the answers that it has heard and that another member may not have."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._last_with: dict[Worker, Answer] = {}
+        self.highest = -1
+        """The highest number of a group that was heard of."""
+
+    def hear(self, answer: Answer) -> None:
+        """The answer to this worker's ready came."""
+        group = answer.group
+        self.highest = max(self.highest, group.sequence)
+        for member in group.members:
+            if not group.passive or member not in group.passive:  # who is passive asks for nothing
+                self._last_with[member] = answer
+
+    def to_report(self) -> tuple[Answer, ...]:
+        """Each once, oldest first; of more than fit into a request the newest."""
+        unique = {answer.group.sequence: answer for answer in self._last_with.values()}
+        newest_first = sorted(unique, reverse=True)
+        sizes = accumulate(len(unique[number].group.members) for number in newest_first)
+        fitting = [number for number, members in zip(newest_first, sizes, strict=True) if members <= MEMBERS_IN_REPORT]
+        if len(fitting) < len(unique):
+            log.warning("worker %s cannot report %d groups at once", self._worker, len(unique) - len(fitting))
+        return tuple(unique[number] for number in reversed(fitting))
+
+    def forget(self) -> None:
+        """The worker has left: all its groups have averaged, so their members have heard of them."""
+        self._last_with.clear()
+
+
+class HeardLeases:
+    """Those of the segment that is trained now, and how far it is."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._segment: Segment | None = None
+        self._leases: dict[int, Lease] = {}
+        self._trained = 0
+        self._ended_at = 0.0
+        self._begins = True
+        """Does the next batch begin with the start of a loader?"""
+        self._first: float | None = None
+        """How long such a batch took, which says little, but more than nothing."""
+        self._lengths: deque[float] = deque(maxlen=RECENT)
+
+    def begin(self, segment: Segment) -> None:
+        """``segment`` is trained now; nothing happens if it is already."""
+        if segment != self._segment:
+            self._segment, self._leases, self._trained = segment, {}, 0
+            self._ended_at, self._begins = self._clock(), True
+
+    def hear(self, lease: Lease) -> None:
+        """``lease`` came."""
+        if lease.segment != self._segment:
+            return
+        before = self._leases.get(lease.ordinal - 1)
+        if before is not None and not before.size:  # it stood still
+            self._ended_at, self._begins = self._clock(), True
+        self._leases[lease.ordinal] = lease
+
+    def trained(self, batches: int) -> None:
+        """So many batches of the segment are trained."""
+        now = self._clock()
+        if batches > self._trained:
+            length = (now - self._ended_at) / (batches - self._trained)
+            if self._begins:
+                self._first = length
+            else:
+                self._lengths.append(length)
+        self._trained, self._ended_at, self._begins = batches, now, False
+
+    def done(self) -> Done:
+        """In this segment."""
+        seconds = sum(self._lengths) / len(self._lengths) if self._lengths else self._first
+        return Done(self._trained, seconds, self._clock() - self._ended_at)
+
+    def progress(self) -> tuple[Segment, Done] | None:
+        """How far the worker is; None before its first segment."""
+        return None if self._segment is None else (self._segment, self.done())
+
+    def book(self) -> Book | None:
+        """All that was heard of this segment, in order, and whether it is over."""
+        if self._segment is None:
+            return None
+        leases = tuple(self._leases[ordinal] for ordinal in sorted(self._leases))
+        return Book(self._segment, leases, any(lease.over for lease in leases), self.done())
+
+
+class RowBuffer:
+    """A worker's rows that no heartbeat has taken yet, :data:`~lightning_sdpipe.scheduler.rows.MOST` at most. Where
+    updates come faster than heartbeats may carry them, neighbouring rows become one that says how many updates it is
+    of, so that sums stay exact.
+
+    Args:
+        clock: nanoseconds, as the meter's.
+    """
+
+    def __init__(self, clock: Callable[[], int] = meter.CLOCK) -> None:
+        self._clock = clock
+        self._rows: list[tuple[UpdateRow, int, bool]] = []
+        """With the end of each, and whether it follows the one before."""
+        self._dropped = 0
+
+    def add(self, update: int, row: meter.MeterRow, group: int = -1) -> bool:
+        """``update`` is over, for which that group was waited for. True if there are as many rows now as a heartbeat
+        carries."""
+        if len(self._rows) >= MOST:
+            self._halve()
+        self._rows.append((UpdateRow(update, 1, row.us, row.core, group, row.apart), row.ended, row.follows))
+        return len(self._rows) == MOST
+
+    def take(self) -> NewRows | None:
+        """Those up to the next pause; None if there are none."""
+        if not self._rows:
+            return None
+        count = 1
+        while count < len(self._rows) and self._rows[count][2]:
+            count += 1
+        taken, self._rows = self._rows[:count], self._rows[count:]
+        dropped, self._dropped = self._dropped, 0
+        return NewRows(tuple(row for row, _, _ in taken), max(0, self._clock() - taken[-1][1]) // 1000, dropped)
+
+    def _halve(self) -> None:
+        halved: list[tuple[UpdateRow, int, bool]] = []
+        alone = False
+        """Is the last one there still without another?"""
+        for row, ended, follows in self._rows:
+            if alone and follows:
+                before, _, followed = halved[-1]
+                us = tuple(a + b for a, b in zip(before.us, row.us, strict=True))
+                far = row.apart or before.apart
+                both = UpdateRow(row.update, before.count + row.count, us, before.core + row.core, apart=far)
+                halved[-1] = both, ended, followed
+                alone = False
+            else:
+                halved.append((row, ended, follows))
+                alone = True
+        if len(halved) == len(self._rows):  # pauses everywhere
+            self._dropped += halved.pop(0)[0].count
+        self._rows = halved
+
+
+class SpanReport:
+    """What the training thread's ``meter`` keeps, for the scheduler when it wants that.
+
+    Args:
+        clock: nanoseconds, as the meter's.
+    """
+
+    def __init__(self, clock: Callable[[], int] = meter.CLOCK) -> None:
+        self.meter: meter.Meter | None = None
+        self._clock = clock
+        self._wanted: tuple[int, int, float, int] | None = None
+
+    def want(self, updates: int, until: float, asked: float) -> None:
+        """The scheduler wants those of so many updates that had ended ``until`` then, and ``asked`` now; both in
+        seconds of its clock."""
+        heard = self._clock()
+        self._wanted = updates, heard - round(1e9 * min(_LONGEST_AGO, max(0.0, asked - until))), asked, heard // 1000
+
+    def take(self) -> Spans | None:
+        """None unless they are wanted."""
+        if self._wanted is None:
+            return None
+        (updates, until, asked, heard), self._wanted = self._wanted, None
+        kept = [] if self.meter is None else self.meter.recent(updates, until)
+        said = self._clock() // 1000
+        spans = meter.HIDDEN, *range(len(meter.PHASES))
+        told = ((w, said - begin // 1000, said - end // 1000 if w in spans else end) for w, begin, end in kept)
+        return Spans(updates, asked, heard, said, tuple(told))

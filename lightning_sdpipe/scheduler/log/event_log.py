@@ -15,7 +15,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -74,22 +74,16 @@ class Updates(msgspec.Struct, frozen=True, omit_defaults=True):
     about: About | None = None
 
 
-class Reader(Protocol):
-    """Looks at a run."""
-
-    def on(self, now: float, event: Event, decisions: list[Decision]) -> None:
-        """``event`` happened, and ``decisions`` followed."""
-
-
 class EventLog:
-    """Remembers the newest events, tells readers of each, and writes them to the file ``path``, if it is given one.
+    """Remembers the newest events, tells a reader of each, and writes them to the file ``path``, if it is given one.
 
     The file and the one before have at most ``limit`` bytes.
     """
 
     def __init__(self, path: Path | None = None, limit: int = LIMIT) -> None:
         self.recent: deque[tuple[float, Event, list[Decision]]] = deque(maxlen=REMEMBERED)
-        self._readers: list[Callable[[float, Event, list[Decision]], None]] = []
+        self.reader: Callable[[float, Event, list[Decision]], None] = lambda *_: None
+        """Called with each event of the policy, when it happened, and what followed."""
         self._path = path
         self._limit = limit
         self._file: int | None = None
@@ -123,15 +117,10 @@ class EventLog:
         if events > (self.recent.maxlen or 0):
             self.recent = deque(self.recent, maxlen=events)
 
-    def tell(self, reader: Reader) -> None:
-        """``reader`` hears of what happens from now on."""
-        self._readers.append(reader.on)
-
     def record(self, now: float, event: Event, decisions: list[Decision]) -> None:
         """``event`` happened at ``now``, and ``decisions`` followed."""
         self.recent.append((now, event, decisions))
-        for read in self._readers:
-            read(now, event, decisions)
+        self.reader(now, event, decisions)
         if self._file is not None:
             self._write(Entry(now, event, decisions))
 

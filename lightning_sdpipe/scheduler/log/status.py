@@ -120,7 +120,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """Seconds of it that passed in waiting for other replicas."""
 
 
-class Members(msgspec.Struct, frozen=True):
+class MembersStatus(msgspec.Struct, frozen=True):
     """Who is in an elastic run."""
 
     epoch: int
@@ -165,7 +165,7 @@ class Status(msgspec.Struct, frozen=True):
     """Readies that wait until all workers have come back to a scheduler that was restarted."""
     looks_back: tuple[int, Unit]
     stages: list[StageStatus]
-    members: Members | None = None
+    members: MembersStatus | None = None
     """None in a run whose pipelines do not come and go."""
 
     def workers(self) -> list[WorkerStatus]:

@@ -17,7 +17,7 @@ from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.log.status import Members
+from lightning_sdpipe.scheduler.log.status import MembersStatus
 from lightning_sdpipe.scheduler.server.group_delivery import GroupDelivery
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
 from lightning_sdpipe.scheduler.server.key_value_store import KeyValueStore
@@ -77,14 +77,14 @@ class MembershipDesk:
 
     # ------------------------------------------------------------------ inputs
 
-    def status(self, now: float) -> Members | None:
+    def status(self, now: float) -> MembersStatus | None:
         """The members of the run, if its pipelines come and go; None if no worker has enrolled."""
         core = self.membership
         if not self._process_groups.in_use and (core.terms.fixed or not core.ever):
             return None
         over, resumed = core.ending.over, core.ending.resumed
         buried = core.roster.buried(GONE_IN_STATUS)
-        return Members(
+        return MembersStatus(
             core.epoch.number,
             core.epoch.reason,
             next(iter(core.members), None),

@@ -82,7 +82,7 @@ class SchedulerService:
         self._most_pipelines = num_pipelines if elastic is None else max(num_pipelines, MOST_PIPELINES)
         self.log = EventLog() if log is None else log
         self.log.remember(EVENTS_PER_WORKER * num_stages * num_pipelines)
-        self.log.tell(self.overview)
+        self.log.reader = self.overview.on
         policy = registry.build(config, num_stages, num_pipelines)
         self._driver = PolicyDriver(policy, Dealer(num_stages, num_pipelines, int(config.keeps_equal)), self.log)
         self._started = now

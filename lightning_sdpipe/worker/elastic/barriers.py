@@ -1,14 +1,12 @@
 """What the replicas of a stage do together in an elastic job: they meet at the scheduler, and average.
 
-A meeting takes the place of a collective: whoever dies is not waited for, and everybody who meets gets the same answer,
-who has come and what each said. The meetings of a stage are numbered between two segments of training, in which all do
-the same things in the same order. Before its first segment a worker is alone: the first pipelines have begun together,
-and a newcomer has not come to where the others are.
+A meeting takes the place of a collective: a worker that dies is not waited for, and all that meet get the same answer,
+which of them have come and what each said. The meetings of a stage are numbered between two segments of training, in
+which all do the same things in the same order. Before its first segment a worker is alone: the first pipelines have
+begun together, and a newcomer has not come to where the others are.
 
-Where a worker of an elastic job is beside the replicas of its stage; as
-:class:`~lightning_sdpipe.sync.rendezvous.Rendezvous`, by meetings instead of collectives.
-
-A worker of an elastic job as one of the replicas of its stage, whose number changes.
+:class:`ElasticRendezvous` and :class:`ElasticReplica` do by meetings what the classes of an ordinary run do by
+collectives: the number of replicas changes.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +24,7 @@ from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.membership.stuck import MEETINGS
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint
 from lightning_sdpipe.sync.synchronizer import Replica, RoundsOfPresent, Synchronizer
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
@@ -34,13 +32,6 @@ from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
 MOST_BYTES = 1 << 15
 """Of what a worker says at a meeting."""
 _AVERAGED, _NOT = b"\x01", b"\x00"
-
-
-class BarrierService(Protocol):
-    """The scheduler."""
-
-    def meet(self, key: str, value: bytes = b"") -> Met:
-        """Waits until all replicas of this worker's stage have come to ``key``."""
 
 
 class Barriers:
@@ -57,7 +48,7 @@ class Barriers:
     def __init__(
         self,
         worker: Worker,
-        line: BarrierService,
+        line: MembershipClient,
         epochs: EpochGroups,
         point: Callable[[], str],
         met: Callable[[], None] = lambda: None,
@@ -72,7 +63,7 @@ class Barriers:
         self._last: Met | None = None
 
     def present(self, members: Collection[int]) -> Collection[int]:
-        """Those of ``members`` that are where this worker is: who has not come to the last meeting has gone."""
+        """Those of ``members`` that are where this worker is: those that missed the last meeting have gone."""
         return members if self._last is None else self._last.pipelines
 
     def set_out(self) -> None:
@@ -92,7 +83,7 @@ class Barriers:
             self._point, self._begun, self._number, self._last = usual, False, 0, None
 
     def meet(self, says: bytes = b"") -> Met:
-        """Waits for the others. Who came too late for them is alone, and so is everybody before the first segment.
+        """Waits for the others. A worker that came too late is alone, and so is each before the first segment.
 
         Raises:
             WorkerFailedError: the others were here before, and have gone on.
@@ -113,7 +104,7 @@ class Barriers:
 
     def average(self, tensors: Sequence[Tensor]) -> Met:
         """Makes ``tensors`` the same on all that meet: floating-point ones their mean, integers the largest.
-        If somebody is lost meanwhile, all that are left do it again.
+        If a worker is lost meanwhile, all that are left do it again.
 
         Returns:
             The meeting at which it was done.
@@ -136,7 +127,7 @@ class Barriers:
         """Makes ``tensors`` their sum by ``weights`` on those pipelines of ``met``; all of them must call it.
 
         Returns:
-            Whether all of it is done; if not, somebody is lost.
+            Whether all of it is done; if not, a worker is lost.
         """
         if len(weights) == 1:
             return True
@@ -193,7 +184,7 @@ def unpack_max(integers: Sequence[Tensor], each: Sequence[bytes]) -> None:
 
 
 class ElasticRendezvous(Rendezvous):
-    """One worker's. Nobody is waited for when it sets out: who comes later finds its groups then."""
+    """One worker's. It waits for none when it sets out: one that comes later finds its groups then."""
 
     def __init__(self, sync: Synchronizer, meetings: Barriers) -> None:
         super().__init__(sync)
@@ -207,7 +198,7 @@ class ElasticRendezvous(Rendezvous):
         self._meetings.meet()
 
     def _leave(self) -> None:
-        self._sync.stop()  # first: who has left cannot try again what breaks
+        self._sync.stop()  # first: one that has left cannot try again what breaks
         super()._leave()
 
     def _set_out(self) -> None:
@@ -220,7 +211,7 @@ class ElasticReplica(Replica):
     """See :class:`~lightning_sdpipe.sync.synchronizer.Replica`."""
 
     meetings: Barriers = field(kw_only=True)
-    means: Mover = field(kw_only=True)  # among the members of a group, some of whom may be lost
+    means: Mover = field(kw_only=True)  # among the members of a group, some of which may be lost
     present: Callable[[], int] = field(kw_only=True)  # pipelines
     of_present: RoundsOfPresent = field(kw_only=True)
 

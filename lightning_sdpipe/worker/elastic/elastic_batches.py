@@ -2,7 +2,7 @@
 
 Whatever changes the pipeline happens between two turns, where Lightning's counters, the model and the optimizer belong
 together: it gives its state to a newcomer, it leaves, it takes over from the leader. All waiting for batches happens
-there, too, so that somebody who waits can still give its state. So the end of a segment is a turn of its own, in which
+there, too, so that a worker that waits can still give its state. So the end of a segment is a turn of its own, in which
 nothing is trained.
 """
 
@@ -15,8 +15,8 @@ from lightning.pytorch import Trainer
 
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.loop.batch_source import Turns
-from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource
+from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.topology.groups import ProcessGroups

@@ -1,15 +1,14 @@
 """The process groups of a stage's replicas: one for each epoch of membership, made beside the training.
 
-Making one takes milliseconds, and longer if somebody is gone; so threads do it, and the groups of earlier epochs
+Making one takes milliseconds, and longer if a member is gone; so threads do it, and the groups of earlier epochs
 stay in use meanwhile. gloo has no way to end a wait for a message of a process that lives and will not send it, except
 that a receive in another thread runs into its timeout, which closes all connections of this process in that group. That
-is done to the group in which this worker exchanges with somebody who is lost, or in which an exchange has broken off:
+is done to the group in which this worker exchanges with a worker that is lost, or in which an exchange has broken off:
 a message that is still on its way then, to memory that is let go, would hold up all that come after it for good.
 
-A ``torch.distributed.Store`` over the scheduler's key-value store: how replicas find each other to make a group.
-
-The scheduler imports no torch and its connection is encrypted where there are keys; a TCPStore would live and die with
-one of the workers, for everybody who can reach it.
+Replicas find each other to make a group by :class:`SchedulerStore`, over the scheduler's key-value store. The scheduler
+imports no torch and its connection is encrypted where there are keys; a TCPStore would live and die with one of the
+workers, for all that can reach it.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.membership_client import CancelledError
+from lightning_sdpipe.scheduler.client.membership_client import CancelledError, MembershipClient
 from lightning_sdpipe.scheduler.client.store import StoreClient
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -40,7 +40,7 @@ from lightning_sdpipe.topology.groups import Replicas
 class SchedulerStore(Store):
     """Keys under ``room`` in the key-value store of the scheduler that ``client`` speaks to.
 
-    Who makes a process group must keep a Python reference to it for as long as the group is being made. Every wait
+    What makes a process group must keep a Python reference to it for as long as the group is being made. Every wait
     ends after ``timeout`` seconds with a SchedulerError, or with :class:`CancelledError` soon after ``cancelled`` says
     so: as when an epoch of membership is superseded while a member that is gone is waited for.
     """
@@ -89,7 +89,7 @@ class SchedulerStore(Store):
 
     def _check(self) -> None:
         if self._cancelled():
-            raise CancelledError(f"nobody needs the process group of {self._room} any more")
+            raise CancelledError(f"the process group of {self._room} is not needed any more")
 
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ CONNECTING = timedelta(seconds=20)
 """For all members to make a group."""
 KEPT = 3
 """Epochs whose groups are kept at least."""
-_POISON = 2**30  # a tag that nobody sends with
+_POISON = 2**30  # a tag of no message
 
 _TRYING = 4.0  # seconds, to reach all others; the scheduler's next epoch comes after 5
 _TRYING_TO_CONNECT = timedelta(seconds=1)  # of which gloo takes five, where it listens
@@ -108,17 +108,11 @@ MakeStore = Callable[[str, Callable[[], bool]], Store]
 """A store of that name that all processes reach; its waits end when what it is given says so."""
 
 
-class Reports(Protocol):
-    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient`."""
-
-    def holds(self, epochs: Collection[int]) -> None:
-        """This worker has process groups of these epochs."""
-
-    def exchanges(self, exchange: Exchanging | None) -> None:
-        """It is in that one, or in none."""
-
-    def misses(self, epoch: int, pipelines: Collection[int]) -> None:
-        """In that epoch it cannot reach these."""
+@dataclass(frozen=True)
+class _OfEpoch:
+    replicas: Replicas  # over a group of gloo by itself, a part of no world
+    mover: GroupMean
+    exchange: Mover
 
 
 class EpochGroups:
@@ -136,7 +130,7 @@ class EpochGroups:
         worker: Worker,
         make_store: MakeStore,
         timeout: timedelta,
-        report: Reports,
+        report: MembershipClient,
         among: Callable[[Replicas], Mover] = GroupMean,
     ) -> None:
         self._worker = worker
@@ -145,9 +139,7 @@ class EpochGroups:
         self._report = report
         self._lock = threading.Condition()
         self._among = among
-        self._movers: dict[int, GroupMean] = {}
-        self._exchanges: dict[int, Mover] = {}  # as `among` makes them, of the same epochs
-        self._groups: dict[int, Replicas] = {}  # of gloo, by themselves: parts of no world
+        self._made: dict[int, _OfEpoch] = {}
         self._epoch: Epoch | None = None  # the newest
         self._starts: dict[int, dict[int, Member]] = {}  # of each pipeline, in the epochs that are known
         self._in_use: Group | None = None
@@ -160,7 +152,7 @@ class EpochGroups:
             if epoch.number <= self._newest:
                 return
             self._epoch = epoch
-            self._starts = {number: self._starts[number] for number in self._starts if number in self._groups}
+            self._starts = {number: self._starts[number] for number in self._starts if number in self._made}
             self._starts[epoch.number] = {member.pipeline: member for member in epoch.members}
             used = self._in_use
             broken = used is not None and self._has_lost(used)
@@ -168,7 +160,7 @@ class EpochGroups:
         if used is not None and broken:
             self._poison(used.epoch)
         if self._worker.pipeline in present and len(present) > 1:
-            # A thread for each: who is connecting to somebody that has gone on to the next epoch waits in vain. The
+            # A thread for each: one that connects to a worker that is at the next epoch by now waits in vain. The
             # interpreter waits for them at its end: it would abort in one that comes out of gloo while it is torn down.
             name = f"group of epoch {epoch.number}"
             threading.Thread(target=self._make, args=[epoch], name=name).start()
@@ -179,54 +171,47 @@ class EpochGroups:
     def held(self) -> list[int]:
         """Epochs that this worker has a group of."""
         with self._lock:
-            return sorted(self._movers)
+            return sorted(self._made)
 
     def exchange(self, group: Group) -> Mover:
-        """What averages among the members of ``group`` while they train; as :meth:`mover` otherwise."""
-        self.mover(group)
-        with self._lock:
-            mover = self._exchanges.get(group.epoch)
-        if mover is None:
-            raise WorkerFailedError(f"the process group of epoch {group.epoch} is not there any more")
-        return mover
+        """What averages among the members of ``group`` while they train; raises as :meth:`replicas` does."""
+        return self._of(group).exchange
 
     def mover(self, group: Group) -> GroupMean:
-        """What averages among the members of ``group`` in full precision.
-
-        Raises:
-            WorkerFailedError: somebody of its epoch is gone, so that its process group is, too.
-        """
-        self.replicas(group)
-        with self._lock:
-            mover = self._movers.get(group.epoch)
-        if mover is None:
-            raise WorkerFailedError(f"the process group of epoch {group.epoch} is not there any more")
-        return mover
+        """What averages among the members of ``group`` in full precision; raises as :meth:`replicas` does."""
+        return self._of(group).mover
 
     def replicas(self, group: Group) -> Replicas:
-        """How this worker reaches the members of ``group``; raises as :meth:`mover` does."""
+        """How this worker reaches the members of ``group``.
+
+        Raises:
+            WorkerFailedError: a member of its epoch is gone, so that its process group is, too.
+        """
+        return self._of(group).replicas
+
+    def _of(self, group: Group) -> _OfEpoch:
         with self._lock:
-            if group.epoch not in self._movers and group.epoch == self._newest:
-                self._lock.wait_for(lambda: group.epoch in self._movers, CONNECTING.total_seconds())
-            replicas = self._groups.get(group.epoch)
-        if replicas is None:
+            if group.epoch not in self._made and group.epoch == self._newest:
+                self._lock.wait_for(lambda: group.epoch in self._made, CONNECTING.total_seconds())
+            made = self._made.get(group.epoch)
+        if made is None:
             raise WorkerFailedError(f"the process group of epoch {group.epoch} is not there (any more)")
-        if not _holds(replicas, group):
+        if not _holds(made.replicas, group):
             raise WorkerFailedError(
-                f"of pipelines {[member.pipeline for member in group.members]} somebody was lost before epoch "
-                f"{group.epoch}, which has {replicas.pipelines}"
+                f"one of pipelines {[member.pipeline for member in group.members]} was lost before epoch "
+                f"{group.epoch}, which has {made.replicas.pipelines}"
             )
-        return replicas
+        return made
 
     def use(self, group: Group | None) -> None:
         """This worker exchanges in ``group`` from now on, or in none."""
         with self._lock:
             self._in_use = group
-            replicas = None if group is None else self._groups.get(group.epoch)
+            made = None if group is None else self._made.get(group.epoch)
             gone = group is not None and self._has_lost(group)
             self._moved = 0
             self._tell_of_exchange()
-        if gone and group is not None and replicas is not None and _holds(replicas, group):
+        if gone and group is not None and made is not None and _holds(made.replicas, group):
             self._poison(group.epoch)
 
     def moved(self) -> None:
@@ -254,7 +239,7 @@ class EpochGroups:
     def wait_for_newest(self) -> None:
         """A new epoch is known, and its group a moment away: an exchange there will succeed."""
         with self._lock:
-            self._lock.wait_for(lambda: self._newest in self._movers or len(self._present()) < 2, 1.0)
+            self._lock.wait_for(lambda: self._newest in self._made or len(self._present()) < 2, 1.0)
 
     def close(self) -> None:
         """No more groups are made."""
@@ -282,11 +267,9 @@ class EpochGroups:
 
     def _poison(self, number: int) -> None:
         with self._lock:
-            replicas = self._groups.pop(number, None)
-            self._movers.pop(number, None)
-            self._exchanges.pop(number, None)
-        if replicas is not None:
-            group: Any = replicas.group
+            made = self._made.pop(number, None)
+        if made is not None:
+            group: Any = made.replicas.group
             peer = (group.rank() + 1) % group.size()
             with suppress(RuntimeError):  # what is to come: the timeout
                 group.recv([torch.zeros(1)], peer, _POISON).wait(timedelta(milliseconds=1))
@@ -303,24 +286,18 @@ class EpochGroups:
             return
         group._set_default_timeout(self._timeout)
         replicas = Replicas(group, places, stage, pipeline)
-        old: list[Any] = []
         with self._lock:
             if self._is_over:
                 return
-            self._groups[number], self._movers[number] = replicas, GroupMean(replicas)
-            self._exchanges[number] = self._among(replicas)
+            self._made[number] = _OfEpoch(replicas, GroupMean(replicas), self._among(replicas))
             in_use = self._in_use.epoch if self._in_use is not None else number
-            for earlier in sorted(self._groups)[:-KEPT]:
-                if earlier != in_use:
-                    self._movers.pop(earlier, None)
-                    self._exchanges.pop(earlier, None)
-                    old.append(self._groups.pop(earlier))
+            old = [self._made.pop(earlier) for earlier in sorted(self._made)[:-KEPT] if earlier != in_use]
             self._lock.notify_all()
         self._report.holds(self.held)
         del old
 
     def _try(self, epoch: Epoch) -> None:
-        """Whom of this stage can this worker reach? A process group of two is made with each, and used."""
+        """Which of this stage can this worker reach? A process group of two is made with each, and used."""
         number, stage, own = epoch.number, self._worker.stage, self._worker.pipeline
         others = {i for i in epoch.pipelines if i != own}
         until = time.monotonic() + _TRYING

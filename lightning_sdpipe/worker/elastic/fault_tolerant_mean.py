@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 from lightning_sdpipe.worker.elastic.epoch_process_groups import EpochGroups
-
-
-class RegroupService(Protocol):
-    """What the scheduler is told of an exchange."""
-
-    def completed(self, sequence: int) -> None:
-        """This worker has the result of the group of that number."""
-
-    def broken(self, group: Group) -> Group:
-        """This worker has not. Those of its members that have not either, and are there."""
 
 
 class FaultTolerantMean:
@@ -30,7 +20,7 @@ class FaultTolerantMean:
     that existed, and so is a mean of them.
     """
 
-    def __init__(self, epochs: EpochGroups, line: RegroupService) -> None:
+    def __init__(self, epochs: EpochGroups, line: MembershipClient) -> None:
         self._epochs = epochs
         self._line = line
 
@@ -40,7 +30,7 @@ class FaultTolerantMean:
 
 
 class _FaultTolerantPending:
-    def __init__(self, tensors: Sequence[Tensor], group: Group, epochs: EpochGroups, line: RegroupService) -> None:
+    def __init__(self, tensors: Sequence[Tensor], group: Group, epochs: EpochGroups, line: MembershipClient) -> None:
         self.seconds_waiting = 0.0
         self._tensors, self._epochs, self._line = tensors, epochs, line
         self._waited = 0.0

@@ -1,8 +1,7 @@
 """How a pipeline comes into an elastic run: with the state of one that trains, or with those that begin together.
 
-What must be equal in all pipelines of an elastic run, in words that a refusal can quote.
-
-How it has Lightning go on with such a state, and gives its own to the next newcomer.
+Its fingerprint says, in words that a refusal can quote, what must be equal in all pipelines of a run. :class:`Fit` has
+Lightning go on with the state of another pipeline, and gives its own to the next newcomer.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -90,20 +89,9 @@ _END = b"\0"  # of what a worker says at the meeting; its integers follow
 _DONE, _NOT = b"\x01", b"\x00"
 
 
-class Enrolment(Protocol):
-    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient`."""
-
-    def enrol(self, fingerprint: Mapping[str, str]) -> Start | Receive:
-        """Wants to take part."""
-
-    def received(self, transfer: str, update: int) -> Start | Receive:
-        """The state after that many updates is here."""
-
-    def missed(self, transfer: str, reason: str) -> Start | Receive:
-        """It did not come."""
-
-
-def join(door: Enrolment, mine: Mapping[str, str], take: Callable[[Receive], State]) -> tuple[Start, State | None]:
+def join(
+    line: MembershipClient, mine: Mapping[str, str], take: Callable[[Receive], State]
+) -> tuple[Start, State | None]:
     """Waits until training begins, and takes the state that it begins with.
 
     Returns:
@@ -111,14 +99,14 @@ def join(door: Enrolment, mine: Mapping[str, str], take: Callable[[Receive], Sta
         that was lost before all of its stages had theirs.
     """
     state: State | None = None
-    answer = door.enrol(mine)
+    answer = line.enrol(mine)
     while isinstance(answer, Receive):
         try:
             state = take(answer)
         except WorkerFailedError as error:
-            answer = door.missed(answer.transfer, str(error))
+            answer = line.missed(answer.transfer, str(error))
         else:
-            answer = door.received(answer.transfer, state["elastic"]["updates"])
+            answer = line.received(answer.transfer, state["elastic"]["updates"])
     return answer, None if answer.fresh else state
 
 
@@ -127,8 +115,8 @@ def begin_together(meetings: Barriers, tensors: Sequence[Tensor], says: bytes, g
 
     Each stage meets by itself. When a pipeline is lost meanwhile one stage may have met with it and another without, or
     one may have its tensors and another not. So the stages of a pipeline tell each other how their meetings went, which
-    is the same in all pipelines: the source is the first one that came in every stage, and if not everybody who is left
-    has its tensors in every stage, all begin again with what they had at first.
+    is the same in all pipelines: the source is the first one that came in every stage, and if not all that are left
+    have its tensors in every stage, all begin again with what they had at first.
 
     Args:
         meetings: of this worker's stage, at a point of their own.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.fabric.loggers.csv_logs import CSVLogger as FabricCSVLogger
 from lightning.fabric.utilities import rank_zero as lightning_rank_zero
@@ -16,6 +16,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning_utilities.core.rank_zero import rank_zero_only as of_everybody
 
 from lightning_sdpipe import lightning_internals
+from lightning_sdpipe.scheduler.client.membership_client import MembershipClient
 
 _NOT_ZERO = 10**6
 
@@ -63,16 +64,6 @@ class Leadership:
         self._heir = None if self.held else trainer
 
 
-class CheckpointLine(Protocol):
-    """The scheduler; see :class:`~lightning_sdpipe.scheduler.client.membership_client.MembershipClient`."""
-
-    def publish(self, path: str, update: int) -> None:
-        """May this process put a checkpoint there?"""
-
-    def published(self, path: str, update: int) -> None:
-        """It is there."""
-
-
 class LeadersCheckpoints:
     """Asks the scheduler before a checkpoint takes its place: a
     :class:`~lightning_sdpipe.checkpoints.files.Publisher`.
@@ -83,7 +74,7 @@ class LeadersCheckpoints:
         run: the number of the fit.
     """
 
-    def __init__(self, line: CheckpointLine, trainer: Trainer, run: int) -> None:
+    def __init__(self, line: MembershipClient, trainer: Trainer, run: int) -> None:
         self._line, self._trainer = line, trainer
         self.mark = f"{run:x}-"
 
@@ -121,8 +112,8 @@ def go_on(trainer: Trainer) -> None:
 
 
 def show_progress(trainer: Trainer, underway: bool) -> None:
-    """The progress bar is this process's; Lightning has switched it off where nobody was rank zero. ``underway``: the
-    training has begun, and the bar has not heard of it."""
+    """Shows the progress bar in this process, where Lightning has switched it off. ``underway``: training has begun,
+    and the bar has not heard of it."""
     bar = trainer.progress_bar_callback
     if bar is not None:
         bar.enable()

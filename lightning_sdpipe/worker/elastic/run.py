@@ -21,8 +21,8 @@ from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.loop import loop
-from lightning_sdpipe.loop.clock import ClockChecks
 from lightning_sdpipe.loop.dealt import Dealing
+from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.pipeline.data import shared

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -56,15 +55,10 @@ class ElasticConnection:
             self.line.close()
             raise
 
-    @contextmanager
-    def first_failure(self, told_to_end: Callable[[], bool]) -> Iterator[None]:
+    def explain(self, error: Exception, told_to_end: Callable[[], bool]) -> None:
         """As of an ordinary run; the reason that the scheduler gave is in the exception itself."""
-        try:
-            yield
-        except (WorkerFailedError, SchedulerError) as error:
-            if told_to_end():
-                raise SIGTERMException from error
-            raise
+        if told_to_end():
+            raise SIGTERMException from error
 
     def fail(self, exception: BaseException) -> None:
         """Tells the scheduler of ``exception``, unless another process failed first: then it sees that this one

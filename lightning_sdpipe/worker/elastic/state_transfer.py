@@ -50,7 +50,7 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
 
 
 def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> None:
-    """Sends ``state`` in a thread; a newcomer that goes away meanwhile is nobody's failure. If it cannot be sent, the
+    """Sends ``state`` in a thread; that a newcomer goes away meanwhile is no failure. If it cannot be sent, the
     newcomer is told why, and the donor goes on."""
 
     def send() -> None:

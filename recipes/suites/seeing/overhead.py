@@ -11,7 +11,7 @@ from unittest import mock
 import msgspec
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.scheduler.client.recovery_report import RowBuffer
+from lightning_sdpipe.scheduler.client.training_asks import RowBuffer
 from recipes.suites.calibration import calibrated_scale
 from recipes.suites.cases import EmulatedCase, named
 from recipes.suites.journal import Journal

@@ -26,7 +26,7 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.client.recovery_report import HeardLeases
+from lightning_sdpipe.scheduler.client.training_asks import HeardLeases
 from lightning_sdpipe.scheduler.log.event_log import Entry, differences, read_log
 from lightning_sdpipe.scheduler.log.journal import Journal
 from lightning_sdpipe.scheduler.server.server import Files, Server

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange.algorithms.ring import NeighbourCopies, average, weight_of_each
 from lightning_sdpipe.exchange.payloads import EightBit, ErrorFeedback, Payload
+from lightning_sdpipe.exchange.ring_mean import NeighbourCopies, average, weight_of_each
 from lightning_sdpipe.policies import pairing
 from lightning_sdpipe.policies.mixing import mixing_radius
 

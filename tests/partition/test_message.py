@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.partition.structure import Constant, Number, Opaque, Structure, TensorMeta, take_apart
+from lightning_sdpipe.partition.message import Constant, Number, Opaque, Structure, TensorMeta, take_apart
 
 
 class Pair(NamedTuple):

@@ -1,0 +1,137 @@
+"""What each worker makes once it has its stage: what the hooks of a run call, its optimizer and its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_sdpipe import lightning_internals
+from lightning_sdpipe.loop import loop
+from lightning_sdpipe.loop.adaptation import adapt
+from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource
+from lightning_sdpipe.loop.dealt import Dealing
+from lightning_sdpipe.loop.epoch_callback import EpochCallback
+from lightning_sdpipe.loop.joint import JointBatchSource
+from lightning_sdpipe.loop.loop import ClockChecks
+from lightning_sdpipe.loop.loss_scale import current_scale
+from lightning_sdpipe.loop.nonfinite import NonfiniteWatch
+from lightning_sdpipe.loop.optimizers import OptimizerProgress, corrected, refuse_unfit, refuse_unfit_momentum
+from lightning_sdpipe.loop.python_state import PythonState
+from lightning_sdpipe.loop.refusals import refuse_own_values, refuse_several_optimizers
+from lightning_sdpipe.loop.resume_position import Split
+from lightning_sdpipe.loop.stream_switches import StreamSwitches
+from lightning_sdpipe.loop.weight_averaging import averaging_of
+from lightning_sdpipe.strategy.checkpoint_hooks import CheckpointHooks
+from lightning_sdpipe.sync.methods import deals
+from lightning_sdpipe.worker.training import Training
+
+
+class TrainingSetup(CheckpointHooks):
+    """Makes a worker ready for a run."""
+
+    _undo: Sequence[Callable[[], None]] = ()
+
+    def _prepare_training(self, trainer: Trainer) -> None:
+        """Makes what the strategy's hooks call, and Lightning's loop and callbacks fit for it."""
+        parts = self._parts
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        watch = self.options.on_nonfinite == "stop"
+        where = f"stage {self._worker.stage} of pipeline {self._worker.pipeline}"
+        draws = StreamSwitches(
+            trainer, parts.cut_model.streams, self._seed, self.groups, parts.ownership, self._position
+        )
+        buckets = parts.freezing.buckets
+        progress = OptimizerProgress(lambda: self.optimizers, self.precision_plugin, buckets)
+        self._state = PythonState(
+            trainer, parts.ownership, self.groups, self.root_device, self._first_failure, parts.changed_late
+        )
+        replica = self._run.replica(parts, watch and not scaled, self._scale_of_gradients, progress)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ThroughputMonitor):
+                stages = self.world_size / self.mesh.num_pipelines if self.options.cuts else self.options.num_stages
+                lightning_internals.count_pipelines(callback, self.mesh.num_pipelines, stages)
+        averaging = averaging_of(trainer.callbacks)  # type: ignore[attr-defined]
+        if averaging is not None and trainer.state.fn == TrainerFn.FITTING:
+            averaging.connect(self._checkpoints, replica.averages)
+        sync = self._run.options.method.build(replica)
+        self._training = Training(
+            trainer,
+            parts,
+            sync,
+            self._run.rendezvous(sync),
+            self.membership.client,
+            self.groups,
+            draws,
+            self._whereabouts,
+            NonfiniteWatch(where, buckets, self.root_device, losses=not scaled) if watch else None,
+            self._first_failure,
+            self._state if parts.changed_late else None,
+        )
+        self._undo = [
+            draws.undo,
+            *adapt(
+                trainer,
+                self.groups,
+                parts.ownership,
+                parts.pipeline,
+                buckets,
+                self._whereabouts,
+                self._training.ready,
+                lambda: self._checkpoints.whole_groups(self.optimizers[0]),
+                lambda: self._checkpoints.whole_groups_shown(self.optimizers),
+                self._state.hand_on,
+                parts.logged_late,
+                parts.sections,
+            ),
+        ]
+        self._undo = [*self._undo, refuse_own_values(trainer, self._why_alike)]
+        checks = ClockChecks(loop.clocks(trainer), self.broadcast)
+        self._source = self._make_source(trainer, checks) if trainer.state.fn == TrainerFn.FITTING else None
+        if self._source is not None:
+            self._undo = [*self._undo, self._source.close]
+        loop.change(trainer, self._training, checks, self._source)
+        shared = EpochCallback(self.groups, self._training, self._run.share, self._random_states, checks, draws)
+        shared.put_first(trainer)
+
+    @property
+    def _why_alike(self) -> str | None:
+        """Why no worker may have a learning rate of its own; None if pipelines may."""
+        if self.training.sync.gradients is not None and self.mesh.num_pipelines > 1:
+            return f"replicas stay equal under sync={self.options.sync!r}"
+        return "stages other than the last have none" if self.options.num_stages > 1 else None
+
+    def _scale_of_gradients(self) -> float:
+        """When they are exchanged: without a flush they are divided by the loss scale before."""
+        return current_scale(self.precision_plugin) if self._parts.pipeline.flushes else 1.0
+
+    def _make_source(self, trainer: Trainer, checks: ClockChecks) -> BatchSource:
+        def origin() -> Split | None:
+            return self._loaded_split
+
+        def anybody(mine: bool) -> bool:
+            return self.reduce_boolean_decision(mine, all=False)
+
+        if self.options.batch_by_speed:
+            return JointBatchSource(
+                trainer, self.groups, self._parts.delays, *self.options.division, self._seed, origin
+            )
+        data, method = self.options.data, self._run.options.method
+        if not deals(data, method, self.mesh.num_pipelines, self.membership.client.policy):
+            return ShardBatchSource(trainer, self.training)
+        asked = data == "dealt"
+        in_step = None if asked or not self._whereabouts.communicates else "a step communicates with other pipelines"
+        dealing = Dealing(self._seed, origin, asked, anybody, in_step)
+        return self._run.dealt_batches(trainer, self.training, self._checkpoints, checks, dealing)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        with refuse_several_optimizers():
+            super().setup_optimizers(trainer)
+        (optimizer,) = self.optimizers
+        refuse_unfit(optimizer, self.precision_plugin, self.options.num_stages)
+        refuse_unfit_momentum(optimizer, self.options.exchange.payload)
+        if self.options.variance_correction:
+            self.optimizers = [corrected(optimizer, self.training.sync.models_averaged, self.options.sync)]
+        self._checkpoints.take_part_of(self.optimizers[0])
