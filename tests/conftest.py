@@ -115,5 +115,6 @@ def own_loggers() -> Iterator[None]:
     before = [(logger, logger.level, logger.propagate, logger.disabled, logger.handlers[:]) for logger in loggers]
     yield
     for logger, level, propagate, disabled, handlers in before:
-        logger.setLevel(level)
+        if logger.level != level:  # else each call would empty the caches of all loggers
+            logger.setLevel(level)
         logger.propagate, logger.disabled, logger.handlers = propagate, disabled, handlers
