@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+
+from tests.scheduler.forked import forked_schedulers
 
 settings.register_profile("shared host", deadline=None)  # where an example may wait long for a core
 settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypothesis-profile=long, before a release
@@ -88,6 +91,18 @@ def nothing_is_left() -> Iterator[None]:
     yield
     after = inherited()
     assert after == before, {name: value for name, value in after.items() if value != before[name]}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def schedulers_are_forked() -> Iterator[None]:
+    """Those that rank 0 of a training starts."""
+    place = sys.modules.get("lightning_sdpipe.worker.scheduler_connection")
+    if place is None:  # no test trains
+        yield
+        return
+    with forked_schedulers() as kind, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, "SchedulerProcess", kind)
+        yield
 
 
 @pytest.fixture(scope="session")
