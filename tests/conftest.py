@@ -19,7 +19,7 @@ from hypothesis import settings
 
 from tests.scheduler.forked import forked_schedulers
 
-settings.register_profile("shared host", deadline=None)  # where an example may wait long for a core
+settings.register_profile("shared host", deadline=None, max_examples=50)  # an example may wait long for a core
 settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypothesis-profile=long, before a release
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.load_profile("shared host")
