@@ -43,7 +43,7 @@ class CommonReference:
     block = 1
 
     def __init__(self, payload: Payload, seed: int) -> None:
-        self._payload = payload
+        self.payload = payload
         self._residuals: dict[int, ErrorFeedback] = {}
         self._draws = random.Random(seed)
         self._scale = 1.0
@@ -128,7 +128,7 @@ class CommonReference:
         piece.copy_(outcome)
 
     def _payload_of(self, dtype: torch.dtype) -> Payload:
-        return self._payload.at(self.update).on(dtype)
+        return self.payload.at(self.update).on(dtype)
 
     def _residual(self, x: Tensor, at: Offset) -> Tensor | None:
         if at.piece not in self._residuals or not self._payload_of(x.dtype).feedback:

@@ -49,7 +49,7 @@ class EncodedMean:
     ) -> None:
         self._replicas = replicas
         self.coding = coding
-        self._hosts = hosts
+        self.hosts = hosts
         self.lock = lock
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
@@ -73,7 +73,7 @@ class EncodedMean:
         """
         self.coding.meets(team)
         x, at = self.coding.prepared(piece, number), Offset(number, 0)
-        return self._by_hosts(x, at, team, tag) if self._hosts is not None else self._flat(x, at, team, tag)
+        return self._by_hosts(x, at, team, tag) if self.hosts is not None else self._flat(x, at, team, tag)
 
     def _flat(self, x: Tensor, at: Offset, team: Members, tag: int) -> Tensor:
         coding, wide = self.coding, residual_dtype(x.dtype)
@@ -145,9 +145,9 @@ class EncodedMean:
     def _by_hosts(self, x: Tensor, at: Offset, team: Members, tag: int) -> Tensor:
         """Each worker of a host averages its own part of it with its like on others. Where hosts have unequally many
         members, a worker of a small one has several parts."""
-        assert self._hosts is not None
+        assert self.hosts is not None
         coding, me = self.coding, self._replicas.pipeline
-        hosts = _by_host(team.members, self._hosts)
+        hosts = _by_host(team.members, self.hosts)
         (local,) = [members for members in hosts if me in members]
         spans = owned(len(x), range(max(map(len, hosts))), coding.block)
         owners = {number: [members[number % len(members)] for members in hosts] for number in spans}

@@ -32,7 +32,6 @@ from lightning_sdpipe.exchange.common_reference import CommonReference
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
 from lightning_sdpipe.exchange.members import Members
-from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -58,11 +57,10 @@ class EncodedRounds(GradientRounds):
     Args:
         parameters: as for the base class.
         replicas: likewise; for the flags of a round.
-        beside: the same replicas over a group that nothing else uses meanwhile.
+        mover: averages among the same replicas, over a group that nothing else uses meanwhile, in terms of a common
+            reference.
         cap: as for the base class.
         watch: likewise.
-        payload: any.
-        hosts: see :class:`~lightning_sdpipe.exchange.encoded_mean.EncodedMean`.
         timeout: seconds in which a bucket must have travelled.
         scale: what gradients are multiplied by at the moment (a loss scale).
     """
@@ -73,28 +71,24 @@ class EncodedRounds(GradientRounds):
         self,
         parameters: Sequence[nn.Parameter],
         replicas: Replicas,
-        beside: Replicas,
+        mover: EncodedMean,
         cap: int,
         watch: bool,
-        payload: Payload,
-        hosts: Sequence[str] | None,
         timeout: float,
         scale: Callable[[], float],
     ) -> None:
-        self._payload = payload
-        self._hosts = hosts
+        assert isinstance(mover.coding, CommonReference)
+        self._mover, self._coding, self._payload = mover, mover.coding, mover.coding.payload
         self._current_scale = scale
         self._scale = 1.0  # of the round
         self._trains = True
         self.updates = 0
         """Rounds in which any replica trained since a layer was last unfrozen; equal on all replicas."""
         self._background = Background("averaging gradients", 2 * timeout)
-        self._coding = CommonReference(payload, beside.pipeline)
-        self._mover = EncodedMean(beside, self._coding, hosts)
         self._momenta: dict[int, Tensor] = {}
         self._scale_of_momenta = 1.0
-        everybody = range(len(beside.ranks))
-        self._team = Members(tuple(everybody), (1.0,) * len(everybody))  # gradients are divided before they are added
+        size = len(replicas.ranks)
+        self._team = Members(tuple(range(size)), (1.0,) * size)  # gradients are divided before they are added
         self._arranged: set[int] = set()
         super().__init__(parameters, replicas, cap, watch)
 
@@ -150,7 +144,7 @@ class EncodedRounds(GradientRounds):
             coding = self._coding
             coding.follow(scale)
             coding.update = update
-            coding.trains = trains or self._hosts is not None  # a host's mean is of those on it that train
+            coding.trains = trains or self._mover.hosts is not None  # a host's mean is of those on it that train
             coding.apply(tensor, number, self._mover.average(tensor, number, self._team, TAG))
 
         return cast(dist.Work, self._background.do(average))

@@ -29,10 +29,6 @@ class Sections:
     buffers: Mapping[str, int]
     """The same for buffers."""
 
-    def of_worker(self, stage: int, pipeline: int) -> list[int]:
-        """For which sections this worker speaks, in order."""
-        return [number for number, owners in enumerate(self.owners) if owners[pipeline] == stage]
-
 
 def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership]) -> Sections:
     """The sections of pipelines that have these cuts, and own tensors so.

@@ -55,26 +55,18 @@ def network_error(rho: float) -> float:
     return rho / (1 - rho) + 2 * root / (1 - root) ** 2 if rho < 1.0 else math.inf
 
 
-def theorem_1(learning_rate: float, lipschitz: float, num_workers: int, group_size: float, rho: float) -> float:
-    """ηL + 2N³η²ρ̄/P² with η = Pγ/N: where it is at most 1, P-Reduce's theorem 1 holds (equation 7).
+def largest_learning_rate(lipschitz: float, num_workers: int, group_size: float, rho: float) -> float:
+    """γ of plain SGD up to which P-Reduce's theorem 1 holds (equation 7); 0 where nothing mixes.
 
-    It assumes doubly stochastic mixing, so equal weights. As it is printed, the second term has no L², which it would
-    need for an L other than 1 if units should agree.
+    It holds where ηL + 2N³η²ρ̄/P² with η = Pγ/N is at most 1. It assumes doubly stochastic mixing, so equal weights. As
+    it is printed, the second term has no L², which it would need for an L other than 1 if units should agree.
 
     Args:
-        learning_rate: γ, of plain SGD.
         lipschitz: L, of the gradient.
         num_workers: N.
         group_size: P; the mean of different ones.
         rho: ρ, from 0 on.
     """
-    step = group_size * learning_rate / num_workers
-    bound = network_error(rho)
-    return step * lipschitz + (2 * num_workers**3 * step**2 * bound / group_size**2 if step else 0.0)
-
-
-def largest_learning_rate(lipschitz: float, num_workers: int, group_size: float, rho: float) -> float:
-    """γ up to which :func:`theorem_1` holds; 0 where nothing mixes."""
     a = 2 * num_workers**3 * network_error(rho) / group_size**2
     # The positive root of aη² + Lη = 1, without the difference of two large numbers.
     step = 2 / (lipschitz + math.sqrt(lipschitz**2 + 4 * a))

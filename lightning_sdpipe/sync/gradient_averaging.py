@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import NonFiniteError
 from lightning_sdpipe.exchange.buckets import tensors_of
+from lightning_sdpipe.exchange.common_reference import CommonReference
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
 from lightning_sdpipe.exchange.present_rounds import Round
@@ -180,14 +182,7 @@ def _rounds(replica: Replica, bucket_bytes: int) -> GradientRounds | SectionedRo
     exchange, replicas = replica.exchange, replica.groups.replicas()
     if exchange.is_full and exchange.hierarchy == "flat":
         return GradientRounds(replica.trained, replicas, bucket_bytes, replica.watch)
-    return EncodedRounds(
-        replica.trained,
-        replicas,
-        replica.groups.replicas(replica.groups.side_channel(replica.timeout)),
-        bucket_bytes,
-        replica.watch,
-        exchange.payload,
-        hosts_of(replica),
-        replica.timeout.total_seconds(),
-        replica.loss_scale,
-    )
+    beside = replica.groups.replicas(replica.groups.side_channel(replica.timeout))
+    mover = EncodedMean(beside, CommonReference(exchange.payload, beside.pipeline), hosts_of(replica))
+    seconds = replica.timeout.total_seconds()
+    return EncodedRounds(replica.trained, replicas, mover, bucket_bytes, replica.watch, seconds, replica.loss_scale)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import NonFiniteError
+from lightning_sdpipe.exchange.common_reference import CommonReference
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
 from lightning_sdpipe.optim import FrozenVariance
@@ -42,9 +44,8 @@ def run(
     def start(rank: int) -> object:
         parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
         replicas, beside = crews[0].replicas(rank), crews[1].replicas(rank)
-        return work(
-            rank, EncodedRounds(parameters, replicas, beside, CAP, True, payload, None, 20.0, lambda: scales[rank])
-        )
+        mover = EncodedMean(beside, CommonReference(payload, beside.pipeline))
+        return work(rank, EncodedRounds(parameters, replicas, mover, CAP, True, 20.0, lambda: scales[rank]))
 
     return together(N, start)
 
@@ -185,7 +186,8 @@ def test_what_is_unfrozen_is_measured_in_full_precision_first(crews: tuple[Crew,
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         replicas, beside = crews[0].replicas(rank), crews[1].replicas(rank)
         trained = parameters[:2]
-        rounds = EncodedRounds(trained, replicas, beside, CAP, True, payload, None, 20.0, lambda: 1.0)
+        mover = EncodedMean(beside, CommonReference(payload, beside.pipeline))
+        rounds = EncodedRounds(trained, replicas, mover, CAP, True, 20.0, lambda: 1.0)
         found = []
         for turn in range(8):
             if turn in (3, 6):

@@ -22,7 +22,7 @@ from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
 from lightning_sdpipe.exchange.overlapped import Overlapped
 from lightning_sdpipe.exchange.own_reference import OwnReference
 from lightning_sdpipe.exchange.pairs import PairMean
-from lightning_sdpipe.exchange.payloads import Full, OneBit
+from lightning_sdpipe.exchange.payloads import Full, OneBit, Payload
 from lightning_sdpipe.exchange.sharded_mean import ShardedMean
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
@@ -157,17 +157,21 @@ SHAPES = [(3,), (0,), (2, 60), (1,)]
 Rounds = Callable[[list[nn.Parameter], Replicas, Replicas, Sequence[str] | None], GradientRounds]
 
 
+def mover(beside: Replicas, payload: Payload, hosts: Sequence[str] | None) -> EncodedMean:
+    return EncodedMean(beside, CommonReference(payload, beside.pipeline), hosts)
+
+
 def encoded(
     parameters: list[nn.Parameter], here: Replicas, beside: Replicas, hosts: Sequence[str] | None
 ) -> GradientRounds:
-    return EncodedRounds(parameters, here, beside, 300, True, Full(), hosts, 20.0, lambda: 1.0)
+    return EncodedRounds(parameters, here, mover(beside, Full(), hosts), 300, True, 20.0, lambda: 1.0)
 
 
 def with_momentum(
     parameters: list[nn.Parameter], here: Replicas, beside: Replicas, hosts: Sequence[str] | None
 ) -> GradientRounds:
     payload = OneBit(block=64, momentum=0.5, after=100)  # full precision so far
-    return EncodedRounds(parameters, here, beside, 300, True, payload, hosts, 20.0, lambda: 1.0)
+    return EncodedRounds(parameters, here, mover(beside, payload, hosts), 300, True, 20.0, lambda: 1.0)
 
 
 def gradient(pipeline: int, number: int) -> Tensor:

@@ -38,8 +38,6 @@ def test_the_union_of_all_cuts_divides_the_chain() -> None:
     assert [name for name, number in found.parameters.items() if number == 2 and "weight" in name] == [
         "blocks.4.weight"
     ]
-    assert [found.of_worker(stage, 2) for stage in range(3)] == [[0], [1], [2]]
-    assert found.of_worker(0, 0) == [0, 1, 2]
 
 
 def test_a_weight_that_an_earlier_stage_reads_belongs_there() -> None:

@@ -20,7 +20,6 @@ from lightning_sdpipe.policies.mixing import (
     mean_mixing_matrix,
     mixing_radius,
     network_error,
-    theorem_1,
 )
 from lightning_sdpipe.policies.partial_reduce import QUEUED, PartialReduce, fewest_groups, weights
 from lightning_sdpipe.policies.registry import build
@@ -120,6 +119,13 @@ def test_rho_where_one_of_three_is_twice_as_slow() -> None:
     mean = mean_mixing_matrix(groups, range(3))
     numpy.testing.assert_allclose(mean, [[0.625, 0.25, 0.125], [0.25, 0.625, 0.125], [0.125, 0.125, 0.75]])
     assert mixing_radius(mean) == pytest.approx(0.625)
+
+
+def theorem_1(learning_rate: float, lipschitz: float, num_workers: int, group_size: float, rho: float) -> float:
+    """ηL + 2N³η²ρ̄/P² with η = Pγ/N: where it is at most 1, P-Reduce's theorem 1 holds (equation 7)."""
+    step = group_size * learning_rate / num_workers
+    bound = network_error(rho)
+    return step * lipschitz + (2 * num_workers**3 * step**2 * bound / group_size**2 if step else 0.0)
 
 
 def test_theorem_1() -> None:
