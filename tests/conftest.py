@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -102,6 +103,17 @@ def schedulers_are_forked() -> Iterator[None]:
         return
     with forked_schedulers() as kind, pytest.MonkeyPatch.context() as patch:
         patch.setattr(place, "SchedulerProcess", kind)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def packages_are_looked_through_once() -> Iterator[None]:
+    """For the callbacks that each Trainer gets from other packages."""
+    place = sys.modules.get("lightning.fabric.utilities.registry")
+    with pytest.MonkeyPatch.context() as patch:
+        if place is not None:
+            patch.setattr(place, "entry_points", functools.cache(place.entry_points))
+            place.entry_points(group="lightning.pytorch.callbacks_factory")  # now, so that forks know
         yield
 
 
