@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-settings.register_profile("shared host", deadline=None)  # where an example may wait long for a core
+from tests.scheduler.forked import forked_schedulers
+
+settings.register_profile("shared host", deadline=None, max_examples=50)  # an example may wait long for a core
 settings.register_profile("long", deadline=None, max_examples=10_000)  # --hypothesis-profile=long, before a release
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.load_profile("shared host")
@@ -90,6 +94,29 @@ def nothing_is_left() -> Iterator[None]:
     assert after == before, {name: value for name, value in after.items() if value != before[name]}
 
 
+@pytest.fixture(autouse=True, scope="session")
+def schedulers_are_forked() -> Iterator[None]:
+    """Those that rank 0 of a training starts."""
+    place = sys.modules.get("lightning_sdpipe.worker.scheduler_connection")
+    if place is None:  # no test trains
+        yield
+        return
+    with forked_schedulers() as kind, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, "SchedulerProcess", kind)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def packages_are_looked_through_once() -> Iterator[None]:
+    """For the callbacks that each Trainer gets from other packages."""
+    place = sys.modules.get("lightning.fabric.utilities.registry")
+    with pytest.MonkeyPatch.context() as patch:
+        if place is not None:
+            patch.setattr(place, "entry_points", functools.cache(place.entry_points))
+            place.entry_points(group="lightning.pytorch.callbacks_factory")  # now, so that forks know
+        yield
+
+
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In place of the one in the home directory."""
@@ -115,5 +142,6 @@ def own_loggers() -> Iterator[None]:
     before = [(logger, logger.level, logger.propagate, logger.disabled, logger.handlers[:]) for logger in loggers]
     yield
     for logger, level, propagate, disabled, handlers in before:
-        logger.setLevel(level)
+        if logger.level != level:  # else each call would empty the caches of all loggers
+            logger.setLevel(level)
         logger.propagate, logger.disabled, logger.handlers = propagate, disabled, handlers

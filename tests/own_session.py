@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import time
@@ -92,4 +94,14 @@ def _lead(output: Path, main: Callable[..., Any], arguments: tuple[Any, ...]) ->
         for handler in getattr(logger, "handlers", ()):
             if type(handler) is logging.StreamHandler:  # made when this was another process
                 handler.setStream(sys.stderr)
-    main(*arguments)
+    atexit._clear()  # those of the process that this one is a copy of
+    try:
+        main(*arguments)
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def module(name: str, *arguments: str) -> None:
+    """What ``python -m name arguments...`` runs, as the main function of a :func:`script`."""
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)

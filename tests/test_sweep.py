@@ -5,10 +5,6 @@ from __future__ import annotations
 import atexit
 import csv
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,9 +14,8 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from lightning_sdpipe import ConfigurationError
 from lightning_sdpipe.sweep import Row, SweepTable, table
-from tests.worker.test_failures import processes_of
-
-ROOT = Path(__file__).parents[1]
+from tests.own_session import module, script
+from tests.worker.test_failures import mark, processes_of
 
 
 def test_the_table_shows_what_differs_and_what_was_asked_for() -> None:
@@ -68,39 +63,26 @@ def test_a_failed_job_ends_a_sweep_that_shall_stop_after_its_row(tmp_path: Path)
     assert (row["job"], row["status"], row["error"]) == ("0", "failed", "ValueError: no good")
 
 
-def run_app(directory: Path, *arguments: str, timeout: float = 110) -> tuple[int, str, str]:
-    """Exit status, what was printed, and a mark by which the processes of the run are known."""
-    marker = f"sdpipe-test-{os.getpid()}-{time.monotonic_ns()}"
-    path = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
-    finished = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"SDPIPE_TEST_RUN": marker, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-    return finished.returncode, finished.stdout, marker
-
-
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
-def test_jobs_of_a_users_own_application_are_right_after_a_rank_failed(tmp_path: Path) -> None:
-    sweep = [f"hydra.sweep.dir={tmp_path}", "hydra.job.chdir=true", "case=raises,killed,three"]
-    code, printed, marker = run_app(tmp_path, "-m", "tests.scripts.hydra_app", "-m", *sweep, timeout=220)
-    assert code == 1, printed  # Hydra raises the first failed job's error at the end
+def test_jobs_of_a_users_own_application_are_right_after_a_rank_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker, jobs = mark(monkeypatch), tmp_path / "jobs"
+    sweep = [f"hydra.sweep.dir={jobs}", "hydra.job.chdir=true", "case=raises,killed,three"]
+    with script(tmp_path, module, "tests.scripts.hydra_app", "-m", *sweep) as run:
+        assert run.wait(220) == 1, run.printed()  # Hydra raises the first failed job's error at the end
+        assert run.left() == []
+    printed = run.printed()
     assert processes_of(marker) == {}
-    seen = {
-        job: [json.loads(file.read_text()) for file in sorted((tmp_path / job).glob("rank*.json"))] for job in "012"
-    }
+    seen = {job: [json.loads(file.read_text()) for file in sorted((jobs / job).glob("rank*.json"))] for job in "012"}
     assert [len(seen[job]) for job in "012"] == [0, 0, 3], printed
     for rank in seen["2"]:
         assert rank["world_size"] == 3
         assert rank["case"] == "three"
         assert rank["job"] == [2, 2, "hydra_app"]
-        assert rank["directory"] == str(tmp_path / "2")
+        assert rank["directory"] == str(jobs / "2")
     assert len({rank["when"] for rank in seen["2"][1:]}) == 1
     assert "failed first and ended the run: ZeroDivisionError: the user's own mistake" in printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "multirun.yaml"]
-    assert not list(tmp_path.glob("*/.job-*"))
+    assert sorted(path.name for path in jobs.iterdir()) == ["0", "1", "2", "multirun.yaml"]
+    assert not list(jobs.glob("*/.job-*"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from itertools import pairwise
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -53,22 +55,29 @@ class RehearsalResult:
         Raises:
             ConfigurationError: they run in different orders.
         """
-        import networkx as nx  # slow to import
-
-        follows = nx.DiGraph()
+        follows: TopologicalSorter[int] = TopologicalSorter()
         for trace in (trace for traces in self.traces.values() for trace in traces):
-            follows.add_nodes_from(trace.order)
-            follows.add_edges_from(pairwise(dict.fromkeys(trace.order)))
+            for block in trace.order:
+                follows.add(block)
+            for before, after in pairwise(dict.fromkeys(trace.order)):
+                follows.add(after, before)
         try:
-            order = list(nx.lexicographical_topological_sort(follows))
-        except nx.NetworkXUnfeasible as error:
-            circle = [self.chain[before] for before, _ in nx.find_cycle(follows)]
+            follows.prepare()
+        except CycleError as error:
+            circle = [self.chain[block] for block in error.args[1][:-1]]
             raise ConfigurationError(
                 f"The blocks {circle} do not run in the same order in every step, and a pipeline needs one order. Name "
                 "larger blocks with SDPipeStrategy(blocks=[...])."
             ) from error
+        order: list[int] = []
+        ready: list[int] = []
+        while follows.is_active():
+            for block in follows.get_ready():
+                heappush(ready, block)
+            order.append(heappop(ready))
+            follows.done(order[-1])
         for block in range(len(self.chain)):
-            if block not in follows:
+            if block not in order:
                 order.insert(self._place(block, order), block)
         return order
 

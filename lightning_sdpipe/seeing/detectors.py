@@ -236,7 +236,7 @@ def _of_worker(recording: Recording, slow: _Slow) -> Finding:
     if core >= _HALF * total:
         cause = "shares its cores"
     evidence = {"ratio": round(slow.ratio, 3), "updates": slow.stop, "without_a_core_ms": round(here[-1] / 1e3, 3)}
-    for name, us, peer in zip(PHASES, here, peers, strict=False):
+    for name, us, peer in zip(PHASES[:OWN], here[:OWN], peers[:OWN], strict=True):
         if us or peer:
             evidence |= {f"{name}_ms": round(us / 1e3, 3), f"{name}_ms_of_peers": round(peer / 1e3, 3)}
     text = f"{recording.name(slow.worker)} {slow.ratio:.2f} × as slow as its peers ({cause})"

@@ -92,7 +92,7 @@ def _page(log: str, record: Record, recording: Recording, found: Sequence[Findin
     return template.render(
         log=log,
         line=in_one_line(recording),
-        policy=", ".join(f"{name}={value}" for name, value in record.beginning.policy.items()),
+        method=_method(record, recording),
         num_stages=record.beginning.num_stages,
         num_pipelines=record.beginning.num_pipelines,
         began=record.beginning.time,
@@ -101,6 +101,7 @@ def _page(log: str, record: Record, recording: Recording, found: Sequence[Findin
         found=found,
         said=said,
         recommended=recommended,
+        in_groups=_in_groups(record),
         picture=base64.b64encode(picture).decode(),
         phases=phases,
         workers=[_cells(recording, worker, phases) for worker in sorted(shown)],
@@ -127,18 +128,30 @@ def _picture(record: Record, recording: Recording, title: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 8), layout="constrained")
+    figure = Figure(figsize=(10, 8 if _in_groups(record) else 4), layout="constrained")
     FigureCanvasAgg(figure)
-    (phases, speed), (groups, lag) = figure.subplots(2, 2)
-    _draw_phases(phases, recording)
-    _draw_speed(speed, record, recording)
-    _draw_groups(groups, record)
-    _draw_lag(lag, record)
+    axes = figure.subplots(1 + _in_groups(record), 2, squeeze=False)
+    _draw_phases(axes[0][0], recording)
+    _draw_speed(axes[0][1], record, recording)
+    if _in_groups(record):
+        _draw_groups(axes[1][0], record)
+        _draw_lag(axes[1][1], record)
     if title:
         figure.suptitle(title, fontsize=9)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
     return file.getvalue()
+
+
+def _method(record: Record, recording: Recording) -> str:
+    """As workers say; else, of an older log, what the scheduler decides by."""
+    said = sorted({about.sync for about in recording.about.values()} - {""})
+    return ", ".join(said or [f"{name}={value}" for name, value in record.beginning.policy.items()])
+
+
+def _in_groups(record: Record) -> bool:
+    """Else all meet in each update, or none does."""
+    return any(entry.decisions for entry in record.entries)
 
 
 def _draw_phases(axis: Any, recording: Recording) -> None:
@@ -190,10 +203,7 @@ def _draw_groups(axis: Any, record: Record) -> None:
     axis.set_xlabel("members of a group")
     axis.set_ylabel("groups")
     axis.set_xticks(sorted(bottom))
-    if sizes:
-        axis.legend(fontsize="x-small")
-    else:
-        axis.set_title("no groups: all meet in each update, or none does", fontsize=9)
+    axis.legend(fontsize="x-small")
 
 
 def _draw_lag(axis: Any, record: Record) -> None:

@@ -13,6 +13,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -35,7 +36,9 @@ from lightning_sdpipe.sync import (
     PartialReduce,
     SemiDecentralized,
 )
+from lightning_sdpipe.worker import scheduler_connection
 from tests.features.running import on_four_ranks, pipelines
+from tests.scheduler.forked import forked_schedulers
 
 UPDATES = 20
 STAGES = 2
@@ -134,7 +137,8 @@ def main(pipeline_count: int, directory: Path, schedules: list[str]) -> None:
     """Print an object with an entry for each case."""
     names = list(METHODS) if pipeline_count > 1 else list(OF_ONE_PIPELINE)
     cases = [(name, schedule) for name in names for schedule in schedules]
-    ranks = on_four_ranks(train_all, directory, cases, count=STAGES * pipeline_count, timeout=250)
+    with forked_schedulers() as kind, mock.patch.object(scheduler_connection, "SchedulerProcess", kind):
+        ranks = on_four_ranks(train_all, directory, cases, count=STAGES * pipeline_count, timeout=250)
     outcome = {case: {"ranks": [r[case] for r in ranks], "groups": decisions(directory / case)} for case in ranks[0]}
     print(json.dumps(outcome))
 

@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.provenance import StepTrace
 from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
+from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 
 
 class Busy(nn.Module):
@@ -136,3 +139,16 @@ def test_who_is_in_no_list_stays_behind_whom_it_is_listed_behind() -> None:
     module = Dropping({})
     found = rehearse(module, ["other", *CHAIN], [StepCalls("training_step", CALLS, True)], torch.device("cpu"))
     assert found.order == [0, 1, 5, 2, 3, 4]
+
+
+def ordered(*orders: list[int]) -> RehearsalResult:
+    return RehearsalResult(list("abcd"), {"training_step": [StepTrace(order=order) for order in orders]}, {})
+
+
+def test_the_order_is_that_of_the_list_where_steps_leave_a_choice() -> None:
+    assert ordered([3, 0], [2, 0, 1]).order == [2, 3, 0, 1]
+
+
+def test_blocks_that_change_places_are_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"blocks \['[abc]', '[abc]', '[abc]'\] do not run in the same order"):
+        _ = ordered([3, 0, 1], [1, 2], [2, 0]).order

@@ -12,11 +12,13 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.partition import plan, rehearsal
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.partition.rehearsal import StepCalls
+from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.stage_runner import Step
 from lightning_sdpipe.topology.groups import ProcessGroups
@@ -32,16 +34,31 @@ Make = Callable[[], L.LightningModule]
 Outcome = tuple[Tensor, dict[str, Tensor]]  # the loss, and the gradients or the weights by name
 
 
+_rehearsals: dict[Any, RehearsalResult] = {}
+
+
 def planned(
-    model: L.LightningModule, num_stages: int, batch: Any, num_micro_batches: int, blocks: Sequence[str] | None
+    make: Make,
+    model: L.LightningModule,
+    num_stages: int,
+    batch: Any,
+    num_micro_batches: int,
+    blocks: Sequence[str] | None,
 ) -> plan.Plan:
-    """As the strategy plans it, on every rank."""
+    """As the strategy plans it, where rank 0 rehearses for all: ranks take over what their parent has rehearsed."""
     parts = [part.batch for part in split(batch, num_micro_batches)]
     steps = [
         StepCalls("training_step", [(part, (0,)) for part in (parts[0], parts[-1])], True),
         StepCalls("validation_step", [(batch, (0,))] * 2, False),
     ]
-    rehearse = partial(rehearsal.rehearse, model, steps=steps, device=CPU)
+    shapes = tuple(leaf.shape for leaf in tree_leaves(batch))
+
+    def rehearse(chain: Sequence[str]) -> RehearsalResult:
+        key = make, num_micro_batches, shapes, tuple(chain)
+        if key not in _rehearsals:
+            _rehearsals[key] = rehearsal.rehearse(model, chain, steps, CPU)
+        return _rehearsals[key]
+
     return plan.plan(model, num_stages, "uniform", blocks, _no_measure, rehearse)
 
 
@@ -51,7 +68,7 @@ def one_process(
     """Loss and gradients of every batch, accumulated over its micro-batches, with an SGD step after each; then what
     ``validation_step`` returns for the first batch."""
     model, outcomes = make(), []
-    chain = planned(model, num_stages, batches[0], num_micro_batches, blocks).chain
+    chain = planned(make, model, num_stages, batches[0], num_micro_batches, blocks).chain
     whole = range(len(chain))
     cut_model = CutModel(model, chain, [whole], CPU)  # for its random streams
     for iteration, batch in enumerate(batches):
@@ -84,7 +101,7 @@ def pipeline(
     """This rank's share of what :func:`one_process` returns, and the losses."""
     groups = ProcessGroups.open(Mesh.build(num_stages, num_stages), TIMEOUT)
     model = make()
-    stages = planned(model, num_stages * stages_per_worker, batches[0], num_micro_batches, blocks)
+    stages = planned(make, model, num_stages * stages_per_worker, batches[0], num_micro_batches, blocks)
     options = Options(
         num_stages,
         schedule=schedule,

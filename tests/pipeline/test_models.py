@@ -102,5 +102,5 @@ def test_every_schedule_computes_what_one_process_does(
     make: Make, batch: Any, schedule: str, stages_per_worker: int
 ) -> None:
     batches = [batch(size) for size in SIZES]
-    found = run_workers(2, pipeline, make, batches, schedule, 2, 4, stages_per_worker)
-    assert_same(found, whole(make, batch))
+    expected = whole(make, batch)
+    assert_same(run_workers(2, pipeline, make, batches, schedule, 2, 4, stages_per_worker), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import lightning as L
@@ -197,6 +198,11 @@ def first_cases(rank: int, count: int, schedule: str, num_stages: int, stages_pe
     ]
 
 
+@cache  # what every schedule is compared with
+def whole(make: Make, batch: Callable[[int], Tensor], num_stages: int) -> Any:
+    return one_process(make, [batch(seed) for seed in range(3)], 4, num_stages=num_stages)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "stages_per_worker", "count"),
@@ -210,8 +216,7 @@ def first_cases(rank: int, count: int, schedule: str, num_stages: int, stages_pe
 def test_every_schedule_computes_what_one_process_does(
     schedule: str, num_stages: int, stages_per_worker: int, count: int
 ) -> None:
+    expected = [whole(make, batch, num_stages * stages_per_worker) for make, batch in CASES[:count]]
     found = run_workers(num_stages, first_cases, count, schedule, num_stages, stages_per_worker)
-    for number, (make, batch) in enumerate(CASES[:count]):
-        batches = [batch(seed) for seed in range(3)]
-        expected = one_process(make, batches, 4, num_stages=num_stages * stages_per_worker)
-        assert_same([rank[number] for rank in found], expected)
+    for number, outcome in enumerate(expected):
+        assert_same([rank[number] for rank in found], outcome)

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from recipes import command_line
-from tests.own_session import script
-from tests.test_sweep import run_app
-from tests.worker.test_failures import processes_of
+from tests.own_session import module, script
 
+ROOT = Path(__file__).parents[2]
 SMALL = (
     *("experiment=digits", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1"),
     *("+trainer.enable_progress_bar=false", "+trainer.enable_checkpointing=false", "+trainer.num_sanity_val_steps=0"),
@@ -26,9 +26,19 @@ SMALL = (
 FORKED = (*SMALL, "strategy.start_method=fork")
 
 
-def train(*arguments: str) -> None:
-    sys.argv = ["train.py", *arguments]
-    runpy.run_module("recipes.train", run_name="__main__", alter_sys=True)
+def by_path(*arguments: str) -> None:
+    """``python recipes/train.py arguments...``"""
+    sys.argv = ["recipes/train.py", *arguments]
+    runpy.run_path(str(ROOT / "recipes/train.py"), run_name="__main__")
+
+
+def torchrun(*arguments: str) -> None:
+    """``torchrun -m recipes.train arguments...`` with two workers, which are copies of this process."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="tests", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        max_restarts=0, start_method="fork",
+    )  # fmt: skip
+    elastic_launch(config, module)("recipes.train", *arguments)
 
 
 def rows(directory: Path) -> list[dict[str, str]]:
@@ -40,9 +50,9 @@ def rows(directory: Path) -> list[dict[str, str]]:
 @pytest.mark.timeout(240)
 def test_a_sweep_of_four_jobs_of_four_processes(tmp_path: Path) -> None:
     choices = ["sync=semi_decentralized,all_reduce", "num_stages=1,2", f"hydra.sweep.dir={tmp_path}"]
-    code, printed, marker = run_app(tmp_path, "recipes/train.py", "-m", *FORKED, *choices, timeout=220)
-    assert code == 0, printed
-    assert processes_of(marker) == {}
+    with script(tmp_path, by_path, "-m", *FORKED, *choices) as run:
+        assert run.wait(220) == 0, run.printed()
+        assert run.left() == []
     found = rows(tmp_path)
     assert [row["job"] for row in found] == list("0123")
     assert {row["status"] for row in found} == {"done"}
@@ -51,7 +61,7 @@ def test_a_sweep_of_four_jobs_of_four_processes(tmp_path: Path) -> None:
     for row in found:  # all pipelines in one group, or one worker alone: the rule was the row's own
         if row["sync"] == "all_reduce":
             assert float(row["mean_group_size"]) == 4 / int(row["num_stages"])
-    last = printed.rstrip().splitlines()[-7:]
+    last = run.printed().rstrip().splitlines()[-7:]
     assert last[0].split()[:5] == ["job", "sync", "num_stages", "status", "seconds"]
     assert [line.split()[0] for line in last[1:5]] == list("0123")
     assert last[-1] == f"{tmp_path}/summary.csv"
@@ -60,24 +70,24 @@ def test_a_sweep_of_four_jobs_of_four_processes(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_a_failed_job_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
     choices = ["data.batch_size=2000,32", f"hydra.sweep.dir={tmp_path}"]
-    code, printed, marker = run_app(tmp_path, "-m", "recipes.train", "-m", *FORKED, "trainer.devices=2", *choices)
-    assert code == 1, printed
-    assert processes_of(marker) == {}
+    with script(tmp_path, module, "recipes.train", "-m", *FORKED, "trainer.devices=2", *choices) as run:
+        assert run.wait(110) == 1, run.printed()
+        assert run.left() == []
     assert [row["status"] for row in rows(tmp_path)] == ["failed", "done"]
     assert rows(tmp_path)[0]["error"]
-    assert "Job 0 failed" in printed
-    assert printed.rstrip().endswith("summary.csv")
+    assert "Job 0 failed" in run.printed()
+    assert run.printed().rstrip().endswith("summary.csv")
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
 def test_ranks_of_torchrun_share_one_directory_and_one_summary(tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "recipes.train"]
-    where = f"hydra.run.dir={tmp_path}/${{start_time:%f}}"
-    code, printed, marker = run_app(tmp_path, *torchrun, *SMALL, "trainer.devices=2", where, timeout=220)
-    assert code == 0, printed
-    assert processes_of(marker) == {}
-    (output,) = tmp_path.iterdir()
+    outputs = tmp_path / "outputs"
+    where = f"hydra.run.dir={outputs}/${{start_time:%f}}"
+    with script(tmp_path, torchrun, *SMALL, "trainer.devices=2", where) as run:
+        assert run.wait(220) == 0, run.printed()
+        assert run.left() == []
+    (output,) = outputs.iterdir()
     assert json.loads((output / "summary.json").read_text())["workers"] == 2
     expected = [".hydra", "metrics", "summary.json", "train.log", "training_curve.png"]
     assert sorted(path.name for path in output.iterdir()) == expected
@@ -94,7 +104,7 @@ def test_a_sweep_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_interrupt_ends_the_sweep_and_all_its_processes(tmp_path: Path) -> None:
     sweep = [f"hydra.sweep.dir={tmp_path}", "seed=1,2", "trainer.devices=2"]
     endless = [option.replace("trainer.max_epochs=1", "trainer.max_epochs=1000") for option in FORKED]
-    with script(tmp_path, train, "-m", *endless, *sweep) as run:
+    with script(tmp_path, module, "recipes.train", "-m", *endless, *sweep) as run:
         deadline = time.monotonic() + 60
         while len(list(tmp_path.glob("0/metrics/metrics.csv"))) == 0:  # it trains
             assert time.monotonic() < deadline, run.printed()
@@ -110,7 +120,7 @@ def test_optuna_searches_for_the_least_objective(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "trainer.devices=2"]
     choices = [f"hydra.sweep.dir={tmp_path}", "model.lr=interval(0.01,0.1)", "num_stages=1"]
-    with script(tmp_path, train, "-m", *FORKED, *search, *choices) as run:
+    with script(tmp_path, module, "recipes.train", "-m", *FORKED, *search, *choices) as run:
         assert run.wait(110) == 0, run.printed()
         assert run.left() == []
     found = rows(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -42,7 +43,7 @@ def main(directory: str) -> None:
     again = trainer.callback_metrics["val_loss"].item()
     if trainer.is_global_zero:
         seen = {"fitted": fitted, "alone": alone, "validated": validated, "fitted_again": again}
-        print("\n" + json.dumps(seen))
+        Path(directory, "seen.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

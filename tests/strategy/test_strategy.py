@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.optim import VarianceCorrection
+from tests.own_session import module, script
 
 
 class Regression(L.LightningModule):
@@ -152,12 +151,10 @@ def test_after_fit_the_users_process_has_the_whole_module(tmp_path: Path, distri
 
 @pytest.mark.distributed
 def test_a_script_fits_validates_and_fits_again(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.scripts.fit_twice", str(tmp_path)]
-    finished = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=90, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    outcome = json.loads(finished.stdout.splitlines()[-1])
+    with script(tmp_path, module, "tests.scripts.fit_twice", str(tmp_path)) as run:
+        assert run.wait(90) == 0, run.printed()
+        assert run.left() == []
+    outcome = json.loads((tmp_path / "seen.json").read_text())
     assert outcome["validated"] == pytest.approx(outcome["fitted"], rel=1e-6)
     assert outcome["alone"] == pytest.approx(outcome["fitted"], rel=1e-6)
     saved, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,26 +18,17 @@ from torch import Tensor
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from tests.features.running import as_torchrun
 from tests.features.table import refused, supported
-from tests.own_session import Script, script
+from tests.own_session import Script, module, script
 from tests.scripts import endings, run_case
 from tests.strategy.test_strategy import Regression, fit
 from tests.workers import free_port
 
-ROOT = Path(__file__).parents[2]
 
-
-def start(*command: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
-    """A script in a process of its own, and what marks the environment of all that it starts."""
+def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What marks the environment of all processes that are executed from now on."""
     marker = f"sdpipe-test-{os.getpid()}-{time.monotonic_ns()}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command],
-        cwd=ROOT,
-        env=os.environ | environment | {"SDPIPE_TEST_RUN": marker, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return process, marker
+    monkeypatch.setenv("SDPIPE_TEST_RUN", marker)
+    return marker
 
 
 def processes_of(marker: str) -> dict[int, str]:
@@ -51,17 +40,6 @@ def processes_of(marker: str) -> dict[int, str]:
         except OSError:  # ended meanwhile, or not ours
             continue
     return {number: command for number, command in left.items() if command}
-
-
-def printed_by(process: subprocess.Popen[str], marker: str, seconds: float) -> str:
-    """Waits until all that ``process`` has started has ended; if that takes too long, each says where it stands."""
-    try:
-        return process.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        left = processes_of(marker)
-        for number in left:
-            os.kill(number, signal.SIGABRT)
-        pytest.fail(f"{left} did not end within {seconds:g} s:\n{process.communicate(timeout=10)[0]}")
 
 
 @pytest.mark.parametrize(
@@ -213,12 +191,15 @@ def test_the_death_of_the_process_that_forked_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("fault", ["term:0", "linger:0"])
-def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(fault: str) -> None:
+def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     """Also when they end first, while it waits for them, and take longer than it waits."""
-    process, marker = start("tests.scripts.endings", "popen", fault, "2")
-    printed = printed_by(process, marker, 100)
-    assert process.returncode == 143, printed
-    assert "Traceback" not in printed
+    marker = mark(monkeypatch)
+    with script(tmp_path, module, "tests.scripts.endings", "popen", fault, "2") as run:
+        assert run.wait(100) == 143, run.printed()
+        assert run.left() == []
+    assert "Traceback" not in run.printed()
     assert processes_of(marker) == {}
 
 
