@@ -1,12 +1,12 @@
 """What an elastic run's workers are answered: groups and meetings with the process group that their members share.
 
 A group or meeting that has been decided before all concerned share a process group is kept until they do; after some
-seconds the epoch is announced anew, so that all make one. A kept group of which somebody goes, and one that broke, is
+seconds the epoch is announced anew, so that all make one. A kept group of which a member goes, and one that broke, is
 made again among those that are left.
 
 What becomes of a group whose members did not average: decided when each is gone, has the result, or has said no.
 
-Models: those without the result try again among themselves; who has it goes on with it. Gradients of a round
+Models: those without the result try again among themselves; one that has it goes on with it. Gradients of a round
 (``together``) would make replicas differ then, so one that has their mean hands it over, bit for bit, in a process
 group that it shares with those without. They ask again if that breaks, too.
 """
@@ -45,17 +45,17 @@ class BrokenGroup:
     group: Group
     together: bool
     said: set[Worker] = field(default_factory=set)
-    """Who tries again."""
+    """Members that try again."""
     done: set[Worker] = field(default_factory=set)
-    """Who has the result."""
+    """Members that have the result."""
 
     def undecided(self, is_gone: Callable[[Worker, int], bool]) -> list[Worker]:
-        """Who may still say one or the other."""
+        """Members that may still say one or the other."""
         known, epoch = self.said | self.done, self.group.epoch
         return [worker for worker in self.group.members if worker not in known and not is_gone(worker, epoch)]
 
     def weights(self) -> tuple[tuple[Worker, ...], tuple[float, ...]]:
-        """Of those who try again."""
+        """Members that try again, and their weights."""
         pairs = [pair for pair in zip(self.group.members, self.group.weights, strict=True) if pair[0] in self.said]
         return tuple(worker for worker, _ in pairs), tuple(weight for _, weight in pairs)
 
@@ -66,7 +66,7 @@ class Regrouping:
     def __init__(self) -> None:
         self.open: dict[int, BrokenGroup] = {}
         self.decided: OrderedDict[int, None] = OrderedDict()
-        """Those of which it is decided who tries again, though perhaps not yet in which process group."""
+        """Those of which it is decided which members try again, though perhaps not yet in which process group."""
         self._outcomes: OrderedDict[int, dict[Worker, e.Again]] = OrderedDict()
         self._asked: dict[Worker, set[int]] = {}
         self._numbers: dict[tuple[Worker, int], int] = {}
@@ -126,7 +126,7 @@ class Regrouping:
             self._outcomes.popitem(last=False)
 
     def decided_before(self, sequence: int, group: Group) -> None:
-        """An earlier scheduler has said who tries that one again: all are to hear the same."""
+        """An earlier scheduler has said which members try that one again: all are to hear the same."""
         self.open.pop(sequence, None)
         self._is_decided(sequence)
         self.remember(sequence, e.Again(sequence, group), group.members)
@@ -169,7 +169,7 @@ class _HandedOver:
 class _KeptMet:
     met: Met
     until: float
-    who: dict[Worker, int]
+    processes: dict[Worker, int]
     """The processes that met."""
 
 
@@ -214,7 +214,7 @@ class GroupDelivery:
             self._stuck_in.pop(worker, None)
 
     def deadline(self) -> float:
-        """When somebody has waited for a process group for long, or in an exchange."""
+        """When a worker has waited for a process group for long, or in an exchange."""
         return min([self._stuck.due, *(kept.until for kept in self._waiting())])
 
     def _waiting(self) -> list[KeptGroup | _KeptMet | _HandedOver]:
@@ -229,7 +229,7 @@ class GroupDelivery:
             self._stuck_in.pop(beat.worker, None)
 
     def remake(self, now: float) -> None:
-        """Announces the epoch anew if somebody has waited for a process group for long, once for all who do; and has
+        """Announces the epoch anew if a worker has waited for a process group for long, once for all that do; and has
         those exchanges broken off that are stuck."""
         waiting: list[tuple[float, int, Sequence[int]]] = [
             (kept.until, kept.group.stage, [worker.pipeline for worker in kept.group.members])
@@ -252,7 +252,7 @@ class GroupDelivery:
                 self._levels.change(workers)
 
     def proceed(self, now: float) -> None:
-        """Answers whoever can be."""
+        """Answers all that can be answered."""
         kept_groups, takes_part = self._process_groups.kept, self._groups.sessions.takes_part
         for kept in list(kept_groups.values()):
             sequence = kept.group.sequence
@@ -278,8 +278,8 @@ class GroupDelivery:
         if any(kept.met == met for kept in self._met):
             return
         workers = [Worker(met.stage, i) for i in met.pipelines]
-        who = {w: self._here[w] for w in workers if w in self._here and self._process_groups.was_member(w)}
-        self._met.append(_KeptMet(met, now + REMAKE_AFTER, who))
+        processes = {w: self._here[w] for w in workers if w in self._here and self._process_groups.was_member(w)}
+        self._met.append(_KeptMet(met, now + REMAKE_AFTER, processes))
 
     def is_gone(self, worker: Worker, epoch: int) -> bool:
         """Is the process gone that was ``worker`` in the epoch of a group?"""
@@ -295,7 +295,7 @@ class GroupDelivery:
             self._tell_outcome(kept.broken, e.Again(kept.broken.sequence, group), group.members)
 
     def _say_met(self, kept: _KeptMet) -> bool:
-        there = [worker for worker, incarnation in kept.who.items() if self._here.get(worker) == incarnation]
+        there = [worker for worker, incarnation in kept.processes.items() if self._here.get(worker) == incarnation]
         epoch = self._process_groups.common(there)
         if epoch is not None:
             answer = e.HasMet(msgspec.structs.replace(kept.met, epoch=epoch))
@@ -359,7 +359,7 @@ class GroupDelivery:
             return
         if broken.said and not any(self.is_gone(worker, group.epoch) for worker in group.members):
             self._unreachable(group.stage, sorted(worker.pipeline for worker in broken.said), False, now)
-            broken.said -= {worker for worker in broken.said if self.is_gone(worker, group.epoch)}  # who was put out
+            broken.said -= {worker for worker in broken.said if self.is_gone(worker, group.epoch)}  # put out
         members, weights = broken.weights()
         if not members:
             return

@@ -23,12 +23,12 @@ MAX_WAITING = 10_000
 MAX_FETCHED = 1024
 MAX_NUMBER = 1 << 62
 PATIENCE = 60.0
-"""Seconds after which whoever waits is forgotten unless it has asked again."""
+"""Seconds after which one that waits is forgotten unless it has asked again."""
 
 Asker: TypeAlias = tuple[bytes, int]
-"""Who asked, and in which request."""
+"""The peer that asked, and in which request."""
 Answer: TypeAlias = tuple[Asker, tuple[bytes | None, ...]]
-"""To whom, and the values of the keys."""
+"""The asker, and the values of the keys."""
 
 
 class StoreFull(ValueError):
@@ -37,7 +37,7 @@ class StoreFull(ValueError):
 
 @dataclass(frozen=True)
 class Waiting:
-    """Who asked for all of ``keys``, and until when that counts."""
+    """A peer has asked for all of ``keys``, which counts ``until`` then."""
 
     asker: Asker
     keys: tuple[str, ...]
@@ -81,7 +81,7 @@ class KeyValueStore:
             outbox.say(asker, e.Stored(asked, found))
 
     def put(self, key: str, value: bytes) -> list[Answer]:
-        """Sets ``key``; who waited for it, if it was the last one, is answered.
+        """Sets ``key``; those that waited for it as the last one are answered.
 
         Raises:
             Full: it is too large, or its room is; nothing has changed.

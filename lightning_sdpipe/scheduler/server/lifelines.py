@@ -1,9 +1,9 @@
 """A plain TCP connection per process of a run: when it is closed, the process has ended.
 
 libzmq connects again by itself and does not say when a peer is gone, so the kernel is asked: it closes the connections
-of a process however that ends, within milliseconds. Who connects says the nonce that it got over ZeroMQ, encrypted
-with the keys of the run; nothing else is read, and nothing is ever sent. A connection that says anything else, or
-nothing in time, is closed, so strangers hold few descriptors.
+of a process however that ends, within milliseconds. A process that connects says the nonce that it got over ZeroMQ,
+encrypted with the keys of the run; nothing else is read, and nothing is ever sent. A connection that says anything
+else, or nothing in time, is closed, so strangers hold few descriptors.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Liveness:
 
     @property
     def next_look(self) -> float:
-        """When somebody may have been silent for too long."""
+        """When a process may have been silent for too long."""
         return self._silence.due
 
     @property
@@ -75,7 +75,7 @@ class Liveness:
     def silent(
         self, now: float, members: Collection[object], replaced: Collection[int]
     ) -> list[tuple[Worker, int, float]]:
-        """Who is lost because of silence, and for how many seconds that has lasted; see
+        """The processes that are lost, and for how many seconds each has been silent; see
         :meth:`~lightning_sdpipe.membership.silence.Silence.look`. Call it when :attr:`next_look` has come."""
         silence = self._silence
         before, lost = silence.of_all_since, silence.look(now, members, replaced)
@@ -88,7 +88,7 @@ class Liveness:
         return [(worker, self.incarnations[worker], seconds) for worker, seconds in lost]
 
     def waits(self, now: float) -> str:
-        """Since when nothing has come of anybody, for people, if that is for long."""
+        """Since when nothing has come of any process, for people, if that is for long."""
         since = self._silence.of_all_since
         return "" if since is None else f"nothing was heard of any worker for {now - since:.0f} s"
 

@@ -1,4 +1,4 @@
-"""The one place where the policy, and who deals batches, hear of events: each is checked, decided and logged."""
+"""The one place where the policy and the dealer hear of events: each is checked, decided and logged."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class PolicyDriver:
         return self.tell(Restarted(sequence), now)
 
     def sync_graph(self, stage: int) -> SyncGraph | None:
-        """What the policy knows of who met whom, if it keeps account."""
+        """What the policy knows of meetings, if it keeps account."""
         try:
             graph = self._policy.sync_graph(stage) if hasattr(self._policy, "sync_graph") else None
         except Exception:  # to look at a run must not end it

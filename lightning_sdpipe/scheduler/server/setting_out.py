@@ -18,7 +18,7 @@ from lightning_sdpipe.scheduler.server.outbox import DeferredRequests
 
 class SettingOut:
     """Args:
-    membership: knows the members, and whose state was copied for whom.
+    membership: knows the members, and for which newcomers a state was copied.
     groups: knows which workers take part.
     presence: which processes are there.
     early: joins that wait.
