@@ -63,6 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is there now stays, and need not be looked through again and again
+    gc.set_threshold(700, 10, 10)  # Python's own again, also where xdist has started this process as the tests' are
     gc.enable()
 
 

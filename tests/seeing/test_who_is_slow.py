@@ -6,8 +6,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,16 +15,17 @@ from lightning_sdpipe.cli import main
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.seeing.detectors import compute_straggler
 from lightning_sdpipe.seeing.recording import of_log
+from tests.own_session import Script, module, script
 from tests.seeing.golden.record import PIPELINES, SLOW, STAGES, UPDATES
 from tests.seeing.test_trace import check
 
 
-def trace_when_it_trains(run: subprocess.Popen[str], directory: Path) -> None:
+def trace_when_it_trains(run: Script, directory: Path) -> None:
     """What is written of a living run that was not prepared for it."""
     path, until = directory / "trace.json", time.monotonic() + 60
     command = ["trace", "--updates", "4", "--timeout", "4", "-o", str(path)]
     while main(command) != 0:  # it has not begun
-        assert run.poll() is None, run.communicate()[0]
+        assert run.process.is_alive(), run.printed()
         assert time.monotonic() < until
         time.sleep(0.2)
     trace = json.loads(path.read_text())
@@ -58,16 +57,10 @@ def check_metrics(directory: Path) -> None:
 def test_the_slow_worker_is_named_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):  # other tests have schedulers, too
         monkeypatch.setenv(name, str(tmp_path))
-    command = [sys.executable, "-m", "tests.seeing.golden.record", str(tmp_path), "straggler", "equal"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
+    with script(tmp_path, module, "tests.seeing.golden.record", str(tmp_path), "straggler", "equal") as run:
         trace_when_it_trains(run, tmp_path)
-        output, _ = run.communicate(timeout=100)
-    finally:
-        run.kill()
-        run.wait()
-    assert run.returncode == 0, output
-    slow, equal = re.findall(r"^sdpipe: .*$", output, re.MULTILINE)
+        assert run.wait(100) == 0, run.printed()
+    slow, equal = re.findall(r"^(?:INFO: )?(sdpipe: .*)$", run.printed(), re.MULTILINE)
     ratio = r"1\.[3-7]\d × as slow as its peers \(injected\)"
     named = rf"stage 0 of pipeline 1 \(.*, cpu\) {ratio}: others stood still \d+\.\d %"
     more = r"(; \d more findings?)?"  # the machine that runs the tests may stall
