@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.one_process import Computed, Made, compute
-from lightning_sdpipe.partition.plan import Plan, plan
+from lightning_sdpipe.partition.plan import Plan, plans
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split
 
 TOLERANCE = 1e-4
@@ -39,15 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make = partial(_make, given.factory, parts)
         module, _ = make()
         rehearse = partial(factory.rehearse, module, batches=parts)
-        cut = plan(module, given.stages, factory.partition(given), given.blocks, None, rehearse)
-        differences, report = compare(make, cut)
+        found = factory.by_cut(plans(module, factory.cuts(given), given.blocks, None, rehearse))
+        compared = [(of, *compare(make, cut)) for of, cut in found]
         splitting = compare_split(partial(_make, given.factory), batch, micro_batches)
     except ConfigurationError as error:
         print(f"sdpipe check: {error}", file=sys.stderr)
         return 2
-    print(report)
-    print(splitting)
-    return int(differences > TOLERANCE)
+    print(*(f"{of}{report}" for of, _, report in compared), splitting, sep="\n")
+    return int(max(difference for _, difference, _ in compared) > TOLERANCE)
 
 
 def compare(make: Callable[[], Made], cut: Plan) -> tuple[float, str]:

@@ -24,7 +24,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_sdpipe.configuration import check, explain
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.topology.mesh import Mesh
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 _MOST = 256  # combinations of a sweep that are looked at before it starts
@@ -111,4 +110,4 @@ def _check_job(config: DictConfig) -> None:
     strategy = instantiate(config.strategy)  # refuses what its signature does not tell
     devices = config.trainer.devices
     if isinstance(devices, int) and devices > 0:
-        Mesh.build(devices * config.trainer.num_nodes, strategy.num_stages)
+        strategy.options.mesh(devices * config.trainer.num_nodes)

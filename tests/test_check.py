@@ -91,6 +91,13 @@ def test_a_cut_model_that_computes_the_same(capsys: pytest.CaptureFixture[str]) 
     assert "loss of micro-batch 0" in printed
 
 
+def test_each_cut_is_compared_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{__name__}:residual", "--stages", "1,3,2,3"]) == 0
+    printed = capsys.readouterr().out
+    for line in ("Pipeline 0: 1 stages compute", "Pipelines 1, 3: 3 stages compute", "Pipeline 2: 2 stages compute"):
+        assert printed.count(f"{line} the same as the whole model") == 1
+
+
 @pytest.mark.parametrize(("factory", "said"), [("residual", "is the mean"), ("time_first", "is NOT the mean")])
 def test_whether_a_batch_may_be_split(capsys: pytest.CaptureFixture[str], factory: str, said: str) -> None:
     assert main(["check", f"{__name__}:{factory}"]) == 0

@@ -16,9 +16,11 @@ from torch import nn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.chain import Block, described
-from lightning_sdpipe.partition.plan import Plan, Profile, num_parameters, plan, with_crossing
+from lightning_sdpipe.partition.ownership import assign_owners
+from lightning_sdpipe.partition.plan import Plan, Profile, num_parameters, plans, with_crossing
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
+from lightning_sdpipe.partition.sections import sections_of
 
 _HEADINGS = ("stage", "blocks", "parameters", "forward ms", "backward ms", "KiB over the cut")
 
@@ -74,10 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace) -> str:
     module, batch = factory.build(options.factory)
-    measured: list[Profile] = []
+    measured: dict[tuple[Block, ...], Profile] = {}
     rehearsals: list[RehearsalResult] = []
 
-    def measure(blocks: Sequence[tuple[str, ...]]) -> Profile:
+    def measure(blocks: Sequence[Block]) -> Profile:
+        if tuple(blocks) in measured:
+            return measured[tuple(blocks)]
         if batch is None:
             raise ConfigurationError(
                 f"{options.factory} returned no batch to measure with. Let it return (module, batch)."
@@ -86,8 +90,8 @@ def _report(options: argparse.Namespace) -> str:
         if step is None:
             raise ConfigurationError(f"{type(module).__name__} has no training_step to measure.")
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        measured.append(profile(module, blocks, lambda: step(batch, 0), device))
-        return measured[0]
+        measured[tuple(blocks)] = profile(module, blocks, lambda: step(batch, 0), device)
+        return measured[tuple(blocks)]
 
     def rehearse(chain: Sequence[str]) -> RehearsalResult | None:
         if batch is None:
@@ -95,13 +99,17 @@ def _report(options: argparse.Namespace) -> str:
         rehearsals.append(factory.rehearse(module, chain, [batch]))
         return rehearsals[-1]
 
-    chosen = plan(module, options.stages, factory.partition(options), options.blocks, measure, rehearse)
-    if batch is None:
-        return table(module, chosen, None, options.each_block)
-    if not measured:
-        measure(chosen.blocks)
-    rehearsed = rehearsals[-1] if rehearsals else None
-    return table(module, chosen, with_crossing(measured[0], chosen.blocks, rehearsed), options.each_block)
+    chosen = plans(module, factory.cuts(options), options.blocks, measure, rehearse)
+    times = None
+    if batch is not None:
+        blocks = chosen[0].blocks
+        times = with_crossing(measure(blocks), blocks, rehearsals[-1] if rehearsals else None)
+    if len(chosen) == 1:
+        return table(module, chosen[0], times, options.each_block)
+    tables = [f"{of}\n{table(module, plan, times, options.each_block)}\n" for of, plan in factory.by_cut(chosen)]
+    owned = [assign_owners(module, plan.chain, plan.module_spans, readers=plan.readers) for plan in chosen]
+    sections = sections_of([plan.spans for plan in chosen], owned)
+    return "\n".join([*tables, f"Replicas: {len(sections.owners)} sections, each with a worker in every pipeline."])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import rehearsal
-from lightning_sdpipe.partition.pipeline_cut import Balanced, Partition
+from lightning_sdpipe.partition.pipeline_cut import Balanced, PipelineCut, cuts_of, depths_of, in_flight, refuse_lists
+from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 
@@ -27,32 +28,74 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
         metavar="IMPORT.PATH:NAME",
         help="a function without arguments that returns a LightningModule, or a LightningModule and a micro-batch",
     )
-    parser.add_argument("--stages", type=int, default=2, help="M (default: %(default)s)")
+    parser.add_argument(
+        "--stages", type=depths_of, default=(2,), help="M, or those of each pipeline, like 1,2,2 (default: 2)"
+    )
     parser.add_argument(
         "--partition",
         default="uniform",
-        help="uniform, parameters, balanced, or numbers of blocks like 3,2,4 (default: %(default)s)",
+        help="uniform, parameters, balanced, or numbers of blocks like 3,2,4, and like 9/4,5/5,4 for each pipeline "
+        "(default: %(default)s)",
     )
     parser.add_argument("--blocks", nargs="+", metavar="PATH", help="name the blocks; * stands for one part of a path")
-    parser.add_argument("--speeds", type=numbers, help="relative speed of each stage's device, like 1,1,0.5 (balanced)")
+    parser.add_argument(
+        "--speeds",
+        type=numbers,
+        help="relative speed of each stage's device, like 1,1,0.5, and like 1/1,0.5/1,0.5 for each pipeline (balanced)",
+    )
     parser.add_argument(
         "--bandwidth", type=float, default=1e9, help="bytes per second (balanced; default: %(default)s)"
     )
     return parser
 
 
-def numbers(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
+def numbers(text: str) -> list[float] | list[list[float]]:
+    """With commas between them; where there are slashes, a list for each pipeline."""
+    rows = [[float(number) for number in row.split(",")] for row in text.split("/")]
+    return rows if len(rows) > 1 else rows[0]
 
 
-def partition(options: argparse.Namespace) -> Partition:
+def cuts(options: argparse.Namespace) -> list[PipelineCut]:
+    """How each pipeline is to be cut; one cut, if one number of stages was given.
+
+    Raises:
+        ConfigurationError: what was given does not go together.
+    """
+    depths: Sequence[int] = options.stages
+    wanted = _partition(options)
+    if len(depths) > 1:
+        return cuts_of(depths, wanted, lambda depth: in_flight("1f1b", depth, max(depths)))
+    refuse_lists(wanted)
+    return [PipelineCut(depths[0], wanted)]
+
+
+def _partition(options: argparse.Namespace) -> Any:
     """What ``--partition`` and what goes with it say."""
-    if options.partition == "balanced":
+    given: str = options.partition
+    if given == "balanced":
         return Balanced(options.speeds, options.bandwidth)
-    if options.partition[:1].isdigit():
-        return [int(size) for size in numbers(options.partition)]
-    name: Partition = options.partition
-    return name
+    if not given[:1].isdigit():
+        return given
+    try:
+        rows = [[int(size) for size in row.split(",")] for row in given.split("/")]
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--partition {given} is not known. Give uniform, parameters, balanced, or numbers of blocks like 3,2,4."
+        ) from error
+    return rows if len(rows) > 1 else rows[0]
+
+
+def by_cut(plans: Sequence[Plan]) -> list[tuple[str, Plan]]:
+    """Each cut once, with the pipelines that have it, for people; without these if there is one plan."""
+    pipelines: dict[tuple[range, ...], list[int]] = {}
+    for number, plan in enumerate(plans):
+        pipelines.setdefault(plan.spans, []).append(number)
+    if len(plans) == 1:
+        return [("", plans[0])]
+    return [
+        (f"Pipeline{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}: ", plans[those[0]])
+        for those in pipelines.values()
+    ]
 
 
 def build(path: str) -> tuple[nn.Module, Any]:

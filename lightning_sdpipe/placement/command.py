@@ -1,4 +1,7 @@
-"""``sdpipe place NETWORK --stages M``: searches a placement, explains it, and writes it to a file."""
+"""``sdpipe place NETWORK``: searches a placement, explains it, and writes it to a file.
+
+Without ``--stages`` the best rectangle is compared with pipelines of unlike depths and cuts.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,17 @@ from pathlib import Path
 from typing import get_args
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.partition.pipeline_cut import depths_of
 from lightning_sdpipe.placement.cost import CostModel
 from lightning_sdpipe.placement.model import StageTraffic
 from lightning_sdpipe.placement.network import Network, read_network
 from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place
-from lightning_sdpipe.placement.report import rate, rates, report
+from lightning_sdpipe.placement.ragged import RaggedResult, best_rectangle, place_ragged
+from lightning_sdpipe.placement.report import given, rate, rates, report, report_ragged, shape
 from lightning_sdpipe.topology.placement_file import write_placement
+
+GAIN = 1.03
+"""What unlike depths must make, over the best rectangle, to be proposed; so must leaving devices out."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,20 +34,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check(options)
         network = read_network(options.network)
-        placed = _placed(network, options)
-        print(report(placed))
+        placed, instead = _placed(network, options)
+        print(*(report_ragged(placed) if isinstance(placed, RaggedResult) else [report(placed)]), *instead, sep="\n")
         if options.output is not None:
             write_placement(options.output, placed.placement(f"{options.network}: {network.source}"))
-            print(f"\n{options.output}: for SDPipeStrategy(num_stages={placed.asked.num_stages}, placement=…)")
+            print(f"\n{options.output}: for SDPipeStrategy({given(placed)}, placement=…)")
         if options.picture is not None:
-            from lightning_sdpipe.placement.picture import draw_picture
-
-            draw_picture(placed, options.picture)
-            print(f"{options.picture}: the mesh and its slowest links")
+            _draw(placed, options.picture)
     except ConfigurationError as error:
         print(f"sdpipe place: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _draw(placed: PlacementResult | RaggedResult, path: Path) -> None:
+    if isinstance(placed, RaggedResult):
+        print(
+            f"{path}: not drawn, since a picture has a column for each stage, and these pipelines are no replicas there"
+        )
+        return
+    from lightning_sdpipe.placement.picture import draw_picture
+
+    draw_picture(placed, path)
+    print(f"{path}: the mesh and its slowest links")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,7 +65,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Decides which device runs which stage of which pipeline, so that slow links matter least.",
     )
     parser.add_argument("network", type=Path, help="as `sdpipe measure` wrote it, or sites written by hand")
-    parser.add_argument("--stages", type=int, help="M, the stages of a pipeline (default: what trains fastest)")
+    parser.add_argument(
+        "--stages",
+        type=depths_of,
+        help="M, the stages of a pipeline, or those of each pipeline, like 1,2,2 (default: what trains fastest)",
+    )
     parser.add_argument(
         "--cost",
         choices=get_args(CostModel),
@@ -75,9 +96,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _placed(network: Network, options: argparse.Namespace) -> PlacementResult:
+def _placed(network: Network, options: argparse.Namespace) -> tuple[PlacementResult | RaggedResult, list[str]]:
+    """What is proposed, and in words what there would be instead."""
+    if options.stages is not None and len(options.stages) > 1:
+        if options.cost == "pipedream":
+            raise ConfigurationError(
+                "--cost pipedream is for a schedule that needs pipelines of one depth and cut. Give one number of "
+                "--stages, or another cost."
+            )
+        return place_ragged(network, _asked(network, options, max(options.stages), options.seconds), options.stages), []
     if options.stages is not None:
-        return place(network, _asked(network, options, options.stages, options.seconds), _traffic(options))
+        (stages,) = options.stages
+        return place(network, _asked(network, options, stages, options.seconds), _traffic(options, stages)), []
     if network.model is None or options.stage_bytes is not None:
         raise ConfigurationError("Without a measured model, --stages has to say how many stages there are.")
     numbers = [m for m in range(1, len(network) + 1) if len(network) % m == 0 and m <= len(network.model.chain)]
@@ -88,10 +118,43 @@ def _placed(network: Network, options: argparse.Namespace) -> PlacementResult:
             tried.append(place(network, _asked(network, options, stages, options.seconds / len(numbers))))
         except ConfigurationError as error:
             refusals.append(f"{stages} stages: {error}")
-    print(rates(tried), *refusals, "", sep="\n")
-    if not tried:
+    asked = _asked(network, options, 1, options.seconds)
+    smaller, ragged = None, None
+    if options.cost != "pipedream":
+        smaller = best_rectangle(network, asked)
+        try:
+            ragged = place_ragged(network, asked)
+        except ConfigurationError as error:
+            refusals.append(f"unlike depths: {error}")
+    rectangles: list[PlacementResult | RaggedResult] = [*tried]
+    if smaller is not None and smaller.left_out:
+        rectangles.append(smaller)
+    unlike = [ragged] if ragged is not None and not ragged.alike else []
+    print(rates([*rectangles, *unlike]), *refusals, "", sep="\n")
+    best: PlacementResult | RaggedResult | None = max(rectangles[: len(tried)], key=rate, default=None)
+    for other in rectangles[len(tried) :]:
+        best = other if best is None or rate(other) >= GAIN * rate(best) else best
+    if unlike:
+        return _proposed(best, *unlike)
+    if best is None:
         raise ConfigurationError("Nothing that was tried is possible.")
-    return max(tried, key=rate)
+    return best, []
+
+
+def _proposed(
+    rectangle: PlacementResult | RaggedResult | None, ragged: RaggedResult
+) -> tuple[PlacementResult | RaggedResult, list[str]]:
+    """Unlike depths, if they gain enough over the best rectangle; and what the other would give."""
+    if rectangle is None:
+        return ragged, ["Best rectangle  none fits into these devices"]
+    gain = rate(ragged) / rate(rectangle)
+    if gain >= GAIN:
+        return ragged, [
+            f"Best rectangle  {rate(rectangle):.3g} mini-batches/s, {shape(rectangle)}: this is {gain:.2f} times that"
+        ]
+    return rectangle, [
+        f"Unlike depths  {shape(ragged)} would make {gain:.2f} times as many mini-batches, too few to be proposed"
+    ]
 
 
 def _asked(network: Network, options: argparse.Namespace, stages: int, seconds: float) -> PlacementTask:
@@ -110,15 +173,13 @@ def _asked(network: Network, options: argparse.Namespace, stages: int, seconds: 
     )
 
 
-def _traffic(options: argparse.Namespace) -> StageTraffic | None:
+def _traffic(options: argparse.Namespace, stages: int) -> StageTraffic | None:
     given = (options.stage_bytes is not None, options.cut_bytes is not None)
-    if any(given) and not all(given) and options.stages > 1:
+    if any(given) and not all(given) and stages > 1:
         raise ConfigurationError(
             "--stage-bytes and --cut-bytes go together: what a stage averages, and what a cut carries."
         )
-    return (
-        StageTraffic.even(options.stages, options.stage_bytes or 0.0, options.cut_bytes or 0.0) if any(given) else None
-    )
+    return StageTraffic.even(stages, options.stage_bytes or 0.0, options.cut_bytes or 0.0) if any(given) else None
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -107,10 +107,7 @@ def best_cut(job: PlacementJob, stages: Stages, known: Spans | None = None) -> S
         ConfigurationError: no cut fits into the devices.
     """
     seconds = [block.seconds for block in job.chain]
-    crossing = [
-        math.inf if block.activation_bytes is None else float(block.activation_bytes + block.gradient_bytes)
-        for block in job.chain[:-1]
-    ]
+    crossing = _crossing(job)
     slowness = [
         min(1e3, max(job.slowness[a][b] for a, b in zip(above, below, strict=True)))  # no link: as slow as it gets
         for above, below in pairwise(stages)
@@ -125,6 +122,29 @@ def best_cut(job: PlacementJob, stages: Stages, known: Spans | None = None) -> S
     for work in (seconds, averaged) if 0 < per_byte < math.inf else (seconds,):
         cuts += [balance(work, crossing, speeds, memory, slowness)[0] for speeds in wanted]
     return min(cuts, key=lambda spans: CutJob(job, spans).seconds(stages))
+
+
+def pipeline_cut(job: PlacementJob, devices: Sequence[int]) -> Spans:
+    """The cut by which the slowest stage of one pipeline is fastest.
+
+    Args:
+        job: what is trained.
+        devices: of the stages.
+
+    Raises:
+        ConfigurationError: no cut fits into the devices.
+    """
+    slowness = [min(1e3, job.slowness[above][below]) for above, below in pairwise(devices)]
+    seconds, speeds = [block.seconds for block in job.chain], [job.speeds[device] for device in devices]
+    return balance(seconds, _crossing(job), speeds, job.memory([job.memories[d] for d in devices]), slowness)[0]
+
+
+def _crossing(job: PlacementJob) -> list[float]:
+    """Bytes over the cut after each block, both ways; infinite where its output cannot travel."""
+    return [
+        math.inf if block.activation_bytes is None else float(block.activation_bytes + block.gradient_bytes)
+        for block in job.chain[:-1]
+    ]
 
 
 def _by_speed(job: PlacementJob) -> Iterator[Stages]:

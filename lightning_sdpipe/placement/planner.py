@@ -171,7 +171,7 @@ class PlacementResult:
             "default_order_seconds": self.default_cost.total,
         }
         names = tuple(tuple(str(self.network.devices[device]) for device in row) for row in self.rows)
-        blocks = None if self.spans is None else tuple(map(len, self.spans))
+        blocks = None if self.spans is None else (tuple(map(len, self.spans)),) * len(names)
         reversible = self.weights.even and self.found is not None
         return Placement(FORMAT, source, cost, reversible, blocks, names)
 
@@ -209,7 +209,7 @@ def place(
             "Nothing says what the stages send: the network was measured without a model. Measure with `--model "
             "IMPORT.PATH:NAME`, or give `--stage-bytes` and `--cut-bytes`."
         )
-    job = _job(network, asked)
+    job = job_of(network, asked)
     spans = _cut_by_blocks(job)
     speeds, memories = job.speeds, set(job.memories)
     if max(speeds) <= ALIKE * min(speeds) and len(memories) == 1:
@@ -311,7 +311,8 @@ def _swapped(stages: Stages, one: int, other: int) -> Stages:
     return [[swap.get(device, device) for device in group] for group in stages]
 
 
-def _job(network: Network, asked: PlacementTask) -> PlacementJob:
+def job_of(network: Network, asked: PlacementTask) -> PlacementJob:
+    """What is asked, for pipelines of so many stages on devices of ``network``, which has a model."""
     assert network.model is not None
     ahead, flush = range(asked.num_stages, 0, -1), asked.cost != "pipedream"
     in_flight = [min(asked.micro_batches, depth) if flush else asked.micro_batches * depth for depth in ahead]

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from lightning_sdpipe.placement.cost import Stages, Weights
 from lightning_sdpipe.placement.planner import PlacementResult
+from lightning_sdpipe.placement.ragged import RaggedResult
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,67 @@ def slowest_stage(stages: Stages, weights: Weights) -> tuple[int, int]:
     return stage, device
 
 
-def rate(placed: PlacementResult) -> float:
+def rate(placed: PlacementResult | RaggedResult) -> float:
     """Mini-batches per second of all pipelines."""
+    if isinstance(placed, RaggedResult):
+        return placed.rate
     return placed.num_pipelines / placed.seconds if placed.seconds else math.inf
 
 
-def rates(tried: Sequence[PlacementResult]) -> str:
+def shape(placed: PlacementResult | RaggedResult) -> str:
+    """Stages × pipelines, or the stages of each, and how many devices that leaves out."""
+    if isinstance(placed, PlacementResult):
+        return f"{placed.asked.num_stages} × {placed.num_pipelines}"
+    return placed.shape + (f" without {len(placed.left_out)}" if placed.left_out else "")
+
+
+def rates(tried: Sequence[PlacementResult | RaggedResult]) -> str:
     """A row for each number of stages that was tried."""
     rows = [("stages × pipelines", "mini-batches/s")]
-    rows += [(f"{placed.asked.num_stages} × {placed.num_pipelines}", f"{rate(placed):.3g}") for placed in tried]
-    return "\n".join(f"{shape:<18}  {speed:>14}" for shape, speed in rows)
+    rows += [(shape(placed), f"{rate(placed):.3g}") for placed in tried]
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(f"{shape:<{width}}  {speed:>14}" for shape, speed in rows)
+
+
+def given(placed: PlacementResult | RaggedResult) -> str:
+    """What the strategy is given, with a file."""
+    if isinstance(placed, PlacementResult):
+        return f"num_stages={placed.asked.num_stages}"
+    stages = placed.depths[0] if placed.alike else placed.depths
+    return f'num_stages={stages}, num_micro_batches={placed.asked.micro_batches}, partition="placed"'
+
+
+def report_ragged(placed: RaggedResult) -> list[str]:
+    """The same for pipelines that may be unlike, which are judged by what they make."""
+    network, asked = placed.network, placed.asked
+    names = [str(device) for device in network.devices]
+    rows = [["pipeline", "blocks", "s/mini-batch", "devices, by stage"]]
+    for number, row in enumerate(placed.rows):
+        blocks, devices = ", ".join(str(len(span)) for span in row.spans), "  ".join(names[d] for d in row.devices)
+        rows.append([str(number), blocks, f"{row.seconds:.3g}", devices])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    used = len(names) - len(placed.left_out)
+    lines = [
+        f"{used} of {len(names)} devices as pipelines of {', '.join(map(str, placed.depths))} stages; "
+        f"{asked.micro_batches} micro-batches",
+        "",
+        *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        "",
+        f"Together        {placed.rate:.3g} mini-batches/s, {placed.rate / placed.bound:.2f} of the bound that no "
+        "pipelines of these devices exceed" + ("" if placed.exact else "; more --seconds may find better ones"),
+    ]
+    if placed.left_out:
+        lines.append(f"Left out        {', '.join(names[device] for device in placed.left_out)}")
+    price = f"{placed.price:.3g} mini-batches/s" if placed.price > 1e-9 * placed.rate else "nothing"
+    lines.append(f"Rank 0          {names[asked.first]} must be rank 0 and runs a last stage, which costs {price}")
+    sync = 'sync="all_reduce", ' if asked.sync == "all_reduce" else ""
+    cuts = placed.blocks[0] if placed.alike else placed.blocks
+    stages = placed.depths[0] if placed.alike else placed.depths
+    lines.append(
+        f"Without a file  SDPipeStrategy(num_stages={stages}, {sync}num_micro_batches={asked.micro_batches}, "
+        f"partition={cuts}), the ranks in the order of the rows, each row from its end"
+    )
+    return lines
 
 
 def report(placed: PlacementResult) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.topology.mesh import Mesh
 
-FORMAT = "sdpipe-placement/1"
+FORMAT, FORMER = "sdpipe-placement/2", "sdpipe-placement/1"
 
 REMEDY = "Run `sdpipe measure` and `sdpipe place` again, or leave placement out."
 
@@ -25,29 +25,40 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which device runs which stage of which pipeline.
 
     ``pipelines[i][j]`` is the device of stage j of pipeline i, as ``host:index``. ``reversible``: all stages are alike,
-    so that a pipeline may as well run the other way round. ``blocks``: of how many blocks each stage was taken to be,
-    None if that was not looked at. ``cost`` and ``source`` are for people.
+    so that a pipeline may as well run the other way round. ``blocks[i][j]``: of how many blocks that stage was taken to
+    be, None if that was not looked at. ``cost`` and ``source`` are for people.
     """
 
     format: str
     source: str
     cost: dict[str, float | int | str]
     reversible: bool
-    blocks: tuple[int, ...] | None
+    blocks: tuple[tuple[int, ...], ...] | None
     pipelines: tuple[tuple[str, ...], ...]
 
     def __post_init__(self) -> None:
-        if not self.pipelines or len({len(row) for row in self.pipelines}) != 1 or not self.pipelines[0]:
+        if not self.pipelines or not all(self.pipelines):
             raise ConfigurationError("A placement needs pipelines, with a device for each of their stages.")
         twice = [device for device, count in Counter(d for row in self.pipelines for d in row).items() if count > 1]
         if twice:
             raise ConfigurationError(f"The device {twice[0]} is placed more than once.")
-        if self.blocks is not None and (len(self.blocks) != self.num_stages or min(self.blocks) < 1):
-            raise ConfigurationError(f"blocks={list(self.blocks)} are not those of {self.num_stages} stages.")
+        if self.blocks is not None and (
+            tuple(map(len, self.blocks)) != self.depths
+            or min(map(min, self.blocks)) < 1
+            or len({*map(sum, self.blocks)}) > 1
+        ):
+            blocks, depths = [list(row) for row in self.blocks], _listed(self.depths)
+            raise ConfigurationError(f"blocks={blocks} are not those of pipelines of {depths} stages.")
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The number of stages of each pipeline."""
+        return tuple(map(len, self.pipelines))
 
     @property
     def num_stages(self) -> int:
-        return len(self.pipelines[0])
+        """Of the deepest pipeline."""
+        return max(self.depths)
 
     @property
     def num_pipelines(self) -> int:
@@ -61,6 +72,8 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         hosts = Counter(device.rpartition(":")[0] for row in self.pipelines for device in row)
         devices = ", ".join(f"{count} on {host}" for host, count in sorted(hosts.items()))
+        if len(set(self.depths)) > 1:
+            return f"pipelines of {_listed(self.depths)} stages ({devices})"
         return f"{self.num_stages} stages × {self.num_pipelines} pipelines ({devices})"
 
 
@@ -75,17 +88,34 @@ def read_placement(path: str | Path) -> Placement:
         found = msgspec.json.decode(data, type=_Header).format
         if found == FORMAT:
             return msgspec.json.decode(data, type=Placement)
+        if found == FORMER:
+            return msgspec.json.decode(data, type=_Former).converted()
     except OSError as error:
         raise ConfigurationError(f"The placement {path} cannot be read: {error.strerror}.") from error
     except msgspec.DecodeError as error:
         raise ConfigurationError(f"{path} is not a placement: {error}. {REMEDY}") from error
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    raise ConfigurationError(f"{path} has format={found!r}; this version reads {FORMAT!r}. {REMEDY}")
+    raise ConfigurationError(f"{path} has format={found!r}; this version reads {FORMAT!r} and {FORMER!r}. {REMEDY}")
 
 
 class _Header(msgspec.Struct):
     format: str
+
+
+class _Former(msgspec.Struct, forbid_unknown_fields=True):
+    """All pipelines have the same blocks."""
+
+    format: str
+    source: str
+    cost: dict[str, float | int | str]
+    reversible: bool
+    blocks: tuple[int, ...] | None
+    pipelines: tuple[tuple[str, ...], ...]
+
+    def converted(self) -> Placement:
+        blocks = None if self.blocks is None else (self.blocks,) * len(self.pipelines)
+        return Placement(FORMAT, self.source, self.cost, self.reversible, blocks, self.pipelines)
 
 
 def write_placement(path: Path, placement: Placement) -> None:
@@ -93,25 +123,34 @@ def write_placement(path: Path, placement: Placement) -> None:
     path.write_text(one_row_per_line(msgspec.to_builtins(placement)))
 
 
-def check_shape(placement: Placement, num_stages: int, num_workers: int | None) -> None:
+def check_shape(placement: Placement, num_stages: int, num_workers: int | None, depths: Sequence[int] = ()) -> None:
     """Before anything starts: is this the mesh that the placement was made for?
 
     Args:
+        placement: of the run.
+        num_stages: of a pipeline.
         num_workers: of all pipelines; None where these come and go.
+        depths: the number of stages of each pipeline, if it was given for each.
 
     Raises:
         ConfigurationError: it is not.
     """
-    made_for = placement.num_stages * placement.num_pipelines
-    if placement.num_stages != num_stages or num_workers not in (None, made_for):
+    expected = tuple(depths) or (num_stages,) * placement.num_pipelines
+    if placement.depths != expected or num_workers not in (None, sum(placement.depths)):
         workers = "" if num_workers is None else f" and {num_workers} workers"
+        given = list(depths) if depths else num_stages
+        meant = f"Give num_stages={list(placement.depths)}. " if len({*placement.depths}) > 1 else ""
         raise ConfigurationError(
-            f"The placement was made for {placement}; this run has num_stages={num_stages}{workers}. {REMEDY}"
+            f"The placement was made for {placement}; this run has num_stages={given}{workers}. {meant}{REMEDY}"
         )
 
 
-def placed_blocks(placement: Placement | None) -> Sequence[int]:
+def placed_blocks(placement: Placement | None, of_each: bool = False) -> Sequence[int] | Sequence[Sequence[int]]:
     """The number of blocks of each stage, as the placement has it.
+
+    Args:
+        placement: of the run; None if it has none.
+        of_each: of each pipeline, also if all have the same.
 
     Raises:
         ConfigurationError: there is no placement, or it did not look at that.
@@ -121,15 +160,16 @@ def placed_blocks(placement: Placement | None) -> Sequence[int]:
             "partition='placed' needs a placement that names the blocks of each stage. Give placement=…, made by "
             "`sdpipe place` from a network that was measured with `--model`, or another partition."
         )
-    return placement.blocks
+    return placement.blocks if of_each or len({*placement.blocks}) > 1 else placement.blocks[0]
 
 
-def mesh_of(placement: Placement, devices: Sequence[str]) -> Mesh:
+def mesh_of(placement: Placement, devices: Sequence[str], alike: bool = True) -> Mesh:
     """The mesh of a run on the placement's devices.
 
     Args:
         placement: of as many devices.
         devices: ``host:index`` of each rank.
+        alike: all pipelines have one cut, so that they may be numbered by their ranks; else they keep their numbers.
 
     Raises:
         ConfigurationError: the run has other devices, or rank 0 would not run a last stage.
@@ -156,13 +196,13 @@ def mesh_of(placement: Placement, devices: Sequence[str]) -> Mesh:
         lasts = {row[-1] for row in rows} | ({row[0] for row in rows} if placement.reversible else set())
         first_of_host = [devices[number] for number in sorted(lasts) if devices[number].endswith(":0")]
         remedy = f"Start the run so that {' or '.join(first_of_host)} is rank 0. " if first_of_host else ""
-        stage = next(row.index(0) for row in rows if 0 in row)
+        stage, depth = next((row.index(0), len(row)) for row in rows if 0 in row)
         raise ConfigurationError(
             f"Rank 0 must run a last stage, since it has the logger, and is {devices[0]} in this run, to which the "
-            f"placement gives stage {stage} of {placement.num_stages}. {remedy}Or place again with `sdpipe place "
+            f"placement gives stage {stage} of {depth}. {remedy}Or place again with `sdpipe place "
             f"--first {devices[0]}`."
         )
-    return Mesh(tuple(sorted(rows, key=lambda row: (0 not in row, min(row)))))
+    return Mesh(tuple(sorted(rows, key=lambda row: (0 not in row, min(row)))) if alike else rows, alike)
 
 
 @dataclass(frozen=True)
@@ -200,6 +240,10 @@ def order_of_stages(placement: Placement, members: Sequence[str]) -> Order:
             f"{members[order[-1]]} is its rank 0",
         )
     return Order(tuple(order))
+
+
+def _listed(depths: Sequence[int]) -> str:
+    return ", ".join(map(str, depths))
 
 
 def one_row_per_line(plain: dict[str, object]) -> str:

@@ -63,7 +63,7 @@ class FixedRun:
         if options.cuts and isinstance(self._strategy.cluster_environment, UnlikeMachines):
             workers = self._strategy.world_size
         if options.placement is not None:
-            check_shape(options.placement, options.num_stages, workers)
+            check_shape(options.placement, options.num_stages, workers, options.depths)
         return options.mesh(workers)
 
     def check(self) -> None:
@@ -86,7 +86,8 @@ class FixedRun:
         strategy = self._strategy
         if self._groups is None:
             if self.options.placement is not None:
-                self._placed = mesh_of(self.options.placement, roll_call(strategy.local_rank, strategy.root_device))
+                devices = roll_call(strategy.local_rank, strategy.root_device)
+                self._placed = mesh_of(self.options.placement, devices, alike=not self.options.cuts)
                 self.options = self.options.on_hosts(self._hosts)
             self._groups = ProcessGroups.open(self.mesh, self.options.run_timeout)
         environment = strategy.cluster_environment

@@ -142,7 +142,7 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
     schedule, partition = given["schedule"], given["partition"]
     num_micro_batches = 1 if schedule == "pipedream" else given["num_micro_batches"] or num_stages
     placement = None if given["placement"] is None else read_placement(given["placement"])
-    partition = placed_blocks(placement) if partition == "placed" else partition
+    partition = placed_blocks(placement, bool(depths)) if partition == "placed" else partition
     cuts: list[PipelineCut] = []
     if depths:
         cuts = cuts_of(depths, partition, lambda depth: in_flight_of(schedule, depth, num_micro_batches))
@@ -217,7 +217,6 @@ def _check_unlike(options: Options, standing: SchedulerAddress | None) -> None:
         (options.schedule not in ("1f1b", "gpipe"), f"schedule={options.schedule!r}", "use '1f1b' or 'gpipe'"),
         (options.exchange != Exchange(), f"exchange={options.exchange}", "leave it out"),
         (options.batch_by_speed, "batch_by_speed=True", "leave it out"),
-        (options.placement is not None, "placement", "leave it out; consecutive ranks form a pipeline"),
         (standing is not None, "scheduler", "leave it out (and SDPIPE_SCHEDULER), and rank 0 starts one"),
     ):
         if given:

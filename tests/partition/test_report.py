@@ -60,6 +60,22 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(rows(capsys.readouterr().out)) == 3
 
 
+def test_each_pipeline_may_have_its_own_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    cuts = ["--stages", "1,2,2,2", "--partition", "3/1,2/2,1/1,2"]
+    assert main([f"{__name__}:with_batch", *cuts]) == 0
+    text = capsys.readouterr().out
+    parts = text.split("\n\n")
+    assert [part.splitlines()[0] for part in parts[:3]] == ["Pipeline 0: ", "Pipelines 1, 3: ", "Pipeline 2: "]
+    assert [[row[1] for row in rows(part)[1:]] for part in parts[1:3]] == [
+        ["net.0", "net.1 … net.2 (2)"],
+        ["net.0 … net.1 (2)", "net.2"],
+    ]
+    assert parts[3] == "Replicas: 3 sections, each with a worker in every pipeline.\n"
+    balanced = ["--stages", "1,2", "--partition", "balanced", "--speeds", "1/1,0.1"]
+    assert main([f"{__name__}:with_batch", *balanced]) == 0
+    assert "net.0 … net.1 (2)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -67,6 +83,10 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
         (["builtins:dict"], "returned a dict"),
         ([f"{__name__}:Model", "--partition", "balanced"], "returned no batch"),
         ([f"{__name__}:Model", "--stages", "9"], "at most 3 stages"),
+        ([f"{__name__}:Model", "--stages", "1,9"], "pipeline 1: num_stages=9 is more than the model's 3 blocks"),
+        ([f"{__name__}:Model", "--stages", "1,2", "--partition", "1,2"], "give one list per pipeline"),
+        ([f"{__name__}:Model", "--stages", "2", "--partition", "3/1,2"], "has a list for each pipeline"),
+        ([f"{__name__}:Model", "--partition", "1,two"], "--partition 1,two is not known"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,10 @@ import pytest
 from lightning_sdpipe import cli
 from lightning_sdpipe.placement import cases
 from lightning_sdpipe.placement.cost import weights
+from lightning_sdpipe.placement.network import write_network
 from lightning_sdpipe.placement.search import search
 from lightning_sdpipe.topology.placement_file import read_placement
+from tests.placement.fleets import FLEETS, Devices, fleet
 
 BLOCK = {"seconds": 0.1, "parameter_bytes": 40_000_000, "activation_bytes": 1_000_000, "gradient_bytes": 1_000_000}
 REGIONS: dict[str, Any] = {
@@ -44,7 +46,7 @@ def test_a_placement_is_explained_written_and_drawn(tmp_path: Path, capsys: pyte
     assert re.search(r"A mini-batch .* with computing \(default order: .* times as long\)", text)
     placement = read_placement(output)
     assert {device[:4] for row in placement.pipelines for device in row[:1]} == {"west"}  # replicas are near
-    assert placement.blocks == (4, 4)
+    assert placement.blocks == ((4, 4),) * 4
     shapes = picture.read_text()
     assert all(f">{name}<" in shapes or name in shapes for name in ("stage 0", "pipeline 3", "west:3", "east"))
 
@@ -73,14 +75,66 @@ def test_devices_of_unlike_speed_get_unlike_stages(tmp_path: Path, capsys: pytes
     placement = read_placement(tmp_path / "placement.json")
     slow = 0 if placement.pipelines[0][0].startswith("west") else 1
     assert placement.blocks is not None
-    assert placement.blocks[slow] < placement.blocks[1 - slow]
+    assert placement.blocks[0][slow] < placement.blocks[0][1 - slow]
     assert {row[slow][:4] for row in placement.pipelines} == {"west"}
+
+
+def a_fleet(directory: Path, name: str) -> str:
+    path = directory / "fleet.json"
+    write_network(path, FLEETS[name])
+    return str(path)
+
+
+def test_unlike_depths_are_proposed_where_they_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, picture = tmp_path / "placement.json", tmp_path / "mesh.svg"
+    options = ["--micro-batches", "8", "--seconds", "2", "--output", str(output), "--picture", str(picture)]
+    assert cli.main(["place", a_fleet(tmp_path, "1 at 1 (48) + 4 at 1/2 (24)"), *options]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^2 × 2 without 1 +1\.99$", text, re.MULTILINE)
+    assert re.search(r"^1 \+ 2 \+ 2 +2\.76$", text, re.MULTILINE)
+    assert "5 of 5 devices as pipelines of 1, 2, 2 stages; 8 micro-batches" in text
+    assert "Together        2.76 mini-batches/s, 0.96 of the bound" in text
+    assert "Best rectangle  1.99 mini-batches/s, 2 × 2 without 1: this is 1.39 times that" in text
+    assert "num_stages=[1, 2, 2], num_micro_batches=8, partition=[[26], [13, 13], [13, 13]]" in text
+    assert 'SDPipeStrategy(num_stages=[1, 2, 2], num_micro_batches=8, partition="placed", placement=…)' in text
+    assert "not drawn" in text
+    placement = read_placement(output)
+    assert placement.blocks == ((26,), (13, 13), (13, 13))
+    assert placement.pipelines[0] == ("large:0",)
+    assert str(placement) == "pipelines of 1, 2, 2 stages (1 on large, 4 on small)"
+    assert not picture.exists()
+
+
+def test_a_rectangle_is_proposed_where_unlike_depths_gain_little(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["place", a_fleet(tmp_path, "5090 + 4060 Ti"), "--micro-batches", "8", "--seconds", "1"]) == 0
+    assert "2 devices as 2 stages × 1 pipelines" in capsys.readouterr().out
+    network = fleet(
+        [Devices("a", 2, 1.0, 22.5), Devices("b", 1, 0.04, 22.5)], 1.3e9
+    )  # of which one adds next to nothing
+    write_network(tmp_path / "fleet.json", network)
+    assert cli.main(["place", str(tmp_path / "fleet.json"), "--micro-batches", "8", "--seconds", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "3 devices as 1 stages × 3 pipelines" in text
+
+
+def test_depths_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = a_fleet(tmp_path, "5 equal (24)")
+    assert cli.main(["place", file, "--stages", "3,2", "--micro-batches", "8", "--sync", "all_reduce"]) == 0
+    text = capsys.readouterr().out
+    assert "5 of 5 devices as pipelines of 3, 2 stages" in text
+    assert 'sync="all_reduce"' in text
 
 
 @pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [
         ({}, ["--stages", "3"], r"8 devices cannot form pipelines of 3 stages.*Use one of \[1, 2, 4, 8\]"),
+        ({}, ["--stages", "1,2"], "--stages 1,2 are 3 workers, and the network has 8 devices"),
+        ({}, ["--stages", "4,0"], "4,0: give a number of at least 1"),
+        ({}, ["--stages", "4,4", "--cost", "pipedream"], "needs pipelines of one depth"),
+        ({"model": None}, ["--stages", "4,4"], "measured without a model, and only a model"),
         ({"model": None}, ["--stages", "2"], "measured without a model.*--stage-bytes"),
         ({"model": None}, [], "--stages has to say how many"),
         ({"model": None}, BYTES, "--stages has to say how many"),

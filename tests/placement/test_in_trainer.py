@@ -40,7 +40,7 @@ def placed(directory: Path, rows: tuple[tuple[int, ...], ...], blocks: tuple[int
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "placement.json"
     names = tuple(tuple(device_name(index) for index in row) for row in rows)
-    write_placement(path, Placement(FORMAT, "a test", {}, False, blocks, names))
+    write_placement(path, Placement(FORMAT, "a test", {}, False, blocks and (blocks,) * len(names), names))
     return path
 
 

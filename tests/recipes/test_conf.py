@@ -15,8 +15,10 @@ from omegaconf import DictConfig
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.configuration import check
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.sync import PHDPSGD
 from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
+from recipes.command_line import check_jobs
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = {
@@ -72,7 +74,7 @@ def _with(option: str, directory: Path) -> list[str]:
         return []
     rows = tuple((f"a:{2 * i + 1}", f"a:{2 * i}") for i in range(4))  # of the eight devices above
     path = directory / "placement.json"
-    write_placement(path, Placement(FORMAT, "a test", {}, True, (3, 3), rows))
+    write_placement(path, Placement(FORMAT, "a test", {}, True, ((3, 3),) * 4, rows))
     return ["placement=file", f"placement.path={path}"]
 
 
@@ -103,6 +105,15 @@ def test_groups_of_pipelines_are_lists_on_the_command_line() -> None:
 def test_the_demonstration_scales_the_papers_delays_only() -> None:
     assert hydra.utils.instantiate(composed("experiment=digits", "heterogeneity=b").strategy).delays.scale == 0.5
     assert hydra.utils.instantiate(composed("experiment=resnet50", "heterogeneity=b").strategy).delays.scale == 1.0
+
+
+def test_each_pipeline_may_have_its_own_depth() -> None:
+    cuts = ["num_stages=[1,2,2]", "sync=all_reduce", "strategy.partition=[[6],[3,3],[4,2]]"]
+    check_jobs("train", [*cuts, "trainer.devices=5"])
+    options = hydra.utils.instantiate(composed(*cuts).strategy).options
+    assert [(cut.num_stages, cut.partition) for cut in options.all_cuts] == [(1, [6]), (2, [3, 3]), (2, [4, 2])]
+    with pytest.raises(ConfigurationError, match=r"num_stages=\[1, 2, 2\] are 5 workers, and .* are 4"):
+        check_jobs("train", [*cuts, "trainer.devices=4"])
 
 
 def test_every_value_can_be_overridden() -> None:

@@ -21,17 +21,18 @@ from lightning_sdpipe.topology.placement_file import (
     check_shape,
     mesh_of,
     order_of_stages,
+    placed_blocks,
     read_placement,
     write_placement,
 )
 from tests.placement.test_search import random_network
 
 PLAIN: dict[str, Any] = {
-    "format": "sdpipe-placement/1",
+    "format": "sdpipe-placement/2",
     "source": "a test",
     "cost": {"data": 1.5, "model": "pipelined"},
     "reversible": False,
-    "blocks": [3, 2],
+    "blocks": [[3, 2], [3, 2]],
     "pipelines": [["a:1", "b:0"], ["a:0", "b:1"]],
 }
 RANKS = ("b:0", "b:1", "a:0", "a:1")
@@ -45,7 +46,7 @@ def placement(**changes: Any) -> Placement:
         plain["source"],
         plain["cost"],
         plain["reversible"],
-        plain["blocks"] and tuple(plain["blocks"]),
+        plain["blocks"] and tuple(map(tuple, plain["blocks"])),
         rows,
     )
 
@@ -61,11 +62,14 @@ def test_a_file_holds_a_placement(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "sdpipe-placement/9"}, "format='sdpipe-placement/9'; this version reads 'sdpipe-placement/1'"),
-        ({"pipelines": [["a:1", "b:0"], ["a:0"]]}, "a device for each of their stages"),
+        ({"format": "sdpipe-placement/9"}, "format='sdpipe-placement/9'; this version reads 'sdpipe-placement/2' and"),
+        ({"pipelines": [["a:1", "b:0"], []]}, "a device for each of their stages"),
+        ({"pipelines": [["a:1", "b:0"], ["a:0"]]}, r"blocks=\[\[3, 2\], \[3, 2\]\] are not those of pipelines of 2, 1"),
+        ({"blocks": [[3, 2], [3, 1]]}, "are not those of pipelines of 2, 2 stages"),
         ({"pipelines": []}, "a device for each of their stages"),
         ({"pipelines": [["a:1", "b:0"], ["a:0", "b:0"]]}, "b:0 is placed more than once"),
-        ({"blocks": [3]}, r"blocks=\[3\] are not those of 2 stages"),
+        ({"blocks": [[3], [3]]}, r"blocks=\[\[3\], \[3\]\] are not those of pipelines of 2, 2 stages"),
+        ({"format": "sdpipe-placement/1"}, "is not a placement"),
         ({"stages": 2}, "is not a placement: .*unknown field `stages`"),
     ],
 )
@@ -77,6 +81,37 @@ def test_a_bad_file_gets_one_message(tmp_path: Path, changes: dict[str, Any], me
     assert "placement.json" in str(caught.value)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_placement(tmp_path / "absent.json")
+
+
+def test_the_former_format_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    for blocks in ([3, 2], None):
+        path.write_text(json.dumps(PLAIN | {"format": "sdpipe-placement/1", "blocks": blocks}))
+        assert read_placement(path) == placement(blocks=blocks and [blocks, blocks])
+
+
+UNLIKE = {"pipelines": [["a:1", "b:0"], ["a:0"], ["b:1", "c:0"]], "blocks": [[3, 2], [5], [1, 4]]}
+
+
+def test_pipelines_of_unlike_depths_keep_their_numbers(tmp_path: Path) -> None:
+    unlike = placement(**UNLIKE)
+    write_placement(tmp_path / "placement.json", unlike)
+    assert read_placement(tmp_path / "placement.json") == unlike
+    mesh = mesh_of(unlike, ("a:0", "a:1", "b:0", "b:1", "c:0"), alike=False)
+    assert mesh == Mesh(((1, 2), (0,), (3, 4)), alike=False)
+    assert placed_blocks(unlike) == placed_blocks(unlike, of_each=True) == ((3, 2), (5,), (1, 4))
+    assert (placed_blocks(placement()), placed_blocks(placement(), of_each=True)) == ((3, 2), ((3, 2), (3, 2)))
+    check_shape(unlike, 2, 5, (2, 1, 2))
+    made_for = r"made for pipelines of 2, 1, 2 stages \(2 on a, 2 on b, 1 on c\); this run has "
+    for stages, workers, depths, given in (
+        (2, 6, (), "num_stages=2 and 6 workers. Give"),
+        (2, 5, (1, 2, 2), r"num_stages=\[1, 2, 2\] and 5 workers. Give num_stages=\[2, 1, 2\]"),
+        (2, None, (), "num_stages=2. Give"),
+    ):
+        with pytest.raises(ConfigurationError, match=made_for + given):
+            check_shape(unlike, stages, workers, depths)
+    with pytest.raises(ConfigurationError, match="to which the placement gives stage 0 of 2"):
+        mesh_of(unlike, ("b:1", "a:1", "b:0", "a:0", "c:0"), alike=False)
 
 
 def test_ranks_get_the_places_of_their_devices() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_sdpipe import PHDPSGD, AllReduce, Balanced, ConfigurationError, SDPipeStrategy, SemiDecentralized
+from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 from lightning_sdpipe.worker.fixed_run import FixedRun
 from lightning_sdpipe.worker.options import Options
 
@@ -109,6 +111,18 @@ def test_a_cut_for_each_pipeline_needs_the_number_of_stages_of_each() -> None:
     for partition in ([[1, 1], [1, 1]], Balanced(speeds=[[1, 1], [1, 1]])):
         with pytest.raises(ConfigurationError, match="as in num_stages=\\[1, 2\\]"):
             SDPipeStrategy(2, partition=partition)
+
+
+def test_a_placement_may_have_the_cut_of_each_pipeline(tmp_path: Path) -> None:
+    rows = (("a:1",), ("a:0", "b:0"), ("b:2", "b:1"))
+    write_placement(tmp_path / "p", Placement(FORMAT, "a test", {}, False, ((26,), (13, 13), (15, 11)), rows))
+    placed: dict[str, Any] = {"placement": tmp_path / "p", "partition": "placed"}
+    assert [cut.partition for cut in unlike(**placed).all_cuts] == [[26], [13, 13], [15, 11]]
+    with pytest.raises(ConfigurationError, match="as in num_stages=\\[1, 2\\]"):
+        SDPipeStrategy(2, **placed)
+    workers: Any = SimpleNamespace(num_nodes=1, num_processes=5, cluster_environment=None)
+    with pytest.raises(ConfigurationError, match=r"for pipelines of 1, 2, 2 stages .* Give num_stages=\[1, 2, 2\]"):
+        FixedRun(unlike((2, 2, 1), placement=tmp_path / "p"), workers, lambda: None).check()
 
 
 def test_the_workers_of_unlike_pipelines_are_counted() -> None:

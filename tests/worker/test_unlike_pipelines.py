@@ -11,7 +11,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.features.running import on_four_ranks
-from tests.worker.unlike_pipelines import BATCH, BATCHES, WIDTH, Tied, go_on, loader, on_a_machine, train, trainer
+from tests.worker.unlike_pipelines import (
+    BATCH,
+    BATCHES,
+    PLACED,
+    WIDTH,
+    Tied,
+    go_on,
+    loader,
+    on_a_machine,
+    train,
+    trainer,
+)
 from tests.workers import free_port, run_workers
 
 pytestmark = pytest.mark.distributed
@@ -57,6 +68,9 @@ def test_all_reduce_on_pipelines_of_unlike_depths_is_one_process(tmp_path: Path)
 
     assert_parts([rank["alike"] for rank in ranks], of_file(tmp_path / "unlike.ckpt"))
     assert_parts([rank["unlike"] for rank in ranks], of_file(tmp_path / "alike.ckpt"))
+    assert {rank["placed"] for rank in ranks} == {PLACED}
+    assert "blocks.5.bias" in ranks[0]["unlike"], "rank 0 has the last block of six, as the placement says"
+    assert "blocks.4.linear.weight" not in ranks[0]["unlike"]
     assert_parts([go_on(tmp_path / "unlike.ckpt")], of_file(tmp_path / "unlike.ckpt"))
 
 

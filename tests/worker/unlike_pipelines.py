@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
+from lightning_sdpipe.topology.hosts import device_name
+from lightning_sdpipe.topology.placement_file import FORMAT, Placement, write_placement
 
 DEPTHS, CUTS = [1, 2, 3], [[6], [4, 2], [1, 3, 2]]
+PLACED = ((5, 1, 3), (4, 0), (2,))
 BATCH, BATCHES = 4, 4  # of one pipeline, in an epoch
 WIDTH = 8
 
@@ -145,7 +148,16 @@ def train(directory: Path) -> dict[str, Any]:
     run = trainer(directory, SDPipeStrategy(3, AllReduce()))
     run.fit(module, loader(3))
     run.save_checkpoint(alike)
-    return {**seen, "unlike": go_on(alike, SDPipeStrategy([3, 2, 1], AllReduce()))}
+    placed = SDPipeStrategy([3, 2, 1], AllReduce(), partition="placed", placement=a_placement(directory))
+    return {**seen, "unlike": go_on(alike, placed), "placed": placed.mesh.ranks}
+
+
+def a_placement(directory: Path) -> Path:
+    """For the devices of this machine; each process writes its own file."""
+    path = directory / f"{os.getpid()}.json"
+    rows = tuple(tuple(map(device_name, row)) for row in PLACED)
+    write_placement(path, Placement(FORMAT, "a test", {}, False, ((2, 2, 2), (5, 1), (6,)), rows))
+    return path
 
 
 def on_a_machine(rank: int, port: int, directory: Path) -> tuple[dict[str, Tensor], list[float]]:
